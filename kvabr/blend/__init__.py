@@ -1,9 +1,8 @@
-"""Passages from anywhere in one prompt: which of their tokens are recomputed.
+"""Passages anywhere in one prompt: selection of the tokens to recompute.
 
-A passage's cache was computed without what comes before it in this prompt. Recomputing a few of its tokens over the
-joined cache repairs most of that, if they are the right ones: a `Selector` scores them, and `choose` takes the best.
-Selectors are plug-ins: by name, by entry point (``kvabr.selectors``), or from a file. They know scores and spans, never
-models, codecs or networks.
+A passage's cache was computed without the text before it in this prompt. Recomputing a few well-chosen tokens over the
+joined cache repairs most of the difference: a `Selector` scores them, and `choose` takes the best. Selectors are
+plug-ins: by name, by entry point (``kvabr.selectors``), or from a file.
 """
 
 from kvabr.blend.selection import Need, Selection, Selector, choose

@@ -1,4 +1,4 @@
-"""What a selector asks for, what it sees of a prompt, what it answers, and which tokens are then recomputed."""
+"""The protocol of selectors, their inputs, and the choice of tokens to recompute."""
 
 from __future__ import annotations
 
@@ -14,69 +14,69 @@ from kvabr.types.engine import BlendEngine
 from kvabr.types.errors import PolicyError, UsageError
 
 Need = Literal["attention", "peaks", "values", "order", "deviation", "exact"]
-"""What a selector asks for, see the fields of `Selection`."""
+"""Inputs of a selector, see the fields of `Selection`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A prompt of which some tokens can be recomputed. Only what the selector needs is there."""
+    """A prompt with tokens that can be recomputed; only the selector's inputs are set."""
 
     tokens: int
     """Tokens of the joined cache; the question follows them."""
     passages: tuple[tuple[int, int], ...]
-    """First and end position of every passage, in the order of the prompt. Other tokens are exact already."""
+    """First and end position of every passage, in prompt order. Other tokens are exact."""
     layers: int
-    """Layers of the model."""
     attention: torch.Tensor | None = None
-    """[layer, token] float32, of the layers in `Selector.looks_at`: what the question's tokens pay to each token."""
+    """[layer, token] float32 for the layers in `Selector.looks_at`: attention of the question's tokens to each token.
+    """
     peaks: torch.Tensor | None = None
-    """As ``attention``, but the largest weight that any head and any of the question's tokens pays."""
+    """As ``attention``, but the maximum over heads and the question's tokens."""
     values: torch.Tensor | None = None
     """[layer, token] float32, of the same layers: the norm of each token's value, over all heads."""
     orders: tuple[bytes | None, ...] = ()
-    """The publisher's order of every passage, a byte a token, 255 first; None where there is none."""
+    """The publisher's order of every passage, one byte per token, 255 first; None without one."""
     deviation: torch.Tensor | None = None
-    """[K/V, token] float32: squared distance of the cache's layer 1 from what it is behind a full layer 0."""
+    """[K/V, token] float32: squared distance of the cache's layer 1 from the one after a full layer 0."""
     exact: torch.Tensor | None = None
-    """[token] float32: what each token's error costs, by the exact cache. A bench alone knows it."""
+    """[token] float32: cost of each token's error against the exact cache. Only in benchmarks."""
 
 
 class Selector(ABC):
-    """Scores tokens: those with the highest scores are recomputed. One object serves one prompt."""
+    """Scores tokens; those with the highest scores are recomputed. One object serves one prompt."""
 
     needs: ClassVar[frozenset[Need]] = frozenset()
-    """What it asks for besides the passages' places."""
+    """Inputs in addition to the positions of passages."""
 
     def looks_at(self, layers: int) -> range:
-        """Return the layers, of ``layers`` in all, whose attention, peaks and values it asks for; default: all."""
+        """Return the layers, of ``layers``, for attention, peaks and values; default: all."""
         return range(layers)
 
     @abstractmethod
     def scores(self, prompt: Selection) -> torch.Tensor:
-        """Return a score for each token of the joined cache, [token]; those outside of passages do not count."""
+        """Return a score for each token of the joined cache, [token]; those outside passages are ignored."""
 
 
-def needed(what: torch.Tensor | None, name: Need) -> torch.Tensor:
-    """Return what a selector needs; raise `UsageError` if it was not given."""
-    if what is None:
-        raise UsageError(f"a selector that needs {name!r} was given none")
-    return what
+def needed(value: torch.Tensor | None, name: Need) -> torch.Tensor:
+    """Return an input of a selector; raise `UsageError` if it is not set."""
+    if value is None:
+        raise UsageError(f"the selector needs {name!r}, which is not set")
+    return value
 
 
 def choose(prompt: Selection, scores: torch.Tensor, share: float) -> tuple[int, ...]:
-    """Return the positions to recompute, increasing: those with the best scores over all passages.
+    """Return the positions with the best scores over all passages, in increasing order.
 
     Args:
-        prompt: where the passages are.
-        scores: [token] of a selector; of equal ones, the earlier token comes first.
-        share: share of the passages' tokens, from 0 to 1, rounded up to whole tokens.
+        prompt: has the passages.
+        scores: [token]; of equal ones, the earlier token is preferred.
+        share: share of the passages' tokens, 0 to 1, rounded up to whole tokens.
 
     Raises:
-        PolicyError: the scores are not one number a token.
-        UsageError: the share is not from 0 to 1.
+        PolicyError: the scores are not one number per token.
+        UsageError: the share is not in 0 to 1.
     """
     if not 0 <= share <= 1:
-        raise UsageError(f"a share of {share:g} of the tokens cannot be recomputed; give 0 to 1")
+        raise UsageError(f"share of tokens to recompute must be 0 to 1, got {share:g}")
     if not isinstance(scores, torch.Tensor):
         raise PolicyError(f"a selector returned {type(scores).__name__}, not a tensor of {prompt.tokens} scores")
     if tuple(scores.shape) != (prompt.tokens,) or bool(torch.isnan(scores).any()):
@@ -107,16 +107,16 @@ def look(
     orders: Sequence[bytes | None] = (),
     exact: torch.Tensor | None = None,
 ) -> Selection:
-    """Return a prompt as a selector sees it.
+    """Return the inputs of a selector for a prompt.
 
     Args:
-        engine: computes what the selector needs.
-        selector: says what that is.
+        engine: computes the inputs.
+        selector: lists its inputs.
         tokens: ids of the prompt, as many as the cache has.
         passages: first and end position of each.
-        question: ids that follow the prompt.
-        kv: the joined cache, [layer, K/V, head, token, dim], any float dtype; read, never written.
-        orders: the publishers' orders, one a passage; empty for none.
+        question: ids after the prompt.
+        kv: the joined cache, [layer, K/V, head, token, dim], any float dtype; not modified.
+        orders: the publishers' orders, one per passage; empty for none.
         exact: see `Selection.exact`.
     """
     layers = selector.looks_at(engine.spec.layers)
@@ -128,7 +128,7 @@ def look(
     if "values" in selector.needs:
         values = kv[layers.start : layers.stop : layers.step, 1].float().pow(2).sum(dim=(1, 3)).sqrt()
     if "deviation" in selector.needs:
-        # Layer 0 computes its keys and values from the tokens alone, so those of layer 1 are the first to differ.
+        # Layer 0 depends on the tokens alone, so layer 1 is the first to differ.
         first = engine.recompute(tokens, range(len(tokens)), kv, layers=2)[1]
         deviation = (first.float() - kv[1].float()).pow(2).sum(dim=(1, 3))
     return Selection(

@@ -1,4 +1,4 @@
-"""The built-in selectors, and the registry that finds all of them; `kvabr_lab.selectors` has rivals."""
+"""The built-in selectors, and the registry of all; `kvabr_lab.selectors` has alternatives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class QuestionSelector(Selector):
 
 
 class QuestionValueSelector(Selector):
-    """Tokens that the question attends to, weighted by the norm of their values: what reaches the answer."""
+    """Tokens that the question attends to, weighted by the norm of their values: their effect on the answer."""
 
     needs = frozenset({"attention", "values"})
 
@@ -33,29 +33,28 @@ class QuestionValueSelector(Selector):
 
 
 class QuestionPeaksSelector(Selector):
-    """Runs of tokens around those that any head of any token of the question attends to most, by the values' norms.
+    """Runs of tokens around attention peaks (over heads and question tokens), weighted by the values' norms.
 
-    Few heads look facts up, and in a sum over all heads they drown in what the others do with every text. A fact is
-    more than the token that is looked at: a number has several, and is wrong if one of them is.
+    Few heads look up facts, and in a sum over all heads they are drowned out. A fact is more than the token looked at:
+    a number has several.
 
-    What is looked at costs nothing where the cache is right, and it is wrong near the beginning of a passage: those
-    tokens had seen little of their own text. The squared error falls with the place in the passage, from 14 times its
-    mean at the first token to 5 times at the fifth, 2 at the twentieth and a third behind the 128th (SmolLM2-135M,
-    means over four contexts). So scores fall alike.
+    Errors concentrate at the beginning of a passage, whose tokens had seen little of their own text. The squared error
+    falls from 14 times its mean at the first token to 5 times at the fifth, 2 at the twentieth and a third after the
+    128th (SmolLM2-135M, means over four contexts). So scores fall alike.
     """
 
     needs = frozenset({"peaks", "values"})
     reach = 8
-    """Tokens on either side that share a token's score."""
+    """Neighbours on either side that share a token's score."""
     fall = 0.5
-    """The power of the place in the passage, counted from 1, by which scores are divided."""
+    """Scores are divided by the position in the passage, from 1, to this power."""
 
     def looks_at(self, layers: int) -> range:
-        """Return the first two thirds of the layers: the others add a third to the time, and nothing to the choice."""
+        """Return the first two thirds of the layers: the others add time, and do not change the choice."""
         return range(max(1, 2 * layers // 3))
 
     def scores(self, prompt: Selection) -> torch.Tensor:
-        """Return the peaks times norms, summed over layers, as means over the neighbours, by place in the passage."""
+        """Return peaks times norms, summed over layers, averaged over neighbours, by position in the passage."""
         own = (needed(prompt.peaks, "peaks") * needed(prompt.values, "values")).sum(dim=0)
         width = 2 * self.reach + 1
         rows = [
@@ -67,7 +66,7 @@ class QuestionPeaksSelector(Selector):
 
 
 class OrderSelector(Selector):
-    """The publisher's order, which needs no question: tokens can be recomputed while the rest is on its way."""
+    """The publisher's order: without a question, tokens can be recomputed while the rest is still loading."""
 
     needs = frozenset({"order"})
 
@@ -89,7 +88,7 @@ BUILTIN: dict[str, type[Selector]] = {
 
 
 def selectors() -> Registered[Selector]:
-    """Return all selectors by name: built-in ones and those of installed packages."""
+    """Return all selectors by name, including those of installed packages."""
     return Registered("kvabr.selectors", BUILTIN)
 
 
@@ -98,6 +97,6 @@ def load_selector(text: str) -> Callable[[], Selector]:
     """Return a factory of selectors; ``NAME`` or ``FILE.py:CLASS``, as `kvabr.abr.plugins.load_policy`.
 
     Raises:
-        PolicyError: there is no such selector, or its file cannot be loaded; the message names file and line.
+        PolicyError: unknown selector, or its file cannot be loaded; the message names file and line.
     """
     return load_plugin(text, Selector, selectors(), "selector", "selectors")  # type: ignore[type-abstract]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from kvabr.server.seen_prompts import SeenPrompts
+    from kvabr.telemetry.kv_events.announced import AnnouncedPrompt, Reason
     from kvabr.telemetry.kv_events.hashes import BlockHashes
-    from kvabr.telemetry.kv_events.told import Reason, ToldPrompt
 
 _WHY: dict[Reason, str] = {
     "no tokens": "its token ids are not kept beside it; engines tell such by themselves, or keep them: publish_tokens",
@@ -57,7 +57,7 @@ class KVEventOptions:
 @contextmanager
 def telling(
     args: KVEventOptions,
-    read: Callable[[T], ToldPrompt | Reason],
+    read: Callable[[T], AnnouncedPrompt | Reason],
     assets: Callable[[], Mapping[str, T]],
     listen: Callable[[Callable[[], None]], None],
     log: FilteringBoundLogger,
@@ -77,6 +77,7 @@ def telling(
         UsageError: an option is wrong, or ZeroMQ is not installed.
         TransportError: an address cannot be bound.
     """
+    from kvabr.telemetry.kv_events.announced import AnnouncedAssets
     from kvabr.telemetry.kv_events.publisher import (
         EventSockets,
         KVEventMetrics,
@@ -84,7 +85,6 @@ def telling(
         check_endpoint,
         host_of,
     )
-    from kvabr.telemetry.kv_events.told import ToldAssets
 
     if args.to is None:
         yield
@@ -96,9 +96,9 @@ def telling(
     def warn(name: str, why: Reason) -> None:
         log.warning("not told in KV events", asset=name, why=_WHY[why], hint="others like it are counted only")
 
-    told = ToldAssets(_hashes(args), read, topic=args.topic, models=args.model, warn=warn)
+    announced = AnnouncedAssets(_hashes(args), read, topic=args.topic, models=args.model, warn=warn)
     sockets, metrics = EventSockets(args.to, args.replay), KVEventMetrics(registry)
-    publisher = KVEventPublisher(sockets, told, assets, log, metrics)
+    publisher = KVEventPublisher(sockets, announced, assets, log, metrics)
     listen(publisher.changed)
     log.info("KV events", endpoint=publisher.endpoint, replay=publisher.replay, block=args.block)
     for endpoint in (publisher.endpoint, publisher.replay):

@@ -138,7 +138,7 @@ async def _serve(args: ServeCommand, root: str, limits: ServerLimits) -> int:
     from kvabr.server.grants import Grants
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server, Watcher, run_until_signal
-    from kvabr.telemetry.kv_events.told import everything, prompt_of
+    from kvabr.telemetry.kv_events.announced import everything, prompt_of
 
     # Check everything before binding the address.
     try:

@@ -1,4 +1,4 @@
 """KV groups to bytes and back: one file per family, codecs by name, and one framed container.
 
-Codecs know tensors and bytes, never names, time or networks.
+Codecs handle tensors and bytes, never names, time or networks.
 """

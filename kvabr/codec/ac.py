@@ -7,12 +7,11 @@ the draft's level, is a single self-contained layer. A payload is:
     listed 4 | offsets 4 ... | scales | codes | far tokens | biases | coded
 
 Some tokens are stored separately from the coded ones. The first tokens of a prompt, attention sinks, are stored in
-every self-contained payload, and are not listed. Listed are further tokens that the model uses as sinks, the last ones
-of a prompt (`kvabr.codec.base.GroupContext.finer`), and, with the highest bit of their offset set, far tokens whose
-coefficients exceed a decoder's integers: nothing is ever coded to noise. An enhancement lists the far tokens that its
-finer step adds.
+every self-contained payload without being listed. Listed are further tokens used as sinks, the last ones of a prompt
+(`kvabr.codec.base.GroupContext.finer`), and, with the highest bit of their offset set, far tokens with coefficients
+beyond a decoder's integers. An enhancement lists the far tokens that its finer step adds.
 
-A payload with references begins with them (`kvabr.codec.referring`). Where the coded part is cut into streams
+A payload with references begins with them (`kvabr.codec.referring`). If the coded part is cut into streams
 (`kvabr.codec.native.streams`), the number 0xFFFFFFFB precedes all else.
 
     scales: FP16, [token, layer, K/V]; of all stored tokens that are not far, in order
@@ -20,15 +19,14 @@ A payload with references begins with them (`kvabr.codec.referring`). Where the 
     far:    FP16, [token, layer, K/V, head, dim]
     biases: size 4 | see `kvabr.codec.bias`; only if the highest bit of `listed` is set
 
-Of a chain of layers the biases of the last one count.
+The biases of the last layer in a chain apply. AC-L0 has the coarse parts of codes; AC-L1 and AC-L2 add fine ones after
+the list: number of tokens 4 | fine. AC-5x has the coarse parts and those of both layers in sequence; the number
+0xFFFFFFFA precedes all else of such a payload. In small groups a code is a byte, in units of the scale, and layers add
+none.
 
-Of codes AC-L0 has the coarse parts. AC-L1 and AC-L2 add fine ones: number of tokens 4 | fine, behind the list. AC-5x
-has the coarse ones and those of both layers, one behind the other. The number 0xFFFFFFFA precedes all else of such a
-payload. Of few numbers a code is a byte, in units of the scale, and layers add nothing.
-
-Of a state, columns stand for tokens (`kvabr.codec.columns`). Payloads of unusual groups are different
-(`kvabr.codec.unusual`): no finite cache is refused, and no payload, with those below it, is more than a hundredth
-larger than the group in FP16.
+For a state, columns take the place of tokens (`kvabr.codec.columns`). Unusual groups have other payloads
+(`kvabr.codec.unusual`): no finite cache is refused, and no payload, with those below it, exceeds the FP16 group by more
+than a hundredth.
 """
 
 from __future__ import annotations
@@ -97,12 +95,12 @@ from kvabr.types.kv import FP16_MAX
 from kvabr.types.naming import LAYERS
 
 _MEMO = "ac"
-_MOST_INDEX = 32767 - RATIO ** len(LAYERS)
-"""Maximum index of the finest layer, less what rounding at the base may add to it."""
+_MAX_INDEX = 32767 - RATIO ** len(LAYERS)
+"""Maximum index of the finest layer, less the rounding of the base."""
 
 
 _Part = tuple[str, bytes, int]
-"""Of what a group's depth is made: its track, which tokens it stores separately, and the identity of its references."""
+"""Inputs of a group's depth: its track, its separately stored tokens, and the identity of its references."""
 
 
 class Ac(Codec):
@@ -112,7 +110,6 @@ class Ac(Codec):
     rotates: ClassVar[bool] = True
 
     def __init__(self, track: str) -> None:
-        """Make the codec of a track."""
         self.name, self.refines = track, track_below(track)
 
     def prepare(self, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:
@@ -125,7 +122,7 @@ class Ac(Codec):
             _prepare(self.name, profile, some)
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
-        """Quantise and code; unusual groups as `kvabr.codec.unusual` says."""
+        """Quantise and code; see `kvabr.codec.unusual` for unusual groups."""
         profile = _profile(context, self.name)
         profile.depth(self.name)
         work = _work(group, context, profile)
@@ -152,7 +149,7 @@ class Ac(Codec):
         profile.depth(self.name)
         chain = _read_chain(self.name, (*below, payload))
         if chain.other is not None:
-            # Here, because that module needs the registry of codecs.
+            # Imported here, because that module needs the registry of codecs.
             from kvabr.codec.group import decode_by  # noqa: PLC0415
 
             name, inner = chain.other
@@ -171,7 +168,7 @@ class Ac(Codec):
     def job(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> tuple[DecodeJob, list[Parts]] | None:
-        """Return what the coder is to do for `decode`, and what is then to be placed; None if that is not all of it."""
+        """Return the coder's job for `decode` and the tokens to place; None if more is needed."""
         profile = _profile(context, self.name)
         profile.depth(self.name)
         chain = _read_chain(self.name, (*below, payload))
@@ -179,7 +176,7 @@ class Ac(Codec):
         return None if unlike else _decoding(profile, context, chain, out)
 
     def outliers(self, payload: memoryview, context: GroupContext) -> int:
-        """Return the number of listed outliers and far tokens, without sinks; all tokens if another codec did it."""
+        """Return the number of listed tokens without sinks; all tokens if another codec encoded them."""
         profile, context = _profile(context, self.name), _coded(context)
         if payload == NOTHING:
             return 0
@@ -204,37 +201,34 @@ class _Made:
     """None if equal to `_Work.indices`."""
     references: References | None
     near: NearTokens | None
-    """Of a base, the tokens to whose numbers the layers above add."""
+    """Tokens of a base that the layers above refine."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """Intermediate results that the depths of one group share while they are encoded."""
+    """Intermediate results shared by the depths of one group during encoding."""
 
     given: torch.Tensor
-    """The group as `Ac.encode` was given it."""
+    """The group as passed to `Ac.encode`."""
     group: torch.Tensor
-    """The group as it is coded, see `kvabr.codec.columns`."""
+    """The group to code, see `kvabr.codec.columns`."""
     profile: ClassProfile
     coefficients: Coefficients
     made: dict[str, _Made] = field(default_factory=dict)
-    """By depth."""
     chosen: dict[bytes, tuple[References, bool] | None] = field(default_factory=dict)
-    """By which tokens are stored separately."""
+    """By separately stored tokens."""
     coded: dict[_Part, bytes | Exception] = field(default_factory=dict)
-    """What `coded_rows` returned."""
+    """Results of `coded_rows`."""
     plans: dict[str, tuple[bytes, _Plan]] = field(default_factory=dict)
-    """By depth, of what is going to be coded, and the payload below."""
+    """By depth: its plan, and the payload below."""
     sums: dict[_Part, NDArray[np.int64]] = field(default_factory=dict)
-    """Of `kvabr.codec.bias.error_sums`; the references are of no account."""
+    """Of `kvabr.codec.bias.error_sums`, independent of references."""
 
     @property
     def coarsest(self) -> Depth:
-        """The depth with the largest step."""
         return max(self.profile.depths.values(), key=lambda depth: depth.step)
 
     def references(self, outliers: NDArray[np.bool_]) -> tuple[References, bool] | None:
-        """Choose references, see `choose_references`."""
         key, coarsest = outliers.tobytes(), self.coarsest
         if key not in self.chosen:
             rows = self.coefficients.some(telling_rows(coarsest.coder))
@@ -261,14 +255,12 @@ class _Work:
         return biases(self.sums.pop(part), int((~outliers).sum()), UNITS[track])
 
     def indices(self, track: str, outliers: NDArray[np.bool_]) -> NDArray[np.int16]:
-        """Quantise the coefficients for a depth, with 0 for tokens that are stored separately."""
         index = indices(self.coefficients.rows, self.profile.depth(track))
         index[:, outliers] = 0
         return index
 
 
 def _code(track: str, groups: Sequence[tuple[_Work, NDArray[np.bool_], References | None]]) -> None:
-    """Quantise and code groups of one profile at a depth, with `_Work.coded` for each."""
     profile, refines = groups[0][0].profile, track_below(track)
     depth, below = profile.depth(track), None if refines is None else profile.depth(refines)
     jobs = [(work.coefficients.rows, ~outliers, references) for work, outliers, references in groups]
@@ -278,7 +270,6 @@ def _code(track: str, groups: Sequence[tuple[_Work, NDArray[np.bool_], Reference
 
 
 def _add_up(track: str, groups: Sequence[tuple[_Work, NDArray[np.bool_]]]) -> None:
-    """Add up the errors of groups of one profile at a depth, for `_Work.sums` of each."""
     profile = groups[0][0].profile
     jobs = [(work.coefficients.rows, ~outliers) for work, outliers in groups]
     found = error_sums(profile.transform.structure, profile.depth(track), jobs)
@@ -287,7 +278,7 @@ def _add_up(track: str, groups: Sequence[tuple[_Work, NDArray[np.bool_]]]) -> No
 
 
 def _prepare(track: str, profile: ClassProfile, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:
-    """Do on a GPU, for all groups at once, what encoding will need of each if it is not unusual."""
+    """Encode groups on a GPU together, as far as they are not unusual."""
     refines, works = track_below(track), _works(profile, groups)
     planned = []
     for work, (_, context) in zip(works, groups, strict=True):
@@ -312,7 +303,7 @@ def _prepare(track: str, profile: ClassProfile, groups: Sequence[tuple[torch.Ten
 
 
 def _works(profile: ClassProfile, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> list[_Work]:
-    """Return what depths share, of groups on one GPU: those that follow each other are transformed together."""
+    """Return the shared results of groups on one GPU, transforming consecutive groups together."""
     runs: list[list[tuple[torch.Tensor, GroupContext]]] = []
     for group, context in groups:
         if _known(group, context, profile) is not None:
@@ -360,9 +351,9 @@ def _remember(context: GroupContext, work: _Work) -> None:
 def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | None:
     """Return the payload of a self-contained depth; None if its indices do not fit the coder.
 
-    It contains no layers that do not fit ``room``, in bytes.
+    It contains no layers beyond ``room`` bytes.
     """
-    if context.spec.only.kind == "state":  # its columns have no sinks, and do not repeat as tokens do
+    if context.spec.only.kind == "state":
         return _layer(track, work, _coded(context), [])
     outlying = work.coefficients.outlying
     more = None if crowded(outlying) else 0
@@ -383,11 +374,7 @@ def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | 
 def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> bytes | None:
     """Quantise and code at one depth; return an ordinary payload, or None if the indices do not fit the coder.
 
-    Args:
-        track: the depth.
-        work: the group.
-        context: which group it is, as it is coded.
-        below: ordinary payloads of the depths below, base first.
+    ``context`` is that of the group as coded; ``below`` are the ordinary payloads below, base first.
     """
     profile, refines = work.profile, track_below(track)
     known = work.plans.pop(track, None)
@@ -420,37 +407,36 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
 
 
 class _Plan(NamedTuple):
-    """What a depth codes, and how."""
+    """The tokens that a depth codes, and how."""
 
     far: NDArray[np.bool_]
-    """[token]: which exceed a decoder's integers."""
+    """[token]: beyond a decoder's integers."""
     below_outliers: NDArray[np.bool_]
-    """[token]: which the depths below store separately."""
+    """[token]: stored separately by the depths below."""
     new: NDArray[np.bool_]
-    """[token]: which this one does."""
+    """[token]: stored separately by this depth."""
     lower: NDArray[np.int16] | None
     """Indices below; None: none, or `_Work.indices`."""
     references: References | None
     perhaps_without: bool
-    """Whether the payload may be smaller without references."""
+    """The payload may be smaller without references."""
     from_rows: bool
-    """Whether it is coded from rows of coefficients; otherwise from indices."""
+    """Coded from rows of coefficients; otherwise from indices."""
 
     @property
     def outliers(self) -> NDArray[np.bool_]:
-        """[token]: which are not coded."""
+        """[token]: not coded."""
         return self.below_outliers | self.new
 
 
 def _plan(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> _Plan:
-    """Return what `_layer` is to code."""
     profile, refines = work.profile, track_below(track)
     depth = profile.depth(track)
     far = (work.coefficients.reach > depth.step).numpy()
     if track == LAYERS[0]:
-        # The layers above code multiples of this index, even of tokens that they store, in 16 bits.
+        # The layers above code multiples of this index in 16 bits, even for stored tokens.
         finest = min(profile.depths[track].step for track in LAYERS if track in profile.depths)
-        far |= (work.coefficients.largest > _MOST_INDEX * finest).numpy()
+        far |= (work.coefficients.largest > _MAX_INDEX * finest).numpy()
     lower, below_outliers, references = _lower(refines, context, work, below)
     new = far & ~below_outliers
     if refines is None:
@@ -471,7 +457,7 @@ def _plan(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]
 def _lower(
     refines: str | None, context: GroupContext, work: _Work, below: Sequence[bytes]
 ) -> tuple[NDArray[np.int16] | None, NDArray[np.bool_], References | None]:
-    """Return what is known of the depth below: indices (None: none, or `_Work.indices`), stored tokens, references."""
+    """Return the indices of the depth below (None: none, or `_Work.indices`), its stored tokens and references."""
     if refines is None:
         return None, np.zeros(context.tokens, dtype=bool), None
     made = work.made.get(refines)
@@ -489,7 +475,7 @@ def _lower(
 
 
 def _near_below(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> NearTokens | None:
-    """Return the stored tokens of the base to which a layer adds; None if it adds to none."""
+    """Return the stored tokens of the base that a layer refines, if any."""
     if track not in LAYERS[1 : 1 + FINE_LAYERS] or not all(_is_parted(memoryview(each)) for each in below):
         return None
     made = work.made.get(LAYERS[0])
@@ -499,12 +485,12 @@ def _near_below(track: str, work: _Work, context: GroupContext, below: Sequence[
 
 
 def _rotated_at(context: GroupContext) -> int | None:
-    """Return the position by which keys that are encoded are rotated; None if they are not."""
+    """Return the position by which encoded keys are rotated, if they are."""
     return None if context.free else _coded(context).first_token
 
 
 def _coded(context: GroupContext) -> GroupContext:
-    """Return the context of a group as it is coded: the tokens of a state are its columns."""
+    """Return the context of a group as coded: the tokens of a state are its columns."""
     if context.spec.only.kind != "state":
         return context
     tokens = context.tokens // context.spec.rows * context.spec.only.v_dim
@@ -512,7 +498,6 @@ def _coded(context: GroupContext) -> GroupContext:
 
 
 def _chain(track: str) -> list[str]:
-    """Return a depth and those below it, base first."""
     tracks = [track]
     while (lower := track_below(tracks[0])) is not None:
         tracks.insert(0, lower)
@@ -520,7 +505,6 @@ def _chain(track: str) -> list[str]:
 
 
 def _read_chain(track: str, payloads: Sequence[memoryview | bytes]) -> Chain:
-    """Resolve the payloads of a depth and of those below it."""
     tracks = _chain(track)
     if len(payloads) != len(tracks):
         raise FormatError(
@@ -531,7 +515,6 @@ def _read_chain(track: str, payloads: Sequence[memoryview | bytes]) -> Chain:
 
 
 def _split_chain(profile: ClassProfile, context: GroupContext, chain: Chain) -> list[Parts]:
-    """Parse the ordinary payloads of a chain."""
     sinks = [_sinks(profile, context), *[0] * (len(chain.tracks) - 1)]
     parts = [split_payload(*each) for each in zip(chain.payloads, repeat(context), sinks, chain.tracks, strict=False)]
     for track, part in zip(chain.tracks[1:], parts[1:], strict=True):
@@ -566,13 +549,13 @@ def _sinks(profile: ClassProfile, context: GroupContext) -> int:
 
 _COUNT = struct.Struct("<I")
 _FAR = 1 << 31
-"""Flag in the offset of a token that is stored as FP16."""
+"""Flag in the offset of a token stored as FP16."""
 _HAS_BIASES = 1 << 31
-"""Flag in the number of listed tokens. With it, that number is still below those of `kvabr.codec.unusual`."""
+"""Flag in the number of listed tokens, which stays below the markers of `kvabr.codec.unusual`."""
 STREAMED = _COUNT.pack(0xFFFFFFFB)
-"""Begins a payload whose coded part is cut into streams."""
+"""Marker of a payload with a coded part in streams."""
 PARTED = _COUNT.pack(0xFFFFFFFA)
-"""Begins a payload with codes in parts (`kvabr.codec.stored`)."""
+"""Marker of a payload with codes in parts (`kvabr.codec.stored`)."""
 
 
 def _is_parted(payload: memoryview) -> bool:
@@ -584,18 +567,18 @@ def _is_streamed(payload: memoryview) -> bool:
 
 
 class NearTokens(NamedTuple):
-    """Stored tokens that are not far, as far as they are known (`kvabr.codec.stored`)."""
+    """Stored tokens that are not far, with their known precision (`kvabr.codec.stored`)."""
 
     tokens: NDArray[np.int64]
-    """Their offsets in the group."""
+    """Offsets in the group."""
     which: torch.Tensor
-    """[stored token] bool: which they are."""
+    """[stored token] bool."""
     scale: torch.Tensor
     """[token, layer, K/V] float32."""
     coarse: Codes
     """[token, layer, K/V, head, dim]."""
     fine: tuple[Codes, ...] = ()
-    """Of the layers, from the first one on."""
+    """Of the layers, first to last."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -608,7 +591,7 @@ class Parts:
     """A parsed payload."""
 
     tokens: NDArray[np.int64]
-    """Offsets in the group of the stored tokens, ascending."""
+    """Offsets of the stored tokens in the group, ascending."""
     listed: int
     """Number of stored tokens that are not sinks."""
     values: torch.Tensor
@@ -618,12 +601,12 @@ class Parts:
     biases: NDArray[np.int16] | None = None
     """See `kvabr.codec.bias`; None: none."""
     near: NearTokens | None = None
-    """Of a base, those of the stored tokens that are not far; None: there are none, or they are known already."""
+    """Of a base: stored tokens that are not far, if any and not known already."""
     fine: memoryview | None = None
-    """Of a layer, what it adds to those."""
+    """Of a layer: its additions to those."""
 
     def finer(self, fine: memoryview, layer: int) -> Parts:
-        """Return the parts of a base with what a layer adds; a `FormatError` if it does not follow on what is there."""
+        """Return the parts of a base with a layer's additions; raise `FormatError` if it does not fit."""
         if self.near is None or len(self.near.fine) != layer - 1:
             raise FormatError(f"{LAYERS[layer]}: adds to numbers that are not below; the payload is corrupt")
         near, values = self.near, self.values.clone()
@@ -632,7 +615,7 @@ class Parts:
         return replace(self, values=values, near=near)
 
     def place(self, out: torch.Tensor, context: GroupContext) -> None:
-        """Write the stored tokens to their places in a group; if it is position-free, rotate their keys."""
+        """Write the stored tokens into a group, rotating the keys of position-free ones."""
         if len(self.tokens):
             # Indexed assignment neither casts nor copies between devices.
             values = self.stored(context, out.dtype, out.device)
@@ -650,7 +633,7 @@ class Parts:
 
 
 def payload_head(coded: bytes, references: References | None = None) -> bytes:
-    """Return what precedes the number of listed tokens in a payload."""
+    """Return the bytes before the number of listed tokens in a payload."""
     streamed = STREAMED if has_streams(coded) else b""
     return streamed if references is None else streamed + MARK + pack_references(references)
 
@@ -666,10 +649,10 @@ def join_payload(
     biases: NDArray[np.int16] | None = None,
     base: NearTokens | None = None,
 ) -> tuple[bytes, NearTokens | None]:
-    """Build a payload from its head, a group, the offsets of the tokens to store, which of them are far, and the rest.
+    """Build a payload from its head, a group, the stored offsets, which of them are far, and the rest.
 
-    The offsets ascend; the first ``sinks`` of them are the sinks, and these are never far. ``base`` is what a layer
-    adds to. Also return the stored tokens to which layers above this payload may add.
+    The offsets ascend; the first ``sinks`` of them are sinks, and never far. A layer refines ``base``. Also return the
+    stored tokens that layers above this payload may refine.
     """
     listed = (tokens + np.where(far, _FAR, 0))[sinks:].astype("<u4")
     biased = biases is not None and bool(biases.any())
@@ -704,19 +687,17 @@ def join_payload(
 
 
 def _layers_in(track: str) -> range:
-    """Return the layers whose fine parts a self-contained track has with the coarse ones."""
+    """Return the layers with fine parts in a self-contained track."""
     return range(1, 1 + FINE_LAYERS) if track == SINGLE else range(0)
 
 
 def _codes(values: torch.Tensor, scale: torch.Tensor) -> Codes:
-    """Return the codes of numbers, [token, layer, K/V, head, dim], given their scales, [token, layer, K/V]."""
     exact = values / (scale[..., None, None] / CODES)
     codes: Codes = exact.round_().clamp_(-LARGEST, LARGEST).numpy().astype(np.int16)
     return codes
 
 
 def _scaled(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return numbers in units of their scales as they are, within FP16's range."""
     return (numbers.float() * scale[..., None, None]).clamp_(-FP16_MAX, FP16_MAX)
 
 
@@ -727,15 +708,15 @@ def _taken(group: torch.Tensor, tokens: NDArray[np.int64]) -> torch.Tensor:
 
 
 class _Head(NamedTuple):
-    """What a payload begins with, see `Parts`."""
+    """The beginning of a payload, see `Parts`."""
 
     reader: PayloadReader
-    """Of what follows."""
+    """Of the rest."""
     references: References | None
     listed: int
     tokens: NDArray[np.int64]
     far: torch.Tensor
-    """[token] bool: which of these are far."""
+    """[token] bool."""
     biased: bool
     streamed: bool
     parted: bool
@@ -765,7 +746,7 @@ def _split_head(payload: memoryview | bytes, context: GroupContext, sinks: int, 
 
 
 def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
-    """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed."""
+    """Parse an untrusted payload of a group with ``sinks`` unlisted stored tokens."""
     reader, references, listed, tokens, far, biased, streamed, parted = _split_head(payload, context, sinks, what)
     layers, halves, heads, _, dim = context.spec.shape(1)
     values = torch.empty((len(tokens), layers, halves, heads, dim))
@@ -774,7 +755,7 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     if parted and what in LAYERS[1 : 1 + FINE_LAYERS]:
         count = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
         fine, parted = reader.bytes(fine_size(count * layers * halves * heads * dim)), False
-    if len(tokens):  # of most groups there are none
+    if len(tokens):
         count = int(far.sum())
         shape = (len(tokens) - count, layers, halves)
         full = (*shape, heads, dim)
@@ -797,7 +778,7 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     biases = None
     if biased:
         size = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
-        of_values = layers * heads * dim if halves == 2 and what in UNITS else 0  # keys and values
+        of_values = layers * heads * dim if halves == 2 and what in UNITS else 0
         biases = split_biases(reader.bytes(size), of_values, what)
     coded = reader.rest()
     if has_streams(coded) != streamed:

@@ -1,8 +1,8 @@
 """The encoder's side of the transform: from a group to rows of coefficients.
 
-The same group becomes the same coefficients, to the bit, on every processor, with any number of threads: two
-publishers' payloads of a group are equal, and so are their digests. Matrix products are exact (`kvabr.codec.inverse`).
-Everything else is computed for each element by itself, or is a maximum, or a sum in one order.
+A group has the same coefficients, to the bit, on every processor and with any number of threads, so that publishers'
+digests are equal. Matrix products are exact (`kvabr.codec.inverse`); all else is per element, a maximum, or a sum in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ except ImportError:
 _LONGEST = 8191
 """Largest element of a group over norm and step for which 32 bits hold all sums: 2**31 over `ONE` and `FINE`."""
 _TOKENS_PER_QUIET = 64
-"""At most one in this many tokens, plus one, is stored separately because it is quiet, or because a column of a state
-stands out."""
+"""At most one in this many tokens, plus one, is stored separately as quiet, or as an outstanding column of a state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,7 @@ class Analysis:
         return self.transform.structure
 
     def prepare(self) -> None:
-        """Invert the matrices now, which takes seconds, not with the first group."""
+        """Invert the matrices now, which takes seconds."""
         _ = self._native
 
     @cached_property
@@ -59,23 +58,22 @@ class Analysis:
         return self._inverted()
 
     def _inverted(self) -> tuple[tuple[Inverse, ...], tuple[Inverse, ...]]:
-        """Return the inverses of all blocks, none if components are channels, and of all stacks."""
         block = self.transform.block
         blocks = () if block is None else tuple(inverted(Matrices(*each)) for each in zip(*block, strict=True))
         return blocks, tuple(map(inverted, self.transform.stack))
 
     @cached_property
     def _scale(self) -> NDArray[np.float32]:
-        """[layer, K/V]: what elements are multiplied by to be in units of the norm."""
+        """[layer, K/V]: factors from elements to units of the norm."""
         with np.errstate(over="ignore"):  # of a hostile norm; `BIGGEST` limits the result
             return np.float32(1) / self.transform.norm
 
     @cached_property
     def _limits(self) -> NDArray[np.float32]:
-        """[3, 1]: largest elements over the norm, stacks' components, and rows that decode, in steps.
+        """[3, 1]: limits of elements over the norm, of stacks' components, and of decodable rows, in steps.
 
-        The first two leave room for what rounding, by up to a step, does to components and elements; a rounded index
-        may be half a step above a row.
+        The first two allow for rounding of components and elements by up to a step; a rounded index may be half a step
+        above a row.
         """
         components = max((_gain(each) for each in self.transform.stack if each.gain.size), default=1.0)
         elements = components * (1.0 if self.transform.block is None else _gain(self.transform.block))
@@ -85,7 +83,7 @@ class Analysis:
     def analyse(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
         """Transform a group [layer, K/V, head, token, dim] of finite floats, any dtype and strides.
 
-        Its keys are rotated from ``first_token`` on; None: they are not.
+        Its keys are rotated from ``first_token`` on; None: not rotated.
         """
         check_cache(self.transform, group)
         if gpu.runs_on(group.device):
@@ -108,7 +106,7 @@ class Analysis:
         return self._power(channels, 0)
 
     def value_power(self, channels: torch.Tensor) -> torch.Tensor:
-        """Return the same of values."""
+        """Return the same for values."""
         return self._power(channels, 1)
 
     def _power(self, channels: torch.Tensor, kind: int) -> torch.Tensor:
@@ -125,7 +123,7 @@ class Analysis:
         return self._outlying(self.key_power(channels), values)
 
     def _outlying(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-        """Return the tokens to store separately: all that are loud, but of quiet ones only the most quiet few.
+        """Return the tokens to store separately: all loud ones, but only the quietest of quiet ones.
 
         ``keys`` and ``values`` are powers, [layer, token]; the latter only if they count.
         """
@@ -143,7 +141,6 @@ class Analysis:
 
     @cached_property
     def _native(self) -> tuple[Any, ...]:
-        """The extension module's handle of every stack."""
         transform, structure, spec, made = self.transform, self.structure, self.structure.coded, []
         blocks, stacks = self._inverted()  # a handle has its own copy
         for stack, inverse in zip(structure.stacks, stacks, strict=True):
@@ -164,7 +161,7 @@ class Analysis:
         return tuple(made)
 
     def analyse_run(self, groups: Sequence[torch.Tensor], first_token: int | None) -> list[Coefficients]:
-        """Do as `analyse` for groups that follow each other, on their device, by `kvabr.codec.gpu`; rows stay there."""
+        """As `analyse` for consecutive groups, on their device, by `kvabr.codec.gpu`; rows stay there."""
         for group in groups:
             check_cache(self.transform, group)
         whole = groups[0] if len(groups) == 1 else torch.cat(list(groups), dim=3)
@@ -179,7 +176,7 @@ class Analysis:
         return made
 
     def _analyse_natively(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
-        """Do it with stacks in parallel, on as many threads as torch or `encoding_on` says; releases the GIL."""
+        """Run stacks in parallel, on as many threads as torch or `encoding_on` allow; releases the GIL."""
         structure, tokens, path = self.structure, group.shape[3], coder.active_path()
         if group.dtype not in DTYPES:
             group = group.float()
@@ -223,7 +220,7 @@ def quietness(power: NDArray[np.float32], usual: NDArray[np.float32]) -> NDArray
 
 
 def _beyond(score: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
-    """Return which tokens, [token], score more than a threshold: the highest of them, if these are many."""
+    """Return the tokens, [token], that score above a threshold, limited to the highest."""
     most = 1 + len(score) // _TOKENS_PER_QUIET
     if len(score) > most:
         threshold = max(threshold, float(np.sort(score)[-most - 1]))

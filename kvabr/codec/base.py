@@ -1,7 +1,7 @@
 """The contract of a codec, and the codecs by name. Importing this module does not load torch.
 
-A codec turns one group of a KV cache into a payload, and a payload back into the caller's tensor. Codecs are built in
-(`kvabr.codec.builtin`), come with installed packages (entry points ``kvabr.codecs``), or are registered by a program.
+A codec turns one group of a KV cache into a payload, and a payload into the caller's tensor. Codecs are built in
+(`kvabr.codec.builtin`), provided by installed packages (entry points ``kvabr.codecs``), or registered by a program.
 """
 
 from __future__ import annotations
@@ -26,28 +26,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """What a codec may know about a group besides its bytes."""
+    """Properties of a group, in addition to its bytes."""
 
     spec: KVSpec
     first_token: int
-    """Position of the group's first token in the prompt, or in its passage. The rotary embedding and the sinks depend
-    on it, unless the group is position-free."""
+    """Position of the group's first token in the prompt or passage. The rotary embedding and the sinks depend on it,
+    unless the group is position-free.
+    """
     tokens: int
     """Tokens in this group: `KVSpec.group_tokens`, or fewer in the last one."""
     profile: Profile | None = None
     """Side information of the model, for codecs that need it."""
     free: bool = False
-    """Whether the group is position-free, as those of passages (`kvabr.types.passage`): what is encoded has keys before
-    rotation, and no token is a sink of the prompt. The class must have a `LayerClass.rope`."""
+    """Position-free, as in passages (`kvabr.types.passage`): encoded keys are not rotated, and no token is a sink. The
+    class must have a `LayerClass.rope`.
+    """
     at: int | None = None
-    """Of a position-free group that is decoded, the position in the prompt of its first token, by which its keys are
-    rotated; None leaves them as they were encoded."""
+    """Decoding of a position-free group: prompt position of its first token, for rotating keys; None: unrotated."""
     finer: int = 0
-    """Of a group that is encoded, how many of its last tokens are stored finer because the prompt ends there: what
-    follows looks at them most. No reader needs to know."""
+    """Encoding: number of last tokens to store finer, where the continuation attends most."""
     memo: dict[str, object] | None = field(default=None, compare=False, repr=False)
-    """Intermediate results that the tracks of one group share while they are encoded. Pass each group that is encoded
-    on several tracks a dict of its own, and do not change the group in between."""
+    """Encoding: intermediate results shared by the tracks of one group. Pass one dict per group."""
 
 
 class Codec(ABC):
@@ -56,21 +55,23 @@ class Codec(ABC):
     name: str
     """Name of the track."""
     refines: str | None = None
-    """The track that must be decoded below this one; None if it stands alone."""
+    """The track to decode first; None if self-contained."""
     needs_profile: ClassVar[bool] = False
     rotates: ClassVar[bool] = False
-    """Whether `decode` rotates the keys of position-free groups itself; those of all others are rotated afterwards
-    (`kvabr.codec.group.decode_payload`)."""
+    """True if `decode` rotates the keys of position-free groups; otherwise they are rotated afterwards
+    (`kvabr.codec.group.decode_payload`).
+    """
     has_kernel: ClassVar[bool] = False
-    """Whether `kvabr.codec.gpu` expands its payloads. Each class says it for itself: derived ones may decode others."""
+    """True if `kvabr.codec.gpu` expands its payloads. Not inherited: derived classes may decode others."""
     takes_codes: ClassVar[bool] = False
-    """Whether `encode` and `decode` take tensors in float8, an engine's own codes; all others are given the numbers
-    that codes stand for (`kvabr.codec.quantised`)."""
+    """True if `encode` and `decode` take float8 tensors, an engine's own codes; otherwise they get the numbers
+    (`kvabr.codec.quantised`).
+    """
 
     def layout(self, spec: KVSpec, tokens: int) -> PayloadLayout | None:
-        """Return where each token lies in a payload of ``tokens`` tokens; None if it cannot be cut by tokens.
+        """Return the layout of a payload of ``tokens`` tokens; None if it cannot be cut by tokens.
 
-        A plug-in that is token-separable overrides this; classes derived from a built-in codec inherit its layout.
+        Token-separable plug-ins override this; classes derived from a built-in codec inherit its layout.
         """
         for cls in type(self).__mro__:
             known = BUILTIN.get(vars(cls).get("name", ""))
@@ -79,20 +80,20 @@ class Codec(ABC):
         return None
 
     def outliers(self, payload: memoryview, context: GroupContext) -> int:  # noqa: ARG002
-        """Return the number of tokens that the encoder found too unusual to code like the others."""
+        """Return the number of tokens that the encoder stored separately."""
         return 0
 
     def largest(self, spec: KVSpec) -> float:  # noqa: ARG002
-        """Return the largest magnitude of numbers of a layer class that a payload keeps within this codec's loss.
+        """Return the largest magnitude that a payload of a layer class keeps within this codec's loss.
 
-        A group with larger ones is not offered on this track: `encode` would clip them.
+        A group beyond it is not offered on this track: `encode` would clip it.
         """
         return FP16_MAX
 
     def prepare(self, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:  # noqa: B027  # few can
-        """Compute at once what `encode` will need of groups that lie on a GPU, and leave it in their memos.
+        """Prepare groups on a GPU for `encode` together, storing results in their memos; the payloads stay the same.
 
-        Tracks that this one refines have been encoded. `encode` returns the same without.
+        Tracks below have been encoded.
         """
 
     @abstractmethod
@@ -101,8 +102,8 @@ class Codec(ABC):
 
         Args:
             group: [layer, K/V, head, token, dim], any float dtype, any strides.
-            context: which group it is.
-            below: payloads of the tracks that this one refines, base first; empty if it stands alone.
+            context: of the group.
+            below: payloads of the tracks below, base first.
         """
 
     @abstractmethod
@@ -112,10 +113,9 @@ class Codec(ABC):
         """Decompress one group into ``out``.
 
         Args:
-            payload: what `encode` returned; untrusted.
+            payload: a result of `encode`; untrusted.
             context: as for `encode`.
-            out: [layer, K/V, head, token, dim], any float dtype, any strides. It is written completely, or partly on
-                error (the assembler never has a codec write over a group that is in place).
+            out: [layer, K/V, head, token, dim], any float dtype, any strides; written completely, or partly on error.
             below: payloads of the tracks below, base first.
 
         Raises:
@@ -133,7 +133,7 @@ def register(added: Codec) -> None:
 
 
 def codec(name: str) -> Codec:
-    """Return the codec of a track; a `FormatError` lists the known names, or says why a plug-in cannot be loaded."""
+    """Return the codec of a track; raise `FormatError` with the known names, or a plug-in's error."""
     if (found := _registered.get(name)) is not None:
         return found
     if name in BUILTIN:
@@ -153,7 +153,7 @@ def names() -> tuple[str, ...]:
 def payload_layout(track: str, spec: KVSpec, tokens: int) -> PayloadLayout | None:
     """Return the payload layout of a track without loading torch for built-in codecs.
 
-    None if the payload cannot be cut by tokens, or no such codec is here: an origin also serves tracks of other codecs.
+    None if the payload cannot be cut by tokens, or for unknown codecs, which an origin may serve.
     """
     if track in BUILTIN and track not in _registered:
         made = BUILTIN[track].layout

@@ -1,19 +1,18 @@
 """The bias of values: the error that rounding leaves in the mean of a group's tokens.
 
-A model averages values over many tokens. Errors that differ from token to token cancel there, one that they have in
-common does not, and coarse steps leave one: where a row is all zeros its mean is lost, and a dead zone pulls towards
-zero. So the two coarsest layers say what their errors have in common, for each row of values, in units of a sixteenth
-or an eighth of the step. A decoder adds it to the channels' means. Of keys it makes no difference.
+A model averages values over many tokens, so independent errors cancel, but common ones do not, and coarse steps cause
+them: a row of zeros loses its mean, and a dead zone pulls towards zero. So the two coarsest layers store the common
+error of each row of values, in sixteenths or eighths of the step, which a decoder adds to the channels' means. For keys
+it makes no difference.
 
-Most of these numbers are 0. Coded are those that are not, by their distances (Rice, 1979) and their values:
+Most of these numbers are 0. The others are coded by their distances (Rice, 1979) and values:
 
     number of them 4 | low bits L 1 | bits, highest first, the last byte filled up with zeros
 
-    bits: of each, the rows that it skips, without the lowest L bits, as that many ones and a zero;
-          of each, 0 for -1, 1 for 1, 2 for -2 and so on, as that many ones and a zero;
-          of each, the lowest L bits of the rows that it skips
+    bits: of each, the rows that it skips, without the lowest L bits, as that many ones and a zero; of each, 0 for -1, 1
+        for 1, 2 for -2 and so on, as that many ones and a zero; of each, the lowest L bits of the rows that it skips
 
-The numbers are sums of integers over tokens, so they are the same on every machine.
+The numbers are sums of integers over tokens, and so equal on every machine.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ if TYPE_CHECKING:
     from kvabr.codec.transform import Structure
 
 UNITS = {LAYERS[0]: 1, LAYERS[1]: 2}
-"""Tracks that say it, and their units in sixteenths of the step. Of finer tracks it is next to nothing."""
+"""Tracks with biases, and their units in sixteenths of the step; negligible for finer tracks."""
 _ROUNDED = 3
-"""Tenths that are added before rounding down: rounding to the nearest costs a third more bits, and saves no loss."""
+"""Tenths added before rounding down: rounding to nearest costs a third more bits, and saves no loss."""
 LEAST_TOKENS = 64
-"""Of fewer tokens the biases would cost more than they save."""
-_MOST = 127
+"""With fewer tokens the biases would cost more than they save."""
+_MAX_VALUE = 127
 _HEAD = struct.Struct("<IB")
-_MOST_LOW = 16
+_MAX_LOW = 16
 
 
 def value_rows(structure: Structure) -> NDArray[np.intp]:
-    """Return the rows of values, ascending; none if keys and values are not coded apart."""
+    """Return the rows of values, ascending; none if keys and values are coded together."""
 
     def make() -> NDArray[np.intp]:
         if structure.halves != 2 or structure.spec.only.kind == "state":  # keys and values
@@ -65,12 +64,9 @@ def value_rows(structure: Structure) -> NDArray[np.intp]:
 def error_sums(
     structure: Structure, depth: Depth, groups: Sequence[tuple[torch.Tensor, NDArray[np.bool_]]]
 ) -> list[NDArray[np.int64]]:
-    """Return what rounding takes from the rows of values of groups, see `kvabr.codec.coefficients.error_sums`.
+    """Return the rounding errors in the rows of values of groups, see `kvabr.codec.coefficients.error_sums`.
 
-    Args:
-        structure: which rows are those of values.
-        depth: what rounds them, and the gains of what is decoded.
-        groups: of each the coefficients, [row, token] float32, and which tokens are coded; others do not count.
+    ``depth`` rounds them; ``groups`` has the coefficients, [row, token] float32, and the coded tokens of each.
     """
     which = value_rows(structure)
     gains = np.ones(len(which), np.float32)
@@ -81,18 +77,15 @@ def error_sums(
 
 
 def biases(sums: NDArray[np.int64], tokens: int, unit: int) -> NDArray[np.int16]:
-    """Return the mean error of each row of values, within 127; zeros if fewer than `LEAST_TOKENS` are coded.
+    """Return the mean error of each row of values, within 127; zeros for fewer than `LEAST_TOKENS` tokens.
 
-    Args:
-        sums: of `error_sums`.
-        tokens: how many are coded.
-        unit: of the result, in sixteenths of the step.
+    ``sums`` is from `error_sums`; ``unit`` is in sixteenths of the step.
     """
     if tokens < LEAST_TOKENS:
         return np.zeros(len(sums), np.int16)
     whole = coder.ERROR_UNIT * tokens * unit
     mean = (10 * FINE * np.abs(sums) + _ROUNDED * whole) // (10 * whole)
-    out: NDArray[np.int16] = (np.sign(sums) * np.minimum(mean, _MOST)).astype(np.int16)
+    out: NDArray[np.int16] = (np.sign(sums) * np.minimum(mean, _MAX_VALUE)).astype(np.int16)
     return out
 
 
@@ -103,7 +96,7 @@ def join_biases(numbers: NDArray[np.int16]) -> bytes:
     value = numbers[at].astype(np.int64)
     value = np.where(value < 0, -2 * value - 2, 2 * value - 1)
     # As many low bits as halve the mean distance about once too often (Golomb's rule for geometric distances).
-    low = min(_MOST_LOW, max(0, int(np.log2(max(1.0, 0.7 * float(skipped.mean())))))) if len(at) else 0
+    low = min(_MAX_LOW, max(0, int(np.log2(max(1.0, 0.7 * float(skipped.mean())))))) if len(at) else 0
     unary = np.concatenate([skipped >> low, value])
     ends = np.cumsum(unary + 1) - 1
     size = int(ends[-1]) + 1 if len(ends) else 0
@@ -115,13 +108,13 @@ def join_biases(numbers: NDArray[np.int16]) -> bytes:
 
 
 def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
-    """Decode untrusted bytes to ``count`` numbers; raise a `FormatError` if they are not what an encoder writes."""
+    """Decode untrusted bytes to ``count`` numbers; raise `FormatError` unless an encoder writes them."""
     bad = FormatError(f"{what}: the biases of {count} rows of values are corrupt")
-    if len(data) < _HEAD.size or len(data) > _HEAD.size + count * (_MOST + 1):
+    if len(data) < _HEAD.size or len(data) > _HEAD.size + count * (_MAX_VALUE + 1):
         raise bad
     some, low = _HEAD.unpack_from(data)
     bits = np.unpackbits(np.frombuffer(data, np.uint8, offset=_HEAD.size))
-    if not 0 < some <= count or low > _MOST_LOW:
+    if not 0 < some <= count or low > _MAX_LOW:
         raise bad
     ends = np.flatnonzero(bits == 0)[: 2 * some]
     size = int(ends[-1]) + 1 if len(ends) == 2 * some else len(bits) + 1
@@ -132,7 +125,7 @@ def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
     tail = rest.reshape(some, low) @ (1 << np.arange(low, dtype=np.int64)[::-1])
     at = np.cumsum((unary[:some] << low) + tail + 1) - 1
     value = unary[some:]
-    if int(at[-1]) >= count or int(value.max()) >= 2 * _MOST:
+    if int(at[-1]) >= count or int(value.max()) >= 2 * _MAX_VALUE:
         raise bad
     out = np.zeros(count, np.int16)
     out[at] = np.where(value % 2, (value + 1) // 2, -value // 2 - 1)
@@ -140,6 +133,6 @@ def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
 
 
 def shift_of(structure: Structure, numbers: NDArray[np.int16], unit: int) -> Shift:
-    """Return what the biases of the rows of values, in ``unit`` sixteenths of a step, add to the channels' means."""
+    """Return the shift of the channels' means by biases of rows of values, in ``unit`` sixteenths of a step."""
     at = np.flatnonzero(numbers)
     return Shift(value_rows(structure)[at], (unit * numbers[at]).astype(np.int16))

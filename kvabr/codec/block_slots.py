@@ -1,4 +1,4 @@
-"""Where the tokens of a group belong in an engine's memory: the blocks of a paged cache, or one tensor."""
+"""Places of a group's tokens in an engine's memory: the blocks of a paged cache, or one tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvabr.types.kv import FP16_MAX
 
 
 class Place(Protocol):
-    """Where one group belongs, in whatever memory: see `kvabr.codec.paged`."""
+    """The place of one group, see `kvabr.codec.paged`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -28,24 +28,23 @@ class Place(Protocol):
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """The tensor [layer, K/V, head, token, dim] that it is, if it is one."""
+        """The tensor [layer, K/V, head, token, dim], if it is one."""
 
     @property
     def direct(self) -> BlockSlots | None:
-        """The slots that are the group's and nothing else is, so that kernels can write there; None: there are none."""
+        """Slots of this group only, for kernels to write to, if any."""
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether a group of this shape, [layer, K/V, head, token, dim], belongs here."""
+        """Return True for the shape, [layer, K/V, head, token, dim], of a group here."""
 
     def write(self, group: torch.Tensor) -> None:
-        """Copy a decoded group, of `dtype` and on `device`, to where it belongs."""
+        """Copy a decoded group, of `dtype` and on `device`, to its place."""
 
 
 class TensorRoom:
-    """A tensor, [layer, K/V, head, token, dim] of any strides, in which groups have their places."""
+    """A tensor, [layer, K/V, head, token, dim] of any strides, with places for groups."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Take the tensor."""
         self.tensor = tensor
 
     @cached_property
@@ -68,43 +67,39 @@ class TensorPlace:
 
     whole: torch.Tensor
     room: TensorRoom | None = None
-    """What it is a part of, if anything."""
+    """The larger tensor, if any."""
     first: int = 0
-    """Its first token there."""
+    """First token in it."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the tensor."""
         return self.whole.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the tensor is."""
         return self.whole.device
 
     @property
     def direct(self) -> BlockSlots:
-        """The tensor, or what it is a part of, as one block of each layer."""
+        """The tensor, or the larger one, as one block of each layer."""
         room = self.room or TensorRoom(self.whole)
         return BlockSlots(room.layers, np.arange(self.first, self.first + self.whole.shape[3]))
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether a group of this shape, [layer, K/V, head, token, dim], belongs here."""
         return tuple(shape) == tuple(self.whole.shape)
 
     def write(self, group: torch.Tensor) -> None:
-        """Copy a decoded group."""
         self.whole.copy_(group)
 
 
 class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it keeps what it computes
-    """The layers of a paged cache, of each its keys and its values, or its one vector per token; checked once.
+    """The checked layers of a paged cache, each with keys and values, or one vector per token.
 
     These are views [block, head, token, dim] of any strides.
     """
 
     def __new__(cls, layers: Sequence[Sequence[torch.Tensor]]) -> Self:
-        """Raise a `FormatError` unless all views have the same shape, dtype and device."""
+        """Raise `FormatError` unless all views have the same shape, dtype and device."""
         made = super().__new__(cls, map(tuple, layers))
         kinds = {(view.shape, view.dtype, view.device) for layer in made for view in layer}
         if len(kinds) != 1 or made[0][0].dim() != 4 or len(set(map(len, made))) != 1:
@@ -113,36 +108,35 @@ class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it 
 
     @classmethod
     def alike_by(cls, layers: Iterable[tuple[torch.Tensor, ...]]) -> Self:
-        """Return layers of views that are known to be alike, but for where they begin."""
+        """Return layers of views known to differ only in their address."""
         made = super().__new__(cls, layers)
         made.__dict__["alike"] = True
         return made
 
     @cached_property
     def addresses(self) -> NDArray[np.int64]:
-        """[layer, K/V], flattened: where each view begins, in bytes."""
+        """[layer, K/V], flattened: address of each view, in bytes."""
         return np.array([view.data_ptr() for layer in self for view in layer], np.int64)
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all views have the same strides, so that kernels can be told them."""
+        """True if all views have the same strides, as kernels need."""
         return len({view.stride() for layer in self for view in layer}) == 1
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSlots:
-    """A paged cache, and where in it the tokens of a group belong; a `Place`.
+    """A paged cache with the places of a group's tokens; a `Place`.
 
-    All views have the same shape, dtype and device; they may be of one tensor or of many. So vLLM's layouts
-    [2, block, token, head, dim], [block, 2, token, head, dim], [block, head, token, 2 dim] and separate tensors of keys
-    and of values are all the same here, once permuted. A tensor, or the layers of a `DynamicCache`, are one block.
+    All views have the same shape, dtype and device, in one tensor or several. vLLM's layouts [2, block, token, head,
+    dim], [block, 2, token, head, dim], [block, head, token, 2 dim] and separate tensors are equal here, once permuted.
+    A tensor, or the layers of a `DynamicCache`, are one block.
     """
 
     layers: Sequence[Sequence[torch.Tensor]]
-    """Of each layer the keys and the values, or the one vector per token: see `BlockLayers`, which groups share."""
+    """See `BlockLayers`; groups share them."""
     slots: NDArray[np.int64]
-    """[token]: its block times tokens per block, plus its place in the block; negative: not written. No two are equal,
-    unless negative."""
+    """[token]: block times tokens per block, plus the place in the block; negative: not written. Others are unique."""
 
     def __post_init__(self) -> None:
         layers = self.layers if isinstance(self.layers, BlockLayers) else BlockLayers(self.layers)
@@ -164,47 +158,44 @@ class BlockSlots:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the cache."""
         return self.first.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the cache is."""
         return self.first.device
 
     @property
     def whole(self) -> None:
-        """None: it is not one tensor."""
+        """None: not one tensor."""
 
     @property
     def direct(self) -> BlockSlots | None:
-        """These, if all layers have the same strides, which is what kernels are told."""
+        """These, if all layers have the same strides."""
         return self if self.checked.alike else None
 
     @property
     def checked(self) -> BlockLayers:
-        """`layers`, as they were checked."""
+        """`layers`, after the checks."""
         assert isinstance(self.layers, BlockLayers)  # noqa: S101  # see `__post_init__`
         return self.layers
 
     @classmethod
     def of_blocks(cls, layers: Sequence[Sequence[torch.Tensor]], numbers: Sequence[int]) -> BlockSlots:
-        """Return the slots of all tokens in some blocks, one after the other."""
+        """Return the slots of all tokens in some blocks, in order."""
         layers = layers if isinstance(layers, BlockLayers) else BlockLayers(layers)
         size = layers[0][0].shape[2]
         return cls(layers, (np.asarray(numbers, np.int64)[:, None] * size + np.arange(size)).reshape(-1))
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether a group of this shape, [layer, K/V, head, token, dim], belongs here."""
         _, heads, _, dim = self.first.shape
         return tuple(shape) == (len(self.layers), len(self.layers[0]), heads, len(self.slots), dim)
 
     def write(self, group: torch.Tensor, tokens: NDArray[np.int64] | None = None) -> None:
-        """Copy a group, [layer, K/V, head, token, dim], or only some of its tokens; the slow way, by torch.
+        """Copy a group, [layer, K/V, head, token, dim], or some of its tokens, with torch (slowly).
 
         Args:
-            group: of any float dtype, on any device; FP16 blocks get its largest number instead of larger ones.
-            tokens: offsets in the group of the tokens that ``group`` has; None: all.
+            group: of any float dtype, on any device; larger numbers are clamped in FP16 blocks.
+            tokens: offsets in the group of the tokens in ``group``; None: all.
 
         Raises:
             FormatError: it has another shape.
@@ -217,7 +208,7 @@ class BlockSlots:
         if not len(used):
             return
         group = _cast(group.to(device), self.dtype)
-        # Float8 is moved as bytes: torch indexes nothing else of that type.
+        # Float8 is moved as bytes: torch cannot index that type.
         codes = group.dtype.itemsize == 1
         blocks = _whole_blocks(slots, used, size)
         if blocks is not None:
@@ -235,9 +226,9 @@ class BlockSlots:
             view[block, :, place] = part.transpose(0, 1)
 
     def read(self, out: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Copy the tokens, all of which have slots, into a tensor [layer, K/V, head, token, dim], or one of each layer.
+        """Copy the tokens, all with slots, into a tensor or one tensor per layer.
 
-        It may be of any float dtype, as for `write`; a `FormatError` says that its shape is another.
+        The shape is [layer, K/V, head, token, dim], of any float dtype. Raise `FormatError` for another shape.
         """
         size, device, codes = self.first.shape[2], self.device, self.dtype.itemsize == 1
         self._check((len(out), *out[0].shape))
@@ -256,7 +247,6 @@ class BlockSlots:
             raise FormatError(f"{tuple(shape)} is not the shape of {len(self.slots)} tokens of this cache")
 
     def _pairs(self, group: torch.Tensor, *, codes: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the halves of each layer of the cache and of a group; with ``codes`` as bytes."""
         if codes:
             group = group.view(torch.uint8)
         return [
@@ -267,7 +257,7 @@ class BlockSlots:
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values in another dtype; FP16 is clamped to its range, since one infinity ruins all attention."""
+    """Return values in another dtype, clamped to FP16's range, since one infinity ruins all attention."""
     if values.dtype is dtype or values.dtype.itemsize == 1:
         return values
     converted = values.to(dtype)
@@ -275,7 +265,7 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_blocks(slots: NDArray[np.int64], used: NDArray[np.intp], size: int) -> NDArray[np.int64] | None:
-    """Return the blocks that the used slots, neighbours in a group, fill one after the other; None if they do not."""
+    """Return the blocks that consecutive used slots fill; None if they do not."""
     begin, end = int(used[0]), int(used[-1]) + 1
     if end - begin != len(used) or len(used) % size:
         return None

@@ -1,10 +1,10 @@
-"""The built-in codecs: where each is implemented, and how it lays out a payload. Importing this does not load torch.
+"""The built-in codecs: implementations and payload layouts. Importing this does not load torch.
 
-A payload of a token-separable codec is a head, with what all tokens of the group share, followed by units, with what
-their tokens add. A unit is one token, or the few tokens that share scales. All units have the same size, except that
-the last may hold fewer tokens. A run of tokens therefore decodes from the head and its own units.
+A payload of a token-separable codec is a head, shared by all tokens of the group, followed by units. A unit has one
+token, or the few that share scales. All units have the same size, except that the last may hold fewer tokens. A run of
+tokens therefore decodes from the head and its own units.
 
-To add a built-in codec, write its file and add a line to `BUILTIN`. A plug-in needs neither: it overrides
+To add a built-in codec, write its file and add a line to `BUILTIN`. A plug-in overrides
 `kvabr.codec.base.Codec.layout`.
 """
 
@@ -18,9 +18,9 @@ from typing import NamedTuple
 from kvabr.types.kv import ITEM_BYTES, KVSpec
 
 BLOCK = 32
-"""Elements that share a scale in FP4: tokens of one channel of the keys, channels of one token of the values."""
+"""Elements per scale in FP4: tokens of one channel of the keys, channels of one token of the values."""
 _SPAN = 128
-"""Minimum number of channels that share a scale in the values of Int8 and Int4."""
+"""Minimum channels per scale in the values of Int8 and Int4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Builtin(NamedTuple):
     path: str
     """``module:class``, loaded when the codec is first used."""
     layout: Callable[[KVSpec, int], PayloadLayout] | None = None
-    """Layout of a payload, given the spec and the number of tokens; None if the codec is not token-separable."""
+    """Layout of a payload, given the spec and the number of tokens; None if not token-separable."""
 
 
 def cast_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
@@ -93,10 +93,7 @@ def fp4_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
 
 
 def head_blocks(kv_heads: int, dim: int) -> int:
-    """Number of blocks of whole heads, of at least `_SPAN` channels each, that one token's values are cut into.
-
-    0 if there are no values.
-    """
+    """Return the number of blocks of whole heads in one token's values, each of at least `_SPAN` channels."""
     blocks = max(1, kv_heads * dim // _SPAN)
     while kv_heads % blocks:
         blocks -= 1
@@ -136,5 +133,4 @@ BUILTIN = {
     "AC-L3": Builtin("kvabr.codec.ac:AcL3"),
     "Raw": Builtin("kvabr.codec.raw:Raw", raw_layout),
 }
-"""Built-in codecs by track name: the draft's levels in its order, then the layers, base first, and what else there
-is."""
+"""Built-in codecs by track name: the draft's levels in its order, then the layers, base first, then others."""

@@ -1,8 +1,8 @@
-"""What a profile says of the texts that it was calibrated on, so that "unseen" can be checked without having them.
+"""Fingerprints of calibration texts in a profile, to check that a text is "unseen".
 
-Of every text there is its SHA-256. To recognise parts of a text, there are marks: hashes of some runs of `RUN` token
-ids of the contexts, chosen by winnowing (Schleimer et al., 2003): the least of every `WINDOW` neighbouring hashes. If
-two sequences share `RUN` + `WINDOW` - 1 tokens, they share a mark. Nothing can be read from it.
+Every text has its SHA-256. To recognise parts of a text, there are marks: hashes of some runs of `RUN` token ids,
+chosen by winnowing (Schleimer et al., 2003): the least of every `WINDOW` neighbouring hashes. Two sequences that share
+`RUN` + `WINDOW` - 1 tokens share a mark. Marks reveal no text.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvabr.types.errors import FormatError
 RUN = 32
 """Tokens of a hash."""
 WINDOW = 64
-"""Neighbouring hashes of which one is a mark."""
+"""Neighbouring hashes per mark."""
 MOST_MARKS = 1 << 14
-"""Marks of a profile; of more, those with the least hashes are kept."""
-_MOST_TEXTS = 256
-_MOST_LETTERS = 80
+"""Maximum marks of a profile; the least hashes are kept."""
+_MAX_TEXTS = 256
+_MAX_LETTERS = 80
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -38,10 +38,10 @@ class SeenText:
     sha256: str
     """Of its UTF-8 bytes, hex."""
     contexts: int
-    """Contexts that were cut from it."""
+    """Contexts cut from it."""
 
     def __post_init__(self) -> None:
-        good = isinstance(self.name, str) and len(self.name) <= _MOST_LETTERS
+        good = isinstance(self.name, str) and len(self.name) <= _MAX_LETTERS
         good = good and isinstance(self.sha256, str) and len(self.sha256) == 64 and set(self.sha256) <= _HEX
         if not good or type(self.contexts) is not int or not 0 <= self.contexts < 1 << 32:
             raise FormatError("profile: what it says of a text that it was calibrated on is not valid")
@@ -57,20 +57,20 @@ class Seen:
 
     @classmethod
     def of(cls, texts: Mapping[str, str], contexts: Iterable[tuple[str, Sequence[int]]]) -> Seen:
-        """Describe texts by name, of which these contexts, pairs of a name and token ids, were seen."""
+        """Describe texts by name, and their contexts, pairs of a name and token ids."""
         counts = dict.fromkeys(texts, 0)
         found: list[NDArray[np.uint64]] = []
         for name, ids in contexts:
             counts[name] += 1
             found.append(marks_of(ids))
         listed = tuple(
-            SeenText(name[-_MOST_LETTERS:], hashlib.sha256(text.encode()).hexdigest(), counts[name])
-            for name, text in list(texts.items())[:_MOST_TEXTS]
+            SeenText(name[-_MAX_LETTERS:], hashlib.sha256(text.encode()).hexdigest(), counts[name])
+            for name, text in list(texts.items())[:_MAX_TEXTS]
         )
         return cls(listed, np.unique(np.concatenate(found))[:MOST_MARKS])
 
     def share(self, tokens: Sequence[int]) -> float:
-        """Return which share of a text the calibration has seen, from 0 to 1: that of its marks."""
+        """Return the share of a text's marks in the calibration, from 0 to 1."""
         own = marks_of(tokens)
         return float(np.isin(own, self.marks).mean()) if len(own) else 0.0
 
@@ -88,10 +88,10 @@ class Seen:
 
     @classmethod
     def from_json(cls, value: Any) -> Seen:
-        """Parse the output of `to_json` from an untrusted source; raise a `FormatError` if it is none."""
+        """Parse untrusted output of `to_json`; raise `FormatError`."""
         try:
             texts, data = value["texts"], base64.b64decode(value["marks"], validate=True)
-            if len(texts) > _MOST_TEXTS or len(data) > 8 * MOST_MARKS or len(data) % 8:
+            if len(texts) > _MAX_TEXTS or len(data) > 8 * MOST_MARKS or len(data) % 8:
                 raise FormatError(f"profile: {len(texts)} texts and {len(data)} bytes of marks")
             return cls(tuple(SeenText(*text) for text in texts), np.frombuffer(data, "<u8").astype(np.uint64))
         except (LookupError, TypeError, ValueError) as error:
@@ -99,7 +99,7 @@ class Seen:
 
 
 def marks_of(tokens: Sequence[int]) -> NDArray[np.uint64]:
-    """Return the marks of a sequence of token ids, each once; none of fewer than `RUN`."""
+    """Return the distinct marks of a sequence of token ids; none for fewer than `RUN`."""
     data = np.asarray(tokens, dtype="<u4").tobytes()
     hashes = [
         int.from_bytes(hashlib.blake2b(data[4 * first : 4 * (first + RUN)], digest_size=8).digest(), "little")

@@ -1,12 +1,11 @@
-"""Int4 or Int8 of what values differ by from their channel's median: for groups whose tokens are nearly all equal.
+"""Int4 or Int8 of values less their channel's median, for groups of nearly equal tokens.
 
-These codecs give the values of a token one range, and round equal tokens to equal errors, which a model's averages over
-many tokens keep. Once the medians are subtracted nearly nothing is left to round. Keys have a range for each channel
-anyway.
+These codecs give the values of a token one range, and round equal tokens to equal errors, which do not average out.
+Without the medians hardly any rounding remains. Keys have a range per channel already.
 
     medians: FP16, [layer, head, dim] of the values | the codec's payload of the group with its values less these
 
-They are no tracks: `kvabr.codec.unusual` says which groups of the AC tracks they code.
+They are not tracks; `kvabr.codec.unusual` selects groups of the AC tracks for them.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
 CENTRED = "-centred"
-"""End of the names."""
+"""Suffix of the names."""
 
 
-_LEAST_TOKENS = 16
-"""Of fewer the medians would be more than a bit per value."""
+_MIN_TOKENS = 16
+"""With fewer tokens the medians would cost more than a bit per value."""
 
 
 def centring_helps(group: torch.Tensor, spec: KVSpec) -> bool:
-    """Return whether most tokens' values have less than half their range without the medians of their channels.
+    """Return True if most tokens' values have less than half their range without the channels' medians.
 
-    A class whose tokens have no values (`LayerClass.split`) gains nothing.
+    False for a class without values (`LayerClass.split`).
     """
     _, values = keys_and_values(group.float(), spec)
-    if values.shape[2] < _LEAST_TOKENS or not values.shape[3]:
+    if values.shape[2] < _MIN_TOKENS or not values.shape[3]:
         return False
     before, after = (part.amax(dim=3) - part.amin(dim=3) for part in (values, values - _medians(values).float()))
     return 2 * int((2 * after < before).sum()) > before.numel()
@@ -43,20 +42,19 @@ def centring_helps(group: torch.Tensor, spec: KVSpec) -> bool:
 def _medians(values: torch.Tensor) -> torch.Tensor:
     """Return the median of each channel, [layer, head, 1, dim] float16, of values [layer, head, token, dim] float32."""
     low, high = values.amin(dim=2, keepdim=True), values.amax(dim=2, keepdim=True)
-    # Within FP16's range of both ends, so that differences are, too. Of the two zeros always the positive one.
+    # Within FP16's range at both ends, so that differences are, too; the zero is always positive.
     medians = values.median(dim=2, keepdim=True).values.clamp(high - FP16_MAX, low + FP16_MAX) + 0.0
     return medians.clamp(-FP16_MAX, FP16_MAX).half()
 
 
 class Centred(Codec):
-    """See above."""
+    """A codec after subtraction of medians."""
 
     def __init__(self, plain: str) -> None:
-        """Make it of the codec of a track."""
         self.name, self._plain = plain + CENTRED, codec(plain)
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
-        """Write the medians, which are the same everywhere, then what differs from them."""
+        """Write the medians, equal on every machine, then the differences."""
         numbers = group.to(torch.float32, copy=True)
         _, values = keys_and_values(numbers, context.spec)
         medians = _medians(values)
@@ -70,7 +68,7 @@ class Centred(Codec):
         out: torch.Tensor,
         below: Sequence[memoryview] = (),  # noqa: ARG002
     ) -> None:
-        """Decode what differs, and add the medians."""
+        """Decode the differences, and add the medians."""
         reader, spec = PayloadReader(payload, self.name), context.spec
         shape = spec.layers, spec.kv_heads, 1, spec.only.split[1]
         if not shape[3]:

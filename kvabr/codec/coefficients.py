@@ -1,7 +1,6 @@
-"""A transformed group, and what an encoder asks of its rows, wherever they are: in the processor's memory or a GPU's.
+"""A transformed group, with operations on its rows, in the processor's or a GPU's memory.
 
-On a GPU, rows stay there: only what is coded of them is copied to the processor, and the few rows that choices are made
-by. Results are the same, to the byte.
+On a GPU, rows stay there: only coded data and a few rows for decisions are copied. Results are equal, to the byte.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from kvabr.types.errors import FormatError
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """A transformed group. All but the rows are in the processor's memory."""
+    """A transformed group; only the rows may be on a GPU."""
 
     rows: torch.Tensor
-    """[row, token] float32, in units of the norm; divided by a step they are indices. On any device."""
+    """[row, token] float32, in units of the norm; divided by a step they are indices."""
     reach: torch.Tensor
-    """[token] float32: smallest step at which a decoder's integers can hold the token."""
+    """[token] float32: smallest step with coefficients within a decoder's integers."""
     largest: torch.Tensor
     """[token] float32: magnitude of the token's largest coefficient."""
     outlying: torch.Tensor
     """[token] bool: tokens to store separately, see `Transform.threshold`."""
 
     held: dict[bytes, torch.Tensor] = field(default_factory=dict)
-    """What `some` returned, of rows that are on a GPU."""
+    """Results of `some`, for rows on a GPU."""
 
     def here(self) -> Coefficients:
         """Return the same with the rows in the processor's memory."""
@@ -51,7 +50,7 @@ class Coefficients:
 
 
 def hold(groups: Sequence[Coefficients], which: NDArray[np.intp]) -> None:
-    """Copy some rows of groups that are on a GPU to the processor's memory, all at once, for `Coefficients.some`."""
+    """Copy some rows of groups on a GPU to the processor together, for `Coefficients.some`."""
     there = torch.from_numpy(which).to(groups[0].rows.device)
     shapes = [(len(which), group.rows.shape[1]) for group in groups]
     whole = torch.cat([group.rows[there].reshape(-1) for group in groups]).cpu()
@@ -66,7 +65,7 @@ def encode_rows(
     own: Quantiser,
     lower: Quantiser | None,
 ) -> list[bytes | Exception]:
-    """Quantise and code rows of groups, of each the tokens to keep; see `coder.encode_rows`. Errors are the groups'."""
+    """Quantise and code rows of groups, each with its tokens to keep; see `coder.encode_rows`."""
     if groups and gpu.runs_on(groups[0][0].device):
         from kvabr.codec.gpu import encoding, writer  # noqa: PLC0415  # need Triton
 
@@ -92,7 +91,7 @@ def error_sums(
     gains: NDArray[np.float32],
     quantiser: Quantiser,
 ) -> list[NDArray[np.int64]]:
-    """Add up what decoding takes from some rows of groups, the coded tokens of each; see `coder.error_sums`."""
+    """Add up the decoding errors in some rows of groups, over coded tokens; see `coder.error_sums`."""
     if groups and gpu.runs_on(groups[0][0].device):
         from kvabr.codec.gpu import encoding  # noqa: PLC0415  # needs Triton
 

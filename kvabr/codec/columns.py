@@ -1,9 +1,8 @@
-"""A state as the AC tracks see it: its columns in the place of tokens.
+"""States in the AC tracks: columns take the place of tokens.
 
-The rows of a state differ in scale and depend on each other: in a delta rule each row goes with one dimension of the
-keys. So a column is coded as a token's latent vector is, with a row for each of its dimensions, and columns share
-means, transforms and tables. Wide columns (the inputs of a short convolution, one for each channel) are cut into
-pieces, which stand for heads.
+The rows of a state differ in scale and depend on each other: in a delta rule each row belongs to one dimension of the
+keys. So a column is coded like a token's latent vector, with shared means, transforms and tables. Wide columns (the
+inputs of a short convolution, one per channel) are cut into pieces, which stand for heads.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 _WIDEST = 128
-"""Maximum rows in a piece of a column: a transform's matrix has the square of that, in every layer and head."""
+"""Maximum rows in a piece of a column: a transform's matrix has its square, per layer and head."""
 
 
 def coded_spec(part: KVSpec) -> KVSpec:
-    """Return the spec of one layer class as it is coded: itself, or, of a state, that of its columns as latents.
+    """Return the spec of one layer class as coded; for a state, that of its columns as latents.
 
-    Raises `FormatError` if its columns make too many pieces.
+    Raise `FormatError` if its columns have too many pieces.
     """
     only = part.only
     if only.kind != "state":
@@ -33,7 +32,7 @@ def coded_spec(part: KVSpec) -> KVSpec:
 
 
 def has_ac(spec: KVSpec) -> bool:
-    """Return whether there are AC tracks of all layer classes; states may be too wide."""
+    """Return True if all layer classes have AC tracks; states may be too wide."""
     try:
         return all(coded_spec(part) is not None for part in spec.parts)
     except FormatError:
@@ -41,7 +40,7 @@ def has_ac(spec: KVSpec) -> bool:
 
 
 def check_class(spec: KVSpec, track: str) -> None:
-    """Raise a `FormatError` that names the tracks that work, unless `has_ac`."""
+    """Raise `FormatError` with the usable tracks unless `has_ac`."""
     if not has_ac(spec):
         raise FormatError(
             f"{track}: there is no AC for the states of {spec.model} ({spec.summary}), whose columns are too long; "
@@ -50,9 +49,9 @@ def check_class(spec: KVSpec, track: str) -> None:
 
 
 def turned(kv: torch.Tensor, part: KVSpec) -> torch.Tensor:
-    """Return the cache of a class as it is coded; of a state, [layer, 1, piece, column, row].
+    """Return the cache of a class as coded; for a state, [layer, 1, piece, column, row].
 
-    A state may hold several snapshots, one behind the other in the axis of its rows; so do then the columns.
+    Several snapshots follow each other along the axis of rows, and of columns in the result.
     """
     only = part.only
     if only.kind != "state":
@@ -65,7 +64,7 @@ def turned(kv: torch.Tensor, part: KVSpec) -> torch.Tensor:
 
 
 def turned_back(columns: torch.Tensor, part: KVSpec) -> torch.Tensor:
-    """Return the cache of a class from what `turned` returned for it."""
+    """Undo `turned`."""
     only = part.only
     if only.kind != "state":
         return columns

@@ -1,16 +1,15 @@
-"""The frame around every group on every track, and how it is cut into objects. Importing this does not load torch.
+"""The frame around every group on every track, and its division into objects. Importing this does not load torch.
 
     magic 4 | version 1 | track length 1 | spec digest 16 | chunk digest 32 | group 4 | first token 8 | tokens 4 |
     payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload
 
-All numbers are unsigned and little-endian. The checksums detect accidents, the catalog's digest of every
-frame manipulation; a reader that compares it need not compute the payload's CRC. The chunk digest binds a frame to one
-prompt and one place in it.
+All numbers are unsigned and little-endian. The checksums detect accidents, the catalog's digest of every frame detects
+manipulation; a reader that compares it need not compute the payload's CRC. The chunk digest binds a frame to one prompt
+and position.
 
-The objects of a group, concatenated in the order of their IDs, are its frame. An object's ID is the index within the
-prompt of its first token (draft-shi-moq-kvcache-00). It holds one token, or a run of small ones; the first also holds
-what all tokens share. A level that is not token-separable, like AC, is cut into slices, numbered from the group's first
-token.
+The objects of a group, concatenated in the order of their IDs, are its frame. An object's ID is the prompt index of its
+first token (draft-shi-moq-kvcache-00). It holds one token, or a run of small ones; the first also holds the shared
+data. A level that is not token-separable, like AC, is cut into slices, numbered from the group's first token.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _CRC = struct.Struct("<I")
 
 
 HasDigest = Callable[[str], bool]
-"""Whether a frame has this digest, see `kvabr.types.digests`."""
+"""Compares a frame's digest, see `kvabr.types.digests`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class FrameHeader:
 
 
 def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
-    """Frame a payload, whatever ``header.payload_bytes`` says; raise a `FormatError` if a field is out of range."""
+    """Frame a payload (ignoring ``header.payload_bytes``); raise `FormatError` if a field is out of range."""
     name, it, size = check_track_name(header.track).encode(), header, len(payload)
     if len(it.spec_digest) != 16 or not _DIGEST.fullmatch(it.chunk):
         raise FormatError("a frame needs a spec digest of 16 bytes and a chunk digest of 64 hex digits")
@@ -88,11 +87,11 @@ def unpack(
         frame: the bytes.
         expect: the expected header, except ``payload_bytes``; None accepts any.
         digest: expected digest of the frame (`kvabr.types.digests`); None to rely on the payload's checksum.
-        has_digest: compares ``digest`` for a caller that knows the frame's; None to compute it here.
+        has_digest: compares a known digest with ``digest``; None to compute it here.
 
     Raises:
         FormatError: not a frame, another version, truncated, too long, corrupt, or a different digest.
-        ForeignError: a valid frame of something else.
+        ForeignError: a valid frame with another header.
     """
     view = memoryview(frame)
     header, begin, crc = _header(view)
@@ -102,7 +101,7 @@ def unpack(
         raise FormatError(f"frame: {there} bytes of payload, but its header says {said}; truncated or padded")
     if expect is not None:
         _compare(header, expect)
-    # Last, since only this takes time: a frame of something else has been rejected by its header.
+    # Last, since only this takes time.
     if digest is None:
         good = False
     elif has_digest is not None:
@@ -162,7 +161,7 @@ def _show(value: object) -> str:
 
 
 SLICE_BYTES = 1 << 16
-"""Target size of an object: large enough that its header costs nothing, small enough to show progress."""
+"""Target size of an object: large enough for negligible headers, small enough to show progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +176,8 @@ class ObjectSpan:
 def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_bytes: int) -> tuple[ObjectSpan, ...]:
     """Cut the frame of a group of ``tokens`` tokens from ``first_token`` on into objects of whole tokens.
 
-    ``spec`` is that of the group's class, ``track`` the level. The spans have ascending IDs and cover the frame without
-    gaps. Each holds as many units of tokens as fit `SLICE_BYTES`, but at least one. The first also holds the frame's
-    header and the payload's head.
+    The spans have ascending IDs and cover the frame without gaps. Each holds as many units of tokens as fit
+    `SLICE_BYTES`, at least one; the first also holds the frame's header and the payload's head.
     """
     layout = payload_layout(track, spec, tokens)
     if layout is None or frame_bytes != header_bytes(spec.track_name(track)) + layout.payload_bytes:

@@ -1,9 +1,9 @@
 """Fit a profile to caches of diverse texts: means, transforms, norms, and the tables of every depth.
 
 Several passes read two to four caches at a time, so memory holds little more than the matrices (in double precision)
-and the counts. Results are added in the order of the caches, whichever thread is first. With the model's sensitivity to
-errors in each channel (`gradients`), a block is transformed in units of that sensitivity: noise of equal power in all
-coefficients then costs the model the least.
+and the counts. Results are added in the order of the caches. With the model's sensitivity to errors in each channel
+(`gradients`), a block is transformed in units of that sensitivity, so that noise of equal power in all coefficients
+costs the model the least.
 """
 
 from __future__ import annotations
@@ -45,29 +45,30 @@ from kvabr.types.kv import FP16_MAX, KVSpec
 from kvabr.types.naming import LAYERS
 
 Caches = Callable[[], Iterable[torch.Tensor]]
-"""Yields the same caches on every call: [layer, K/V, head, token, dim], any float dtype, each from position 0."""
+"""Yields the same caches on every call: [layer, K/V, head, token, dim], any float dtype, from position 0."""
 
 Progress = Callable[[str, int], None]
-"""Called after every cache of a pass with the name of the pass and the number of caches seen."""
+"""Takes a pass and the number of caches done."""
 
 _Found = TypeVar("_Found")
 
 PASSES = ("means", "outliers", "channels", "stacks", "tables", "references")
 
-_LEAST = 1e-6
+_FLOOR = 1e-6
 _RIDGE = 1e-6
-"""Added to covariances, in units of the mean power, so constant channels have components too."""
+"""Added to covariances, relative to the mean power, so that constant channels have components too."""
 
 STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.185}
-"""Step of every depth. The layers nest: each step is a third of the one below."""
+"""Steps by depth, each a third of the one below, so that layers nest."""
 
 _ABSURD = 100.0
-"""Ratio to the median beyond which a token's keys, or values, of a layer are treated as errors: one such number would
-make the quantiser so coarse that nothing else of its layer is left."""
+"""Ratio to the median beyond which a token's keys or values in a layer count as errors: one such number would make the
+quantiser useless for all others of its layer.
+"""
 _WORTH = 20.0
-"""Tokens with quiet values are stored separately if they bear this many times their share of the gradients' power."""
+"""Quiet tokens are stored separately if they have this multiple of their share of the gradients' power."""
 _ROWS_AT_ONCE = 256
-"""Rows whose symbols are counted together: their indices stay in the processor's cache."""
+"""Rows counted together: their indices stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class FitConfig:
     """Options of a profile."""
 
     stack_layers: int = 15
-    """Layers whose keys, or values, are transformed together."""
+    """Layers with jointly transformed keys or values."""
     kept: tuple[int, int] = (76, 76)
-    """Components of each block of keys, and of values, that take part in that transform."""
+    """Components of each block of keys and of values in that transform."""
     block_heads: int | None = None
     """Heads that are transformed together; None for all of a layer, up to 512 channels."""
     transform: bool = True
@@ -85,8 +86,9 @@ class FitConfig:
     sinks: int = 1
     """Tokens at the beginning of a prompt that are stored separately."""
     outliers: float = 0.005
-    """Share of the other tokens that are also stored separately: those whose keys stand out most. Models use a few
-    tokens of every text as further sinks, and are a hundred times more sensitive to errors in them. 0 for none."""
+    """Share of other tokens stored separately, those with the most outstanding keys. Models use a few tokens of every
+    text as further sinks, and are a hundred times more sensitive to errors in them.
+    """
     steps: Mapping[str, float] = field(default_factory=lambda: dict(STEPS))
     """Step of every depth; a channel's root mean square is about 1."""
     dead: Mapping[str, float] = field(default_factory=dict)
@@ -94,22 +96,24 @@ class FitConfig:
     gains: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Gains of a depth's decoder, one for each stack, see `kvabr.codec.profile.Depth.gains`; default none."""
     quiet: float = 0.01
-    """Maximum share of tokens that are also stored separately because their values are small, see
-    `kvabr.codec.transform.Quiet`. Gradients tell how many, and whether any: without them there are none."""
+    """Maximum share of tokens also stored separately for small values, see `kvabr.codec.transform.Quiet`. Needs
+    gradients.
+    """
     sensitivity: float = 0.8
-    """How far the transform follows the model's sensitivity, from 0 (not at all) to 1."""
+    """Weight of the model's sensitivity in the transform, from 0 to 1."""
     balance: float = 1.0
-    """The same for the precision of each layer's keys, and values, against the others."""
+    """Weight of the sensitivity in the relative precision of layers and K/V."""
     evenness: float = 0.03
     """Minimum sensitivity assumed for any channel, relative to the mean."""
     louder: tuple[float, ...] = (1.0, 1.45)
-    """Amplitudes at which each cache is counted. Other texts are louder in some rows than the calibration's, and tables
-    that fit too closely cost more there than they save elsewhere."""
+    """Amplitudes at which each cache is counted. Other texts have some louder rows than the calibration's, for which
+    tightly fitted tables are expensive.
+    """
     classes: int = 32
     """Classes of rows at each depth, at most 256."""
 
     def __post_init__(self) -> None:
-        # Calibration takes minutes, so check first what a profile cannot have.
+        # Calibration takes minutes, so check first.
         if not 0 <= self.sinks <= MAX_SINKS:
             raise UsageError(f"a profile stores 0 to {MAX_SINKS} sinks separately, not {self.sinks}")
         if not all(0 < step <= MAX_STEP for step in self.steps.values()):
@@ -121,7 +125,7 @@ class FitConfig:
         return replace(self, steps={track: factor * step for track, step in self.steps.items()})
 
     def of(self, part: KVSpec) -> FitConfig:
-        """Return these options for one layer class: no column of a state is a sink, and no two heads have a cause."""
+        """Return these options for one layer class: states have no sinks and no joint heads."""
         if part.only.kind != "state":
             return self
         return replace(self, sinks=0, outliers=0.0, quiet=0.0, stack_layers=1, kept=(0, 0), block_heads=1)
@@ -139,14 +143,13 @@ def fit(
 
     Args:
         spec: the model's spec, or that of one of its classes.
-        caches: called once per pass; of a state, each has one snapshot or several, one behind the other in the axis of
-            its rows.
+        caches: called once per pass; for a state, each has one or more snapshots along the axis of its rows.
         config: options of the profile.
         progress: called after every cache of every pass.
-        gradients: for each cache, the gradient of what the model says next with respect to its first tokens, as
-            `kvabr.engines.transformers.TransformersEngine.gradient_classes` computes it: [layer, K/V, head, token,
-            dim], fewer tokens than the cache, or one snapshot of a state. None: all channels of a layer's keys, or
-            values, count alike.
+        gradients: for each cache, the gradient of the model's output by its first tokens, from
+            `kvabr.engines.transformers.TransformersEngine.gradient_classes`: [layer, K/V, head, token, dim], fewer
+            tokens than the cache, or one snapshot of a state. None: all channels of a layer's keys or values count
+            alike.
     """
     config = config or FitConfig()
     return fit_tables(fit_transform(spec, caches, config, progress, gradients=gradients), caches, config, progress)
@@ -160,7 +163,7 @@ def fit_transform(
     *,
     gradients: Caches | None = None,
 ) -> Transform:
-    """Fit the part of a profile that no quantiser's step changes; the arguments are those of `fit`."""
+    """Fit the part of a profile that is independent of steps; arguments as of `fit`."""
     config = config.of(spec)
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads) if config.transform else plain(spec)
     source = _Source(spec, caches, config.sinks, progress)
@@ -176,7 +179,7 @@ def fit_transform(
 def fit_tables(
     transform: Transform, caches: Caches, config: FitConfig, progress: Progress = lambda _stage, _done: None
 ) -> ClassProfile:
-    """Fit the tables of every depth to a transform; the arguments are those of `fit`."""
+    """Fit the tables of every depth to a transform; arguments as of `fit`."""
     spec, config = transform.structure.spec, config.of(transform.structure.spec)
     source = _Source(spec, caches, config.sinks, progress)
     analysis = Analysis(transform)
@@ -186,7 +189,7 @@ def fit_tables(
         tiles = tiles_counted(cache.number, cache.bare.shape[3])
         return [analysis.analyse(cache.bare[:, :, :, tile], None).here() for tile in tiles]
 
-    # Columns of a state do not resemble each other as tokens do, and without transforms profiles are to be small.
+    # Columns of a state are not similar as tokens are, and profiles without transforms should be small.
     if config.transform and spec.only.kind != "state":
         tiles = (tile for found in source.each("references", analysed) for tile in found)
         depths = add_references(depths, tiles, config.louder)
@@ -194,26 +197,22 @@ def fit_tables(
 
 
 class _Cache(NamedTuple):
-    """A cache as a pass sees it."""
-
     number: int
     bare: torch.Tensor
     """Without sinks, float32, keys without rotary embedding."""
     slope: torch.Tensor | None
-    """Its gradient as it was given, None if there is none."""
+    """Its gradient, if any."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The caches, pass by pass."""
-
     spec: KVSpec
     caches: Caches
     sinks: int
     progress: Progress
 
     def each(self, stage: str, work: Callable[[_Cache], _Found], gradients: Caches | None = None) -> Iterator[_Found]:
-        """Yield what ``work`` returns, in other threads, for every cache."""
+        """Yield the results of ``work``, in other threads, for every cache."""
         slopes = None if gradients is None else iter(gradients())
 
         def given() -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
@@ -240,7 +239,6 @@ class _Source:
             raise FormatError(f"calibration: a cache of shape {tuple(cache.shape)} is not one of {self.spec.model}")
 
     def bare(self, cache: torch.Tensor) -> torch.Tensor:
-        """Return one cache without sinks and rotation, as numbers; of a state its columns."""
         if is_quantised(cache.dtype):
             cache = numbers_of(cache, self.spec)
         bare = turned(cache, self.spec)[:, :, :, self.sinks :].to(torch.float32, copy=True)
@@ -248,16 +246,16 @@ class _Source:
         return bare
 
     def slope(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient with respect to the output of `bare`, from that with respect to the cache."""
+        """Return the gradient by the output of `bare`, from that by the cache."""
         slope, rope = self.bare(gradient), self.spec.rope
         if rope is not None:
-            # Undoing the rotation divides by the factor; the gradient grows by the same factor, hence the square.
+            # Undoing the rotation divides by the factor, and the gradient grows by it, hence the square.
             slope[:, 0, ..., rope.first : rope.first + rope.rotary_dim] *= rope.factor**2
         return slope
 
 
 def _sensible(bare: torch.Tensor) -> torch.Tensor:
-    """Zero absurd tokens in their layer, in place; an encoder stores such tokens separately."""
+    """Zero absurd tokens in their layer, in place; an encoder stores them separately."""
     peak = torch.maximum(bare.amax(dim=(2, 4)), -bare.amin(dim=(2, 4)))  # [layer, K/V, token]; a copy takes longer
     usual = peak.nanmedian(dim=2, keepdim=True).values
     absurd = ~(peak <= FP16_MAX) | ((peak > _ABSURD * usual) & (usual > 0))
@@ -267,7 +265,6 @@ def _sensible(bare: torch.Tensor) -> torch.Tensor:
 
 
 def _means(structure: Structure, source: _Source) -> Transform:
-    """Return a transform with the means only."""
     spec = structure.coded
     layers, halves, heads, _, dim = spec.shape(1)
     total = torch.zeros((layers, halves, heads, dim), dtype=torch.float64)
@@ -285,9 +282,9 @@ def _means(structure: Structure, source: _Source) -> Transform:
 
 
 def _outliers(transform: Transform, source: _Source, config: FitConfig, gradients: Caches | None) -> Transform:
-    """Measure the usual distance of keys from their mean, and the threshold that a share of the tokens exceeds.
+    """Measure the usual distance of keys from their mean, and the threshold exceeded by a share of the tokens.
 
-    With gradients, do the same with values that are near their mean, as far as the model minds errors in them.
+    With gradients, do the same for values near their mean, if the model is sensitive to them.
     """
     analysis = Analysis(transform)
     keys, values, minded = [], [], []
@@ -305,7 +302,7 @@ def _outliers(transform: Transform, source: _Source, config: FitConfig, gradient
         values += more[:1]
         minded += more[1:]
     every = torch.cat(keys, dim=1)  # [layer, token]: few numbers
-    spread = every.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
+    spread = every.double().mean(dim=1).clamp(min=_FLOOR).sqrt().float()
     loudness = (every.sqrt() / spread[:, None]).amax(dim=0).numpy()
     share = config.outliers
     threshold = float(np.quantile(loudness, 1 - share, method="higher")) if share else float("inf")
@@ -314,14 +311,12 @@ def _outliers(transform: Transform, source: _Source, config: FitConfig, gradient
 
 
 def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | None:
-    """Return how to tell quiet tokens, or None if the model minds errors in them little more than in others.
+    """Return a criterion for quiet tokens, or None if the model is hardly more sensitive to them.
 
-    Args:
-        power: squared distance of values from their mean, [layer, token].
-        minded: squared gradients, [token].
-        share: maximum share of tokens.
+    ``power`` is the squared distance of values from their mean, [layer, token]; ``minded`` are squared gradients,
+    [token].
     """
-    usual = power.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
+    usual = power.double().mean(dim=1).clamp(min=_FLOOR).sqrt().float()
     score = torch.from_numpy(quietness(power.numpy(), usual.numpy()))
     order = score.argsort()
     most = int(share * len(order))
@@ -329,7 +324,7 @@ def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | N
     worth = gained[:most] - _WORTH * torch.arange(1, most + 1) / len(order)
     if not most or float(worth.max()) <= 0:
         return None
-    # Halfway to the next token: others will not have the same numbers.
+    # Halfway to the next token, for other texts.
     last = int(worth.argmax())
     threshold = float(score[order[last : last + 2]].mean())
     return Quiet(usual.numpy(), threshold) if 0 < threshold < 1 else None
@@ -353,8 +348,8 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
         if slope is not None:
             slope = source.slope(slope).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             same = slope.transpose(3, 4).reshape(blocks, width, -1)[:, :, usual[: slope.shape[3]]]
-            # Halfway between the gradient and its direction: a few tokens, too few in a calibration, have huge
-            # gradients.
+            # Halfway between the gradient and its direction: a few tokens have huge gradients, too few in a
+            # calibration.
             same /= torch.linalg.vector_norm(same, dim=1, keepdim=True).clamp(min=1e-30).sqrt()
             own = torch.bmm(same, same.transpose(1, 2))
         channels = channels[:, :, usual]
@@ -372,26 +367,23 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
     mean = (torch.from_numpy(transform.mean.astype(np.float64)) + off.reshape(transform.mean.shape)).half().numpy()
     if not config.transform:
         power = (scatter / count - off.square()).clamp(min=0).view(spec.layers, structure.halves, -1).mean(dim=2)
-        return replace(transform, mean=mean, norm=power.sqrt().clamp(min=_LEAST).float().numpy())
+        return replace(transform, mean=mean, norm=power.sqrt().clamp(min=_FLOOR).float().numpy())
     common = scatter / count - off[:, :, None] * off[:, None, :]
     shapes = _shapes(_steady(common), minded if slopes is not None else _by_side(common, structure), config)
     top = shapes.abs().amax(dim=(1, 2)).view(spec.layers, structure.halves, -1).amax(dim=2)
-    norm = (top / LARGEST).clamp(min=_LEAST).float()
+    norm = (top / LARGEST).clamp(min=_FLOOR).float()
     whole = norm.repeat_interleave(structure.per_layer, dim=1).reshape(blocks, 1, 1)
     return replace(transform, mean=mean, norm=norm.numpy(), block=rounded(shapes / whole))
 
 
 def _by_side(common: torch.Tensor, structure: Structure) -> torch.Tensor | None:
-    """Return what stands for the model's sensitivity if it is not known: None, or that it minds relative errors.
-
-    Where a block holds keys and values side by side, these may differ much in size.
-    """
+    """Return a substitute for an unknown sensitivity: None, or relative errors if keys and values share a block."""
     keys, values = structure.coded.only.split
     if structure.halves == 2 or not values:
         return None
     power = common.diagonal(dim1=1, dim2=2).reshape(len(common), structure.block_heads, keys + values)
     sides = (side.mean(dim=(1, 2), keepdim=True).expand_as(side) for side in power.split_with_sizes([keys, values], 2))
-    return torch.diag_embed(1 / torch.cat(tuple(sides), dim=2).clamp(min=_LEAST**2).reshape(len(common), -1))
+    return torch.diag_embed(1 / torch.cat(tuple(sides), dim=2).clamp(min=_FLOOR**2).reshape(len(common), -1))
 
 
 def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig) -> torch.Tensor:
@@ -410,7 +402,7 @@ def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig
         level = minded.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-300)
         values, vectors = torch.linalg.eigh(minded / level[:, None, None] + config.evenness * one)
         ahead, back = (
-            (vectors * values.clamp(min=_LEAST).pow(power)[:, None]) @ vectors.transpose(1, 2)
+            (vectors * values.clamp(min=_FLOOR).pow(power)[:, None]) @ vectors.transpose(1, 2)
             for power in (config.sensitivity / 2, -config.sensitivity / 2)
         )
     seen = ahead @ common @ ahead
@@ -420,7 +412,6 @@ def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig
 
 
 def _stacks(transform: Transform, structure: Structure, source: _Source) -> Transform:
-    """Fit the transforms of stacks."""
     analysis = Analysis(transform)
     sizes = [structure.width_of(stack) for stack in structure.stacks]
     scatters = [torch.zeros((size, size), dtype=torch.float64) for size in sizes]
@@ -452,16 +443,15 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
 
 
 def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dict[str, Depth], float | None]:
-    """Fit the tables of every depth; also return the usual number of copies of a token, None if there is no base."""
+    """Fit the tables of every depth; also return the usual number of copies of a token, if there is a base."""
     rows, chain = analysis.structure.rows, nested(config.steps)
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
     quantisers = {track: Quantiser(step, config.dead.get(track, 0.0)) for track, step in config.steps.items()}
     parts = [(slice(first, first + _ROWS_AT_ONCE), Lock()) for first in range(0, rows, _ROWS_AT_ONCE)]
 
     def counted(cache: _Cache) -> list[float]:
-        """Count one cache; return the number of copies in each of its tiles."""
         coefficients = analysis.analyse(cache.bare, None).here()
-        # Tokens that are stored separately count as zeros, as in the encoder.
+        # Separately stored tokens count as zeros, as in the encoder.
         every = (coefficients.rows * ~coefficients.outlying).numpy()
         for part, lock in parts:
             own = {track: (quantisers[track], seen.of(part)) for track, seen in counts.items()}
@@ -483,12 +473,12 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
         track: Depth(quantisers[track].step, quantisers[track].dead, model, config.gains.get(track, ()))
         for track, model in zip(chain, made, strict=True)
     }
-    told = [each for each in copies if each]  # 0: nothing is said of a tile
+    told = [each for each in copies if each]  # 0: too short
     return depths, round(float(np.median(told)), 3) if told else None
 
 
 def _steady(common: torch.Tensor) -> torch.Tensor:
     """Return covariances [..., channel, channel] regularised so that no channel is constant."""
-    ridge = _RIDGE * common.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=_LEAST**2)
+    ridge = _RIDGE * common.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=_FLOOR**2)
     out: torch.Tensor = common + ridge[..., None, None] * torch.eye(common.shape[-1], dtype=common.dtype)
     return out

@@ -1,4 +1,4 @@
-"""Fit the tables for tokens that refer to others (`kvabr.codec.native.references`) to a calibration's coefficients."""
+"""Fit the tables for tokens with references (`kvabr.codec.native.references`) to a calibration's coefficients."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from kvabr.codec.referring import choose_references, telling_rows
 from kvabr.types.naming import LAYERS
 
 _COARSE = (0, 1, 2, 3, 3, 4, 4, *[5] * 9)
-"""Contexts of a base, most of whose indices are 0, by the size of the index that is referred to."""
+"""Contexts of a base, mostly with indices of 0, by the size of the referenced index."""
 _FINE = (0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6, 7)
-"""Contexts of a single layer, whose indices are larger."""
+"""Contexts of a single layer, with larger indices."""
 _ABOVE = (
     (*[0] * 9, 1, *[2] * 6),
     (*[3] * 7, 4, *[5] * 8),
     (*[6] * 8, *[7] * 8),
 )
-"""Contexts above an index of 0, 1, and 2 or more, by how far what is referred to is from its triple, from -8 on."""
+"""Contexts above an index of 0, 1, and 2 or more, by the distance of the referenced index from its triple, from -8 on.
+"""
 _PRIOR = 3.0
-"""Weight, in symbols, of the prior that a reference tells nothing."""
+"""Weight, in symbols, of the prior that references do not matter."""
 _EVERY = 4
-"""One in this many tiles is counted: a few tables for all rows need no more, and counting is slow."""
+"""One in this many tiles is counted: a few tables for all rows need few, and counting is slow."""
 _ROWS_AT_ONCE = 256
-"""Rows whose symbols are counted together."""
 _FARTHEST = 10_000
 """Clamp for indices: their triples must not overflow."""
 
 
 def tiles_counted(number: int, tokens: int) -> list[slice]:
-    """Return the tiles to count of a cache, which are others in the next one; none of a cache that is too short."""
+    """Return the tiles of a cache to count, in rotation; none for a short cache."""
     firsts = range(0, tokens - LANES, TILE)
     counted = firsts[number % min(_EVERY, len(firsts) or 1) :: _EVERY]
     return [slice(first, min(tokens, first + TILE)) for first in counted]
@@ -49,12 +49,10 @@ def tiles_counted(number: int, tokens: int) -> list[slice]:
 def add_references(
     depths: Mapping[str, Depth], tiles: Iterable[Coefficients], louder: Sequence[float]
 ) -> dict[str, Depth]:
-    """Return depths with tables for tokens that refer to others.
+    """Return depths with tables for tokens with references.
 
-    Args:
-        depths: by track, as `kvabr.codec.fit` makes them.
-        tiles: coefficients of those that `tiles_counted` names of the calibration's caches.
-        louder: amplitudes at which they are counted, see `kvabr.codec.fit.FitConfig`.
+    ``tiles`` are the coefficients of the calibration's `tiles_counted`, counted at the amplitudes ``louder``
+    (`kvabr.codec.fit.FitConfig`).
     """
     chain = nested({track: depth.step for track, depth in depths.items()})
     coarsest = max(depths.values(), key=lambda depth: depth.step)
@@ -63,7 +61,7 @@ def add_references(
 
     def counted(tile: Coefficients) -> dict[str, NDArray[np.int64]]:
         keep = ~tile.outlying.numpy()
-        rows = tile.rows.numpy() * keep  # tokens that are stored separately count as zeros
+        rows = tile.rows.numpy() * keep  # separately stored tokens count as zeros
         chosen = choose_references(torch.from_numpy(rows[telling_rows(coarsest.coder)]), coarsest.step, keep)
         assert chosen is not None  # noqa: S101  # the tile has two steps
         found = {track: np.zeros_like(own) for track, own in counts.items()}
@@ -105,7 +103,7 @@ def _with_near(model: CoderModel, bucket: NDArray[np.uint8], counts: NDArray[np.
         own = model.freqs[which].astype(np.float64) / TOTAL
         for context in range(counts.shape[1]):
             if len(bucket) == 1 and context == bucket[0, 0]:
-                # Without a sign to go by, both are alike.
+                # Without a sign, both are alike.
                 inside = seen[which, context, : symbols - 1]
                 inside += inside[::-1].copy()
                 inside /= 2

@@ -1,12 +1,11 @@
 """FP16, BF16 and FP8: each element as a float of 16 or 8 bits.
 
-FP16 and BF16 store the cache as it is. There is no head:
+FP16 and BF16 store the cache unchanged, without a head:
 
     unit: one token, [layer, K/V, head, dim]
 
-FP8 is E4M3 with one scale per layer, K/V, head and channel. E4M3 is equally precise at every magnitude; the scale only
-keeps a channel clear of overflow (448) and of the subnormals. One half-precision scale for all tokens of a group adds
-1.6 %.
+FP8 is E4M3 with one scale per layer, K/V, head and channel. E4M3 is equally precise at every magnitude; the scale
+avoids overflow (448) and subnormals. One half-precision scale for all tokens of a group adds 1.6 %.
 
     head: scales as FP16, [layer, K/V, head, dim]
     unit: one token, [layer, K/V, head, dim]
@@ -46,9 +45,9 @@ class Cast(Separable):
 
 
 def place_numbers(units: torch.Tensor, dtype: torch.dtype, out: torch.Tensor, what: str) -> None:
-    """Place units of one token, [unit, byte], each of whose numbers is a float of 16 or 32 bits; check them all.
+    """Place units of one token, [unit, byte], of floats of 16 or 32 bits; check them all.
 
-    ``out`` is [layer, K/V, head, unit, 1, dim], and ``what`` names the level in errors.
+    ``out`` is [layer, K/V, head, unit, 1, dim]; ``what`` names the level in errors.
     """
     flat = out[:, :, :, :, 0]
     if dtype.itemsize == 2 and placing.places(flat):
@@ -117,8 +116,8 @@ def _not_a_number(what: str) -> FormatError:
 def _to_half(coded: torch.Tensor) -> torch.Tensor:
     """Convert E4M3 codes to float16 that is 256 times too small, by moving the bit fields.
 
-    The exponent biases differ by 8. Both formats have subnormals, so the conversion is exact. It takes a seventh of the
-    time of torch's own cast.
+    The exponent biases differ by 8, and both have subnormals, so this is exact, and seven times as fast as torch's
+    cast.
     """
     wide = coded.view(torch.int8).short()
     sign = wide & -0x8000

@@ -1,17 +1,16 @@
 """FP4: E2M1 in blocks of 32 with one 8-bit scale each, 4.25 bits per element.
 
-A block of keys is 32 tokens of one channel, a block of values 32 channels of one token, for the same reason as in
-`kvabr.codec.affine`. NVFP4's blocks of 16 would cost 12.5 % more, and MXFP4's power-of-two scales lose too much. The
-scale is a float of 5 exponent and 3 fraction bits without sign (as in NVFP4, but with a range that needs no second
-scale). Each block takes the best of nine scales, which map its largest element to between 6 and 3. That leaves a sixth
-less error than a choice between 6 and 4, and 13 % less KL on SmolLM2. Scales that clip the largest element leave less
-error still, but more KL.
+A block of keys is 32 tokens of one channel, a block of values 32 channels of one token, as in `kvabr.codec.affine`.
+NVFP4's blocks of 16 would cost 12.5 % more, and MXFP4's power-of-two scales lose too much. The scale is an unsigned
+float of 5 exponent and 3 fraction bits (as in NVFP4, but without a second scale). Each block takes the best of nine
+scales, which map its largest element to between 6 and 3: a sixth less error than with 6 or 4, and 13 % less KL on
+SmolLM2. Scales that clip the largest element have less error, but more KL.
 
     unit: scales of the keys, [layer, head, dim]; of the values, [layer, block]; codes, [layer, token, head, dim]
 
-A unit holds the tokens of a block. A byte holds the codes of a key (low half) and of the value in the same place; where
-there is one vector per token, it is coded as a key (`kvabr.codec.payload.join_codes`). Where
-32 does not divide a token's channels, blocks of values continue in the unit's next token, and the last one is short.
+A unit holds the tokens of a block. A byte holds the codes of a key (low half) and of the value in the same place; a
+single vector per token is coded as a key (`kvabr.codec.payload.join_codes`). If 32 does not divide a token's channels,
+blocks of values continue in the unit's next token, and the last one is short.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Fp4(Separable):
 
 
 def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows [row, element] in blocks, of which the last may be short: scales and codes, [row, ...]."""
+    """Quantise rows [row, element] in blocks, the last possibly short: scales and codes, [row, ...]."""
     count, length = rows.shape
     if not rows.numel():
         return rows.new_empty(0, dtype=torch.uint8), rows.new_empty((count, length), dtype=torch.uint8)
@@ -101,7 +100,7 @@ def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scale(stored: torch.Tensor) -> torch.Tensor:
-    """Return scales for the output of `_to_half`, multiplied by 2^14 because that output is as many times too small."""
+    """Return scales for the output of `_to_half`, times 2^14 to compensate."""
     return _load(stored) * 2.0**14
 
 
@@ -109,7 +108,7 @@ def _error(magnitude: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """Return the sum of squared errors of each block, [element, ...], under a scale."""
     scale = _load(stored)
     error = (_nearest(magnitude / scale).mul_(scale) - magnitude).square_()
-    # In one order: that of a library's own sum depends on the processor, and the choice of a scale on the last bit.
+    # In a fixed order: a library's own sum depends on the processor, and the choice of a scale on the last bit.
     while len(error) > 1:
         half = len(error) // 2
         error = error[:half].add_(error[half:])

@@ -1,4 +1,4 @@
-"""One group to one frame and back: the path that publisher and player share."""
+"""One group to one frame and back: the path shared by publisher and player."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from kvabr.types.units import Unit
 
 
 def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
-    """Return the largest magnitude in a tensor [layer, K/V, head, token, dim] of a layer class; 0 of codes.
+    """Return the largest magnitude in a tensor [layer, K/V, head, token, dim] of a layer class; 0 for codes.
 
-    Codes stand for numbers that the engine has rounded. ``first_token`` is the position of
-    its first token (row of a state), for the error.
+    Codes are numbers rounded by the engine. ``first_token`` (row of a state) is for the error.
 
     Raises:
         NotFiniteError: a number is NaN or infinite.
@@ -36,7 +35,7 @@ def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
         if all_finite(kv):
             return 0.0
     else:
-        # The extremes are finite only if all elements are, and are found ten times faster than isfinite.
+        # The extremes are finite only if all elements are, and ten times faster than isfinite.
         found = float(torch.stack(torch.aminmax(kv)).abs().amax())
         if math.isfinite(found):
             return found
@@ -58,7 +57,7 @@ def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
 
 
 def holds(track: str, spec: KVSpec, magnitude: float) -> bool:
-    """Return whether a track keeps numbers of a layer class up to this magnitude, within its loss."""
+    """Return True if a track keeps numbers of a layer class up to this magnitude within its loss."""
     return magnitude <= codec(track).largest(spec)
 
 
@@ -72,9 +71,9 @@ def check_holds(track: str, spec: KVSpec, magnitude: float) -> None:
 
 
 def cut(cache: Sequence[torch.Tensor], unit: Unit, spec: KVSpec) -> torch.Tensor:
-    """Return a view of one unit of a cache, a tensor per layer class, [layer, K/V, head, token, dim] of all tokens.
+    """Return a view of one unit of a cache, one tensor per layer class, [layer, K/V, head, token, dim] of all tokens.
 
-    The tensor of a state has its snapshots one behind the other, with rows in the place of tokens.
+    The tensor of a state has its snapshots one after the other, with rows for tokens.
     """
     first = unit.group * unit.tokens if spec.parts[unit.part].only.kind == "state" else unit.first
     return cache[unit.part][:, :, :, first : first + unit.tokens]
@@ -91,15 +90,15 @@ def encode_group(
     """Compress and frame one group.
 
     Args:
-        kv: [layer, K/V, head, token, dim], any float dtype; float8 if the class is kept in it.
+        kv: [layer, K/V, head, token, dim], any float dtype; float8 for a quantised class.
         track: name of the codec.
-        context: which group it is.
+        context: of the group.
         chunk: its chained prompt digest.
         group: its index in its track.
-        below: payloads of the tracks that this one refines, base first.
+        below: payloads of the tracks below, base first.
 
     Raises:
-        FormatError: its shape differs from the context's, or the track does not hold its numbers.
+        FormatError: its shape differs from the context's, or the track cannot hold its numbers.
         NotFiniteError: a number is NaN or infinite.
     """
     check_shape(kv, context, f"group {group}: cannot encode")
@@ -109,7 +108,7 @@ def encode_group(
 
 
 def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
-    """Compress a group as `encode_group` does; the caller has called `largest` and `check_holds`."""
+    """Compress a group as `encode_group`, after `largest` and `check_holds`."""
     made = codec(track)
     if is_quantised(kv.dtype) and not made.takes_codes:
         kv = numbers_of(kv, context.spec)
@@ -117,7 +116,7 @@ def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: S
 
 
 def framed(payload: bytes, track: str, context: GroupContext, chunk: str, group: int) -> bytes:
-    """Frame what `encode_payload` returned."""
+    """Frame a result of `encode_payload`."""
     return pack(payload, frame_header(track, context, chunk, group))
 
 
@@ -134,12 +133,12 @@ def decode_group(
     has_digest: HasDigest | None = None,
     at: int | None = None,
 ) -> None:
-    """Check and decompress one frame; the arguments are those of `encode_group`, `Codec.decode` and `unpack`.
+    """Check and decompress one frame; arguments as of `encode_group`, `Codec.decode` and `unpack`.
 
-    ``at`` stands for the context's, `GroupContext.at`.
+    ``at`` overrides `GroupContext.at`.
 
     Raises:
-        ForeignError: a valid frame of something else.
+        ForeignError: a valid frame of another group.
         FormatError: corrupt, truncated, a different digest, not a payload of this codec, or ``out`` has another shape.
     """
     _, payload = unpack(frame, frame_header(track, context, chunk, group), digest, has_digest)
@@ -154,7 +153,7 @@ def decode_payload(
     out: torch.Tensor,
     below: Sequence[memoryview] = (),
 ) -> None:
-    """Decompress the payload of a frame that has been checked; arguments and errors as for `decode_group`."""
+    """Decompress the payload of a checked frame; arguments and errors as for `decode_group`."""
     decode_by(codec(track), payload, context, group, out, below)
 
 
@@ -166,7 +165,7 @@ def decode_by(
     out: torch.Tensor,
     below: Sequence[memoryview] = (),
 ) -> None:
-    """Do what `decode_payload` does with a codec that need not be a track's."""
+    """As `decode_payload`, with any codec."""
     check_shape(out, context, f"group {group}: cannot decode into")
     rotated = context.free and context.at is not None and not made.rotates
     if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
@@ -186,12 +185,12 @@ def decode_by(
 
 
 def has_kernel(made: Codec, device: torch.device) -> bool:
-    """Return whether `gpu.expand` decodes what a codec encoded, on this device."""
+    """Return True if `gpu.expand` decodes a codec's payloads on this device."""
     return bool(vars(type(made)).get("has_kernel")) and gpu.runs_on(device)
 
 
 def check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
-    """Raise a `FormatError` unless a tensor has the shape and type of a group; ``what`` begins the message."""
+    """Raise `FormatError` unless a tensor has the shape and type of a group; ``what`` begins the message."""
     wanted = context.spec.shape(context.tokens)
     if tuple(kv.shape) != wanted or not kv.dtype.is_floating_point:
         raise FormatError(f"{what} {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed")
@@ -207,5 +206,5 @@ def frame_header(track: str, context: GroupContext, chunk: str, group: int) -> F
 
 
 def payload_of(frame: bytes | memoryview) -> memoryview:
-    """Return the payload of a frame that has been checked before."""
+    """Return the payload of a checked frame."""
     return unpack(frame)[1]

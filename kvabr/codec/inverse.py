@@ -1,8 +1,8 @@
-"""The encoder's matrices: inverses of a decoder's, in 16 bits, and products with them that are the same in any order.
+"""The encoder's matrices: inverses of a decoder's, in 16 bits, with order-independent products.
 
-All sums are of integers, so they are exact, whatever the order of the terms: on every processor, with any number of
-threads. An entry is the exact inverse, rounded to 16 bits; how a library computes inverses does not
-show. Vectors are rounded to 16 bits as well, each in a unit of its own.
+All sums are of integers, so they are exact on every processor and with any number of threads. An entry is the exact
+inverse, rounded to 16 bits, independent of a library's inverse. Vectors are rounded to 16 bits as well, each in its own
+unit.
 
 A product of 16 bits by 16 bits must not overflow 32. Every row of a matrix is at most 2**15 long, in its units, and a
 vector less than 2**16, so their product is less than 2**31 (Cauchy and Schwarz).
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from kvabr.codec.transform import Matrices
 
 BIGGEST = 2.0**64
-"""Magnitude to which elements are limited, so that all that follows is finite."""
+"""Limit of elements, so that all results are finite."""
 _WORST_CONDITION = 1e-2
 """Maximum deviation of a matrix times its inverse from the identity."""
 _ROW_BITS = 15
 _ONE_BITS = 14
-"""1.0 in a decoder's matrix is 2 to the power of this."""
+"""1.0 in a decoder's matrix is 2 to this power."""
 _FIXED_BITS = 60
 """Bits of the fixed-point numbers in which an inverse is refined."""
 Floats = NDArray[np.float32]
@@ -47,7 +47,7 @@ class Inverse:
 
 
 def inverted(matrix: Matrices) -> Inverse:
-    """Return the inverse of one matrix of a profile; raise a `FormatError` if it has none."""
+    """Return the inverse of one matrix of a profile; raise `FormatError` if it is singular."""
     whole = matrix.expanded.astype(np.int64)
     if not whole.size:
         nothing = np.zeros(0, np.float32)
@@ -62,10 +62,10 @@ def inverted(matrix: Matrices) -> Inverse:
     energy = (whole * whole).sum(axis=1)
     columns = np.array([(int(each).bit_length() - 1) // 2 - _ONE_BITS for each in energy])
     length = np.sqrt(((inverse * 2.0**columns) ** 2).sum(axis=1))
-    # Not at a power of two, which is the length of many rows, more or less a rounding error.
+    # Not at a power of two, the length of many rows within rounding.
     rows = _ROW_BITS - np.frexp(length * (1 + 2.0**-8))[1]
     scaled = inverse * 2.0 ** (rows[:, None] + columns)
-    # How far the exact inverse may be from this one.
+    # Maximum error of this inverse.
     noise = 2.0**-52 * len(square) * np.abs(square).sum(axis=1).max() * np.abs(inverse).max(axis=0)
     error = np.abs(inverse).sum(axis=1)[:, None] * (left.max(axis=0) + noise) * 2.0 ** (rows[:, None] + columns)
     entries = np.rint(scaled)
@@ -86,7 +86,7 @@ def _refined(
 ) -> NDArray[np.float64]:
     """Return columns ``which`` of the exact inverse, times 2**(rows + columns), rounded to whole numbers.
 
-    The residual is computed in 64-bit integers, modulo 2**64, in which it fits.
+    The residual is computed in 64-bit integers, modulo 2**64.
     """
     near = inverse[:, which]
     bits = _FIXED_BITS - np.frexp(np.abs(near).max(axis=0))[1]

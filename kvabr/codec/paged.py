@@ -1,8 +1,8 @@
-"""Expanding groups where they belong, all that has arrived together: a tensor, layers, or blocks of a paged cache.
+"""Expands groups in place, all received ones together: a tensor, layers, or blocks of a paged cache.
 
-On a CUDA device with Triton, kernels write each number to its place: no contiguous copy is made, and groups of any
-tracks and depths share launches. Other codecs, and places that are not one set of slots, are decoded to scratch memory
-on the place's device first; the bits are the same. On a processor each group takes a thread.
+On a CUDA device with Triton, kernels write each number to its place without a contiguous copy, and groups of any tracks
+and depths share launches. Other codecs and places are decoded to scratch memory on the device first, to the same bits.
+On a processor each group takes a thread.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 _SCRATCH_BYTES = 256 << 20
-"""Of a device's memory for groups that cannot be decoded straight to their places."""
+"""Scratch memory for groups that cannot be decoded in place."""
 
 
 class CodedGroup(NamedTuple):
-    """A group that came in frames that have been checked, still compressed."""
+    """A compressed group from checked frames."""
 
     payload: memoryview
-    """Untrusted, as are those below."""
+    """Untrusted, as those below."""
     track: str
     context: GroupContext
     below: Sequence[memoryview] = ()
     """Payloads of the tracks below, base first."""
     number: int = 0
-    """Of the group in its track, for messages."""
+    """For messages: of the group in its track."""
 
     @property
     def nbytes(self) -> int:
@@ -50,22 +50,22 @@ class CodedGroup(NamedTuple):
 
 
 class _Each(Protocol):
-    """As `map`: several threads may do the work."""
+    """As `map`, possibly with several threads."""
 
     def __call__(self, work: Callable[[_Item], _Result], items: Iterable[_Item], /) -> Iterable[_Result]: ...
 
 
 def expand(groups: Sequence[CodedGroup], places: Sequence[Place], each: _Each = map) -> list[Exception | None]:
-    """Decode groups to their places; return what is wrong with each, which is then written partly or not at all.
+    """Decode groups to their places; return each one's error, after which it is written partly or not at all.
 
     Args:
         groups: of any tracks and depths.
         places: of each group, on any device.
-        each: does what the processor has to do, as `map` would, perhaps in several threads.
+        each: runs the processor's work, as `map`.
 
     Returns:
-        None for each group that is in place. A `FormatError` is the group's fault, see
-        `kvabr.codec.group.decode_payload`; anything else the machine's.
+        None for each group in place. A `FormatError` is the group's fault, see `kvabr.codec.group.decode_payload`;
+        others are the machine's.
     """
     errors: dict[int, Exception | None] = {}
     kernels: list[_Kernel] = []
@@ -102,17 +102,15 @@ def expand(groups: Sequence[CodedGroup], places: Sequence[Place], each: _Each = 
 
 
 class _Kernel(NamedTuple):
-    """A group for the kernels."""
-
     number: int
     job: DecodeJob | LevelJob
     parts: list[Parts]
     slots: BlockSlots | None
-    """Where to; None: to scratch memory first."""
+    """None: to scratch memory first."""
 
 
 def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[Parts]] | None:
-    """Return what kernels are to do; None if the place's device has none for this group."""
+    """Return the kernels' job; None if the device has none for this group."""
     shape = group.context.spec.shape(group.context.tokens)
     if not place.fits(shape):
         raise FormatError(f"{shape} cannot be decoded to a place of another shape or number of tokens")
@@ -128,7 +126,7 @@ def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[Pa
 
 
 def _portions(kernels: Sequence[_Kernel]) -> Iterator[list[_Kernel]]:
-    """Yield groups that are decoded together, as scratch memory allows."""
+    """Yield groups to decode together within scratch memory."""
     some: list[_Kernel] = []
     for kernel in kernels:
         if some and sum(one.job.out.nbytes for one in some) + kernel.job.out.nbytes > _SCRATCH_BYTES:
@@ -141,7 +139,6 @@ def _portions(kernels: Sequence[_Kernel]) -> Iterator[list[_Kernel]]:
 def _by_kernels(
     groups: Sequence[CodedGroup], places: Sequence[Place], kernels: Sequence[_Kernel]
 ) -> dict[int, Exception | None]:
-    """Decode groups together; return what is wrong with each."""
     scratch = {
         kernel.number: TensorPlace(torch.empty_like(kernel.job.out, device=places[kernel.number].device))
         for kernel in kernels
@@ -163,13 +160,12 @@ def _by_kernels(
 
 
 class _Stored:
-    """Tokens that are stored beside the coded ones: those of all groups of a paged cache are written together."""
+    """Separately stored tokens: those of all groups of a paged cache are written together."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[BlockSlots, list[NDArray[np.int64]], list[torch.Tensor]]] = {}
 
     def add(self, part: Parts, context: GroupContext, whole: torch.Tensor | None, into: BlockSlots) -> None:
-        """Take the stored tokens of one payload of a group."""
         if not len(part.tokens):
             return
         if whole is not None:
@@ -180,15 +176,14 @@ class _Stored:
         values.append(part.stored(context, into.dtype, torch.device("cpu")))
 
     def place(self) -> None:
-        """Write all of them."""
         for into, slots, values in self._found.values():
-            # Copies of a group may go to the same place.
+            # Copies of a group may have the same place.
             every, first = np.unique(np.concatenate(slots), return_index=True)
             BlockSlots(into.checked, every).write(torch.cat(values, dim=3)[:, :, :, torch.from_numpy(first)])
 
 
 def _decode(group: CodedGroup, place: Place, spare: list[torch.Tensor]) -> None:
-    """Decode one group to its place, whatever its codec and device, perhaps by way of memory that is spare."""
+    """Decode one group to its place with any codec and device, if needed through spare memory."""
     context, out = group.context, place.whole
     if out is not None:
         decode_payload(group.payload, group.track, context, group.number, out, group.below)

@@ -1,7 +1,7 @@
-"""Work on several things of which each takes long, two at a time.
+"""Runs long work on several items, two at a time.
 
-Torch splits each operation among the cores, and waits for the slowest of them before the next: with other work on one
-of the cores, mostly waits. Two threads that have half of the cores each do not wait for each other.
+Torch splits each operation among the cores, and waits for the slowest: with other work on one core, it mostly waits.
+Two threads with half of the cores each do not wait for each other.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _Result = TypeVar("_Result")
 
 
 def parallel_map(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-    """Yield what ``work`` returns for each item, in order; items are drawn in this thread as they are needed.
+    """Yield the results of ``work`` for each item, in order, drawing items in this thread on demand.
 
-    Two run at once, each with half of torch's threads, if torch has two. This thread keeps half of them, too: threads
-    that wait for its next operation spin.
+    Two run at once, each with half of torch's threads, if torch has two. This thread keeps half of them, too, as
+    waiting threads spin.
     """
     threads = torch.get_num_threads()
     if threads < _AT_ONCE:
@@ -43,4 +43,4 @@ def parallel_map(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> It
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # some libraries have one number for all threads
+        torch.set_num_threads(threads)  # some libraries share one number among all threads

@@ -55,7 +55,7 @@ class PayloadReader:
 
 
 def finite(values: torch.Tensor, what: str) -> torch.Tensor:
-    """Return ``values``; raise if any is NaN or infinite, since one such scale would poison a whole channel."""
+    """Return ``values``; raise if any is NaN or infinite, since one such scale ruins a whole channel."""
     if values.dtype in _EXPONENT:
         # On 16-bit floats, comparing bits takes a tenth of the time of isfinite.
         mask = _EXPONENT[values.dtype]
@@ -73,10 +73,10 @@ def not_finite(what: str) -> FormatError:
 
 
 def half_scale(scale: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return scales, positive float32, as float16: to the nearest, but of states upwards.
+    """Return scales, positive float32, as float16: to the nearest, but for states upwards.
 
-    Numbers of a state may be so small that half precision has but a few bits left for their scale: one that is rounded
-    down would clip the largest of them.
+    Scales of a state may be so small that half precision rounds them coarsely; rounding down would clip the largest
+    numbers.
     """
     nearest = scale.half()
     if spec.only.kind != "state":
@@ -88,7 +88,7 @@ def half_scale(scale: torch.Tensor, spec: KVSpec) -> torch.Tensor:
 def keys_and_values(kv: torch.Tensor, spec: KVSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of the keys and the values of a tensor [layer, K/V, head, ..., dim] (`LayerClass.split`).
 
-    They are [layer, head, ..., dim]. The values have no elements if there is only one vector per token.
+    They are [layer, head, ..., dim]; without elements for the values of a single vector per token.
     """
     keys = spec.only.split[0]
     return (kv[:, 0], kv[:, 1]) if spec.only.halves == 2 else (kv[:, 0, ..., :keys], kv[:, 0, ..., keys:])
@@ -113,8 +113,8 @@ def to_layers(numbers: torch.Tensor, out: torch.Tensor) -> None:
 def join_codes(keys: torch.Tensor, values: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes of a run's keys and values, uint8 [unit, layer, ...], as bytes, [unit, byte].
 
-    The codes of a layer, of its keys and then of its values, follow each other. With 4 bits a byte holds two: the low
-    half one of the first half of them, the high half the one in the same place of the second.
+    A layer's codes of keys precede those of values. With 4 bits a byte holds two: the low half one of the first half of
+    them, the high half the one in the same place of the second.
     """
     codes = torch.cat((keys.flatten(2), values.flatten(2)), dim=2)
     if bits == 4:
@@ -125,7 +125,7 @@ def join_codes(keys: torch.Tensor, values: torch.Tensor, bits: int) -> torch.Ten
 
 
 def split_codes(units: torch.Tensor, layers: int, sizes: tuple[int, int], bits: int) -> tuple[torch.Tensor, ...]:
-    """Undo `join_codes`, given how many keys and values a layer of a unit has; returns [unit, layer, code] of both."""
+    """Undo `join_codes`, given a layer's keys and values per unit; return [unit, layer, code] of both."""
     codes = units.view(len(units), layers, -1)
     if bits == 4:
         halves = codes & 15, codes >> 4
@@ -138,7 +138,7 @@ def split_codes(units: torch.Tensor, layers: int, sizes: tuple[int, int], bits: 
 def place(out: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values, which may be modified, into the caller's tensor; saturate instead of overflowing."""
     if out.dtype != values.dtype:
-        values = values.float()  # torch casts between 16-bit floats three times slower than by way of float32
+        values = values.float()  # via float32, torch casts between 16-bit floats three times as fast
     if out.dtype == torch.float16 and values.dtype != torch.float16:
         # Clamp in float32: bfloat16 would round the bound up to infinity in FP16.
         values = values.clamp_(-FP16_MAX, FP16_MAX)
@@ -147,7 +147,7 @@ def place(out: torch.Tensor, values: torch.Tensor) -> None:
 
 def raw(values: torch.Tensor) -> bytes:
     """Return the bytes of an array, little-endian, in row-major order."""
-    # Flat: a dimension of 1 may have any stride in a contiguous tensor, which `view` does not take.
+    # Flat: a dimension of 1 may have any stride in a contiguous tensor, which `view` rejects.
     return values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -156,14 +156,14 @@ _RUN_ELEMENTS = 1 << 20
 
 
 class Separable(Codec):
-    """A codec whose payload is a head followed by units (`kvabr.codec.builtin.PayloadLayout`).
+    """A codec with a payload of a head and units (`kvabr.codec.builtin.PayloadLayout`).
 
-    It defines what the head holds, and how a run of tokens becomes units and back. Runs keep the working set in the
-    processor's cache however large the group is.
+    It defines the head, and converts runs of tokens to units and back. Runs keep the working set in the processor's
+    cache.
     """
 
     def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
-        """Return what all tokens of a group [layer, K/V, head, token, dim] share: float16, any shape."""
+        """Return the shared data of a group [layer, K/V, head, token, dim]: float16, any shape."""
         return group.new_empty(0, dtype=torch.float16)
 
     @abstractmethod
@@ -172,19 +172,19 @@ class Separable(Codec):
 
         Args:
             run: [layer, K/V, head, token, dim], any float dtype, any strides.
-            head: what `head` returned.
+            head: a result of `head`.
             unit_tokens: tokens in each unit of this run.
-            spec: the spec of the group's layer class, which says what lies where, see `keys_and_values`.
+            spec: of the group's layer class, see `keys_and_values`.
         """
 
     @abstractmethod
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
-        """Decompress a run of whole units; raise a `FormatError` if no encoder writes such units.
+        """Decompress a run of whole units; raise `FormatError` unless an encoder writes them.
 
         Args:
-            units: [unit, byte] uint8, as many as the layout says; untrusted otherwise. Not to be modified.
-            head: float16, flat, finite, as many numbers as the layout says.
-            out: [layer, K/V, head, unit, token, dim], any float dtype, any strides; the tokens of each unit.
+            units: [unit, byte] uint8, of the layout's size; untrusted. Not to be modified.
+            head: float16, flat, finite, of the layout's size.
+            out: [layer, K/V, head, unit, token, dim], any float dtype, any strides.
             spec: as for `encode_units`.
         """
 

@@ -51,7 +51,7 @@ _MAX_HEADER_BYTES = 256 << 10
 MAX_SINKS = 64
 FORMAT = "kvabr.profile/1"
 MAX_STEP = 1024.0
-_MOST_COPIES = 128.0
+_MAX_COPIES = 128.0
 _NOT_A_FILE = SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError
 _Arrays = dict[str, NDArray[Any]]
 
@@ -62,20 +62,20 @@ class Depth(Quantiser):
 
     coder: CoderModel
     gains: tuple[float, ...] = ()
-    """What decoded elements are multiplied with, about their mean: one number for each stack. Empty: 1."""
+    """Factors of decoded elements about their mean, by stack. Empty: 1."""
 
 
 class Profile(ABC):
-    """Side information for the AC tracks of one model: of its only layer class, or of each of several."""
+    """Side information for the AC tracks of one model, of one or several layer classes."""
 
     spec: KVSpec
     """Of the model, or of one of its classes (`KVSpec.parts`)."""
     seen: Seen | None
-    """The texts that it was calibrated on; None: not known."""
+    """The calibration texts, if known."""
 
     @abstractmethod
     def of(self, spec: KVSpec) -> ClassProfile:
-        """Return the profile of one layer class; a `ForeignError` if it is not one of this model."""
+        """Return the profile of one layer class; raise `ForeignError` if it is not of this model."""
 
     @property
     @abstractmethod
@@ -87,7 +87,7 @@ class Profile(ABC):
         """Return the facts and the arrays of the file."""
 
     def check(self, spec: KVSpec) -> None:
-        """Raise a `ForeignError` unless the profile fits a cache of this spec. The group size does not matter."""
+        """Raise `ForeignError` unless the profile fits a cache of this spec, ignoring the group size."""
         if spec is not self.spec and not spec.same_cache(self.spec):
             raise ForeignError(
                 f"this profile was calibrated for {self.spec.title}, the cache is of {spec.title}; "
@@ -104,7 +104,7 @@ class Profile(ABC):
         facts, arrays = self._packed()
         if self.seen is not None:
             facts["seen"] = self.seen.to_json()
-        # One string only: safetensors writes several in random order, and the digest is the profile's name.
+        # One string only: safetensors writes several in random order, which would change the digest.
         return bytes(save(arrays, metadata={"kvabr": json.dumps(facts, sort_keys=True)}))
 
     def to_bytes(self) -> bytes:
@@ -113,7 +113,7 @@ class Profile(ABC):
 
     @staticmethod
     def from_bytes(data: bytes) -> Profile:
-        """Parse a profile from an untrusted source; raise a `FormatError` if it is none, or of another version."""
+        """Parse an untrusted profile; raise `FormatError`, also for another version."""
         if len(data) > MAX_PROFILE_BYTES:
             raise FormatError(f"profile: {len(data)} bytes, more than the {MAX_PROFILE_BYTES} allowed")
         try:
@@ -143,12 +143,12 @@ class ClassProfile(Profile):
 
     spec: KVSpec
     sinks: int
-    """Tokens at the beginning of a prompt that are stored separately: attention sinks differ from all others."""
+    """Tokens at the beginning of a prompt that are stored separately, as attention sinks differ from all others."""
     transform: Transform
     depths: Mapping[str, Depth]
     """By track name."""
     copies: float | None = None
-    """Median of `kvabr.codec.unusual.Likeness.copies` in the calibration; only encoders need it. None: not known."""
+    """Median of `kvabr.codec.unusual.Likeness.copies` in the calibration, for encoders, if known."""
     seen: Seen | None = None
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class ClassProfile(Profile):
         return tuple(self.depths)
 
     def depth(self, track: str) -> Depth:
-        """Return the profile's part for a track; raise a `FormatError` if it has none."""
+        """Return the profile's part for a track; raise `FormatError` without one."""
         try:
             return self.depths[track]
         except KeyError:
@@ -187,7 +187,7 @@ class ClassProfile(Profile):
         return {**facts, "format": FORMAT, "spec": self.spec.to_json()}, arrays
 
     def packed(self) -> tuple[dict[str, Any], _Arrays]:
-        """Return what a file says of this class: facts as plain JSON values, and arrays by name."""
+        """Return a file's content for this class: facts as plain JSON values, and arrays by name."""
         transform = self.transform
         arrays: _Arrays = {"mean": transform.mean, "norm": transform.norm, "spread": transform.spread}
         matrices = {f"stack.{index}": each for index, each in enumerate(transform.stack) if each.gain.size}
@@ -221,7 +221,7 @@ class ClassProfile(Profile):
 
 @dataclass(frozen=True, eq=False)
 class ModelProfile(Profile):
-    """The profiles of all layer classes of a model that has several."""
+    """The profiles of a model's several layer classes."""
 
     spec: KVSpec
     classes: tuple[ClassProfile, ...]
@@ -255,12 +255,12 @@ class ModelProfile(Profile):
 
 
 def joined(spec: KVSpec, classes: Sequence[ClassProfile], seen: Seen | None = None) -> Profile:
-    """Return the profile of a model from those of its classes, as `KVSpec.parts`, and the texts they were made from."""
+    """Join the profiles of a model's classes, in the order of `KVSpec.parts`, and the calibration texts."""
     return replace(classes[0], seen=seen) if len(spec.classes) == 1 else ModelProfile(spec, tuple(classes), seen)
 
 
 def _unpacked_parts(spec: KVSpec, listed: Mapping[str, Any], arrays: _Arrays) -> tuple[ClassProfile, ...]:
-    """Remove the arrays of all classes from ``arrays``, and return what they and the facts mean."""
+    """Parse and remove the arrays of all classes from ``arrays``."""
     if set(listed) != set(spec.names):
         raise FormatError(f"profile: classes {', '.join(sorted(map(str, listed))[:16])} of {spec.title}")
     profiles = []
@@ -273,7 +273,7 @@ def _unpacked_parts(spec: KVSpec, listed: Mapping[str, Any], arrays: _Arrays) ->
 
 
 def _unpacked(spec: KVSpec, facts: Mapping[str, Any], arrays: _Arrays) -> ClassProfile:
-    """Remove the arrays of a class from ``arrays``, and return what they and the facts mean."""
+    """Parse and remove the arrays of a class from ``arrays``."""
     structure = Structure.from_json(spec, facts["structure"])
     transform = Transform(
         structure,
@@ -297,7 +297,7 @@ def _unpacked(spec: KVSpec, facts: Mapping[str, Any], arrays: _Arrays) -> ClassP
         )
         for track, listed in facts["depths"].items()
     }
-    copies = _number(facts["copies"], _MOST_COPIES) if "copies" in facts else None
+    copies = _number(facts["copies"], _MAX_COPIES) if "copies" in facts else None
     return ClassProfile(spec, facts["sinks"], transform, depths, copies)
 
 
@@ -306,15 +306,14 @@ def _matrices(arrays: _Arrays, name: str) -> Matrices:
 
 
 def _coder(arrays: _Arrays, track: str) -> CoderModel:
-    """Remove the tables of one depth from ``arrays``; `CoderModel` checks their content."""
+    """Parse and remove the tables of one depth from ``arrays``; `CoderModel` checks them."""
     names = ("class", "radius", "delta", "freqs", "flags")
     of_row, radius, delta, freqs, flags = (arrays.pop(f"{track}.{name}") for name in names)
     freqs, flags = _frequencies(freqs, 3), _frequencies(flags, 2)
     near: NearTables | None = None
     if f"{track}.near.bucket" in arrays:
         near = NearTables(arrays.pop(f"{track}.near.bucket"), _frequencies(arrays.pop(f"{track}.near.freqs"), 3))
-    # Check the number of flag contexts before expanding by row: a small file must not demand more memory than a large
-    # one could.
+    # Check the number of flag contexts before expanding by row: a small file must not demand much memory.
     contexts = 1 if freqs.shape[1] == 1 else 2
     if of_row.ndim == 1 and flags.shape == (contexts, len(radius)) and len(radius) != len(of_row) > 0:
         if of_row.dtype != np.uint8 or int(of_row.max()) >= len(radius):
@@ -332,7 +331,7 @@ def _frequencies(numbers: NDArray[Any], axes: int) -> NDArray[np.uint16]:
 
 
 def _flags_by_class(coder: CoderModel) -> NDArray[np.uint16]:
-    """Return the flag probabilities, by class if they are equal within each class."""
+    """Return the flag probabilities, by class if equal within each class."""
     first = np.zeros(coder.classes, np.intp)
     first[coder.row_class[::-1]] = np.arange(coder.rows)[::-1]
     by_class = coder.flag_freq[:, first]
@@ -362,7 +361,7 @@ def _facts(data: bytes) -> dict[str, Any]:
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise FormatError("profile: truncated within its header")
-    if length > _MAX_HEADER_BYTES:  # parsed in one call, which stops all other threads
+    if length > _MAX_HEADER_BYTES:  # parsing takes one call, which stops all other threads
         raise FormatError(f"profile: a header of {length} bytes, more than the {_MAX_HEADER_BYTES} allowed")
     header = json.loads(data[8 : 8 + length])
     text = header.get("__metadata__") if isinstance(header, dict) else None

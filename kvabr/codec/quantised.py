@@ -1,6 +1,6 @@
-"""Caches that the engine itself keeps in 8-bit floats: what their numbers mean, and how other numbers become theirs.
+"""Caches in 8-bit floats of the engine: their numbers, and conversion of others.
 
-A tensor in float8 holds the engine's own codes. The numbers are the codes times the class's scales
+A float8 tensor holds the engine's own codes. The numbers are the codes times the class's scales
 (`kvabr.types.kv.LayerClass.scales`). The level Raw carries the codes; all other levels carry the numbers.
 """
 
@@ -24,18 +24,17 @@ def is_quantised(dtype: torch.dtype) -> bool:
 
 
 def _foreign(dtype: torch.dtype, spec: KVSpec) -> bool:
-    """Return whether a type holds codes that are not of the type of the spec's only class."""
     return dtype != spec.torch_dtype and dtype in _TYPES
 
 
 def check_type(kv: torch.Tensor, spec: KVSpec, what: str) -> None:
-    """Raise a `FormatError` if a tensor holds codes that are not of the type of the spec's only class."""
+    """Raise `FormatError` for codes of another type than the spec's only class."""
     if _foreign(kv.dtype, spec):
         raise FormatError(f"{what} {kv.dtype}: the class {spec.only.title} of {spec.model} is kept in {spec.dtype}")
 
 
 def check_wanted(dtype: torch.dtype, spec: KVSpec) -> None:
-    """Raise a `UsageError` if a cache is wanted in a type that that of the spec's only class cannot become."""
+    """Raise `UsageError` if the spec's only class cannot be converted to a requested type."""
     if not dtype.is_floating_point:
         raise UsageError(f"a cache in {dtype}: its numbers are floats")
     if _foreign(dtype, spec):
@@ -43,18 +42,18 @@ def check_wanted(dtype: torch.dtype, spec: KVSpec) -> None:
 
 
 def special(codes: torch.Tensor) -> torch.Tensor:
-    """Return where a tensor in float8 is NaN or infinite."""
+    """Return the mask of NaN and infinity in a float8 tensor."""
     return (codes.view(torch.uint8) & 0x7F) >= _SPECIAL[codes.dtype]
 
 
 def any_special(codes: torch.Tensor) -> bool:
-    """Return whether a tensor in float8, not empty and contiguous, has NaN or infinity."""
-    # The largest magnitude is found several times faster than each one is compared.
+    """Return True if a contiguous float8 tensor has NaN or infinity."""
+    # A maximum is several times faster than comparing each element.
     return int((codes.view(torch.uint8) & 0x7F).amax()) >= _SPECIAL[codes.dtype]
 
 
 def all_finite(kv: torch.Tensor) -> bool:
-    """Return whether a tensor of any float dtype has neither NaN nor infinity."""
+    """Return True if a tensor of any float dtype is finite."""
     if kv.numel() == 0:
         return True
     if is_quantised(kv.dtype):
@@ -83,7 +82,7 @@ def _scales(only: LayerClass) -> torch.Tensor:
 
 
 def numbers_of(kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return the numbers, float32, that a tensor [layer, K/V, head, token, dim] of codes stands for."""
+    """Return the numbers, float32, for a tensor [layer, K/V, head, token, dim] of codes."""
     return kv.float().mul_(scales_of(spec).to(kv.device))
 
 
@@ -95,7 +94,7 @@ def codes_of(kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
 
 
 def as_type(kv: torch.Tensor, dtype: torch.dtype, spec: KVSpec) -> torch.Tensor:
-    """Return a tensor [layer, K/V, head, token, dim] of codes or of numbers in another type; see `check_wanted`."""
+    """Return a tensor [layer, K/V, head, token, dim] of codes or numbers in another type; see `check_wanted`."""
     return _translated(kv, dtype, spec).to(dtype)
 
 

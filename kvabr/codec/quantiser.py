@@ -1,12 +1,11 @@
 """The quantiser of the AC tracks, and the tables of their entropy coder.
 
 The quantiser is uniform. The steps of neighbouring layers differ by a factor of three, so the intervals of the finer
-one lie inside those of the coarser: the index below tells where to look, and a base and its layers together cost no
-more than the finest quantiser alone.
+one lie inside those of the coarser: a base and its layers together cost no more than the finest quantiser alone.
 
-The tables are made from counted indices. They say which rows share a table, and how likely it makes each index. Rows
-are assigned to classes by the length of their code: each row goes to the class whose tables code it shortest, the
-tables are recounted, and so on (Lloyd's algorithm with code length as distance). Flags have a probability per row.
+The tables are made from counted indices: the rows that share a table, and the probability of each index. Each row is
+assigned to the class with the shortest code, the tables are recounted, and so on (Lloyd's algorithm with code length as
+distance). Flags have a probability per row.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def nested(steps: Mapping[str, float]) -> dict[str, str | None]:
 def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor:
     """Quantise coefficients [row, token] float32 to indices, whole numbers in float32.
 
-    The dead zone is how far, in steps, a coefficient must reach beyond the middle of two indices to get the larger one.
-    While most indices are zero, it saves twice the bits that it costs in precision.
+    The dead zone is the distance, in steps, beyond the middle of two indices for the larger one. With mostly zero
+    indices, it saves twice the bits that it costs in precision.
     """
     exact = rows / step
     if dead:
@@ -63,18 +62,18 @@ def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor
 
 
 _ROWS_AT_ONCE = 512
-"""Rows whose symbols are counted together."""
+"""Rows counted together."""
 _ROUNDS = 10
 _TAIL = 0.01
-"""Share of a table given to indices half as far out again: other texts reach further than the calibration's."""
+"""Share of a table for indices half as far out again: other texts exceed the calibration's."""
 _FLOOR = 1e-3
 """Minimum count of an index that has a symbol."""
 _PRIOR_SYMBOLS = 8.0
-"""Weight, in symbols, of the prior that a class refines like all rows: few classes see every index below."""
+"""Weight, in symbols, of the prior that a class refines like all rows: few classes have every index below."""
 _STRAY = 1e-5
-"""Share of a refinement's symbols that need no symbol of their own: float32 rounding outside the interval."""
+"""Share of a refinement's symbols without their own symbol: float32 rounding outside the interval."""
 _PRIOR_TILES = 6.0
-"""Weight, in tiles, of the prior that a row's flags are those of its class."""
+"""Weight, in tiles, of the prior that a row's flags are its class's."""
 
 Counted = NDArray[Any]
 
@@ -98,7 +97,7 @@ class SymbolCounts:
         )
 
     def of(self, rows: slice) -> SymbolCounts:
-        """Return the statistics of some rows, which share memory with these."""
+        """Return the statistics of some rows, in shared memory."""
         return SymbolCounts(self.symbols[rows], self.flags[rows])
 
 
@@ -109,10 +108,7 @@ def count(
 ) -> None:
     """Quantise coefficients [row, token] times an amplitude at every depth, and count them.
 
-    Args:
-        rows: finite coefficients.
-        loud: the amplitude.
-        depths: quantiser and counts by track; their steps nest.
+    ``depths`` has nesting quantisers and counts by track.
     """
     chain = nested({track: own.step for track, (own, _) in depths.items()})
     order = [(*depths[track], below is not None) for track, below in chain.items()]
@@ -146,8 +142,9 @@ def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> C
         radius=radius.astype(np.uint8),
         freqs=freqs,
         flag_freq=_flags(of_row, counts.flags, np.inf if small else _PRIOR_TILES),
-        # Indices decode to the middle of their intervals. The mean coefficient is nearer to zero, but errors that all
-        # point inwards add up in the model: the loss of the whole cache was 1.4 times larger.
+        # Indices decode to the middle of their intervals. The mean coefficient is closer to zero, but errors that all
+        # point inwards
+        # add up in the model: the loss of the whole cache was 1.4 times larger.
         delta=np.zeros(len(radius), np.uint8),
     )
 
@@ -199,7 +196,7 @@ def _smooth(summed: Counted) -> Counted:
 
 
 def _radius(summed: Counted) -> NDArray[np.intp]:
-    """Return the largest index of each class that has a symbol: the largest seen, plus a quarter for a single layer."""
+    """Return the largest index of each class with a symbol: the largest seen, plus a quarter for a single layer."""
     values = np.abs(np.arange(summed.shape[2] - 1) - MOST_RADIUS)
     seen = summed[:, :, :-1].sum(axis=1)
     if summed.shape[1] > 1:

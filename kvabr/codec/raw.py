@@ -1,12 +1,12 @@
-"""Raw: the elements as the publisher's engine keeps them, in the element type of their layer class, to the bit.
+"""Raw: the elements of the publisher's engine, in the element type of their layer class, to the bit.
 
 There is no head:
 
     unit: one token, or one row of a state, [layer, K/V, head, dim]
 
-FP16 and BF16 are that already for classes of 16 bits. States are float32 in most models, and some engines keep their
-whole cache in FP8 (`kvabr.codec.quantised`): into a tensor of that type its codes are copied, into others its numbers.
-What an engine packs is copied as it is.
+For 16-bit classes, FP16 and BF16 do the same. States are float32 in most models, and some engines have their whole
+cache in FP8 (`kvabr.codec.quantised`): codes are copied into tensors of that type, numbers into others. Packed data is
+copied unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Raw(Separable):
     takes_codes = True
 
     def largest(self, spec: KVSpec) -> float:
-        """Return the largest number of the class's type; numbers that become codes saturate, as in the engine."""
+        """Return the largest number of the class's type; converted numbers saturate, as in the engine."""
         own = spec.torch_dtype
         return float(torch.finfo(torch.float32 if is_quantised(own) else own).max)
 
@@ -42,7 +42,7 @@ class Raw(Separable):
         return run.permute(3, 0, 1, 2, 4)
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
-        """Place them, or the numbers that they stand for."""
+        """Place the elements, or their numbers."""
         own = spec.torch_dtype
         if not is_quantised(own):
             place_numbers(units, own, out, self.name)
@@ -69,7 +69,7 @@ def _codes(units: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy codes of one byte, eight at a time where they lie side by side in both tensors."""
+    """Copy one-byte codes, eight at a time if contiguous in both tensors."""
     steps = ((each.shape[-1], each.storage_offset(), *each.stride()[:-1]) for each in (codes, out))
     if codes.stride(-1) == out.stride(-1) == 1 and not any(step % 8 for every in steps for step in every):
         codes, out = codes.view(torch.int64), out.view(torch.int64)

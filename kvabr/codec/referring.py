@@ -1,14 +1,14 @@
-"""References in payloads, and how an encoder chooses them.
+"""References in payloads, and their choice by an encoder.
 
-A self-contained payload with references (`kvabr.codec.native.references`) begins with a number of its own, where others
-have the number of their listed tokens:
+A self-contained payload with references (`kvabr.codec.native.references`) begins with a marker in place of the number
+of listed tokens:
 
     0xFFFFFFFC | references | the rest, like other payloads
 
 Layers above it are coded with the same references.
 
-Two tokens go together if their coefficients are alike: a repeated word, the same construction, the same indentation.
-The receiver needs no token ids, and groups stay independent of each other.
+Two tokens go together if their coefficients are similar: a repeated word, construction, or indentation. The receiver
+needs no token ids, and groups stay independent.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ REFERRING = 0xFFFFFFFC
 MARK = struct.pack("<I", REFERRING)
 
 _LOUD = 1024
-"""Rows that are looked at: those with the most power."""
+"""Rows to compare: those with the most power."""
 _LARGEST = 3
-"""Indices are cut to this, so that no row counts more than others."""
+"""Limit of indices, so that no row dominates."""
 _AT_ONCE = 16
-"""Tokens that are moved to the second step before all are looked at again."""
+"""Tokens moved to the second step between comparisons of all."""
 _WORTH = 0.5
-"""Mean correlation of tokens with what they refer to, below which a payload may be smaller without references."""
+"""Mean correlation of tokens with their references below which a payload may be smaller without them."""
 
 
 def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> tuple[References, bool] | None:
-    """Choose the references of a group, and say whether they certainly make its payload smaller.
+    """Choose the references of a group, and return whether they certainly make its payload smaller.
 
     Args:
         rows: the `telling_rows` of the coefficients, [row, token] float32, in the processor's memory.
         step: of a quantiser, coarse enough for most indices to be 0.
-        keep: [token]: which tokens are coded.
+        keep: [token]: coded tokens.
 
     Returns:
         None if the group is too short. The choice is the same on every machine.
@@ -65,7 +65,7 @@ def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) 
 
 
 def telling_rows(model: CoderModel) -> NDArray[np.intp]:
-    """Return which rows references are chosen by: those to whose indices a quantiser's tables give the most power."""
+    """Return the rows for choosing references: those with the most power in a quantiser's tables."""
     return derived(model, "loud", lambda: _loud(model))
 
 
@@ -77,12 +77,10 @@ def _loud(model: CoderModel) -> NDArray[np.intp]:
 
 
 def _matched(alike: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
-    """Return which tokens are of the second step, all but `LANES`, and the token of the first that each resembles most.
+    """Return the tokens of the second step, all but `LANES`, and the most similar token of the first for each.
 
-    Greedily: next are the tokens that resemble one of the first step most, less what others lose that refer to them.
-
-    Args:
-        alike: how much a token resembles another, [token, other], -1 on the diagonal.
+    Greedily: next are the tokens most similar to one of the first step, less the loss of others that refer to them.
+    ``alike`` is the similarity, [token, other], -1 on the diagonal.
     """
     first, among = np.ones(len(alike), bool), alike.copy()
     named = among.argmax(axis=1)
@@ -110,7 +108,7 @@ def _matched(alike: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.
 
 
 def checked_refers(payload: bytes | memoryview, track: str, tokens: int) -> bool:
-    """Return whether an untrusted payload has references; raise a `FormatError` if a group of this size has none."""
+    """Return True if an untrusted payload has references; raise `FormatError` if a group of this size has none."""
     refers = payload[: len(MARK)] == MARK
     if refers and not tiles(tokens):
         raise FormatError(f"{track}: references in a group of {tokens} tokens; the payload is corrupt")

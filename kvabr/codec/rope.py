@@ -1,11 +1,11 @@
 """The rotary position embedding of keys, applied and undone (RoFormer; Su et al., 2021).
 
-Without it, a channel has similar statistics at neighbouring tokens; with it, every token is rotated by another angle.
-The AC codec therefore works on keys before rotation; encoder and decoders on any device use the tables of this file.
+Without it, a channel has similar statistics at neighbouring tokens. The AC codec therefore works on keys before
+rotation; encoder and decoders on any device use the tables of this file.
 
-They are the same on every machine. Powers, cosines and sines of a library depend on the processor: NumPy computes them
-otherwise with longer vectors, and C libraries differ from each other. Here all steps are additions and multiplications
-of doubles, or decimal arithmetic, which are defined to the bit, and as precise as any library.
+They are the same on every machine. A library's powers, cosines and sines depend on the processor: NumPy's vary with
+vector length, and C libraries differ. Here all steps are additions and multiplications of doubles, or decimal
+arithmetic, defined to the bit, and as precise as any library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvabr.types.kv import RopeSpec
 Doubles = NDArray[np.float64]
 
 _PIECES = tuple(map(float.fromhex, ("0x1.921fb5p+0", "0x1.110b46p-26", "0x1.1a62633145c07p-54")))
-"""A quarter of a turn, in pieces of which the first two have 26 bits."""
+"""A quarter of a turn, in pieces, the first two of 26 bits."""
 _FARTHEST = 2.0**27
 """Largest angle for which a piece times the number of quarters is exact."""
 _SIN = (
@@ -45,7 +45,7 @@ def powers(base: float, exponents: Doubles) -> Doubles:
 
 
 def cos_sin(angles: Doubles) -> tuple[Doubles, Doubles]:
-    """Return cosines and sines of angles in radians; of those beyond 2**27 as NumPy has them."""
+    """Return cosines and sines of angles in radians; beyond 2**27 NumPy's."""
     if not angles.size or not float(np.abs(angles).max()) < _FARTHEST:
         return np.cos(angles), np.sin(angles)
     quarters = np.rint(angles * (2 / np.pi))
@@ -80,10 +80,7 @@ Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 def rope_shape(rope: RopeSpec | None) -> tuple[int, int]:
-    """Return how many dimensions rotate, 0 without an embedding, and whether their pairs are interleaved, 0 or 1.
-
-    They are consecutive, from `RopeSpec.first` on.
-    """
+    """Return the number of rotating dimensions, from `RopeSpec.first` on, and 1 for interleaved pairs."""
     return (0, 0) if rope is None else (rope.rotary_dim, int(rope.layout == "interleaved"))
 
 
@@ -105,7 +102,7 @@ def _frequencies(rope: RopeSpec) -> NDArray[np.float64]:
 def rope_tables(rope: RopeSpec | None, first_token: int | None, tokens: int) -> Tables:
     """Return cosines and sines of the rotation, times the embedding's factor: two arrays [token, pair], read-only.
 
-    ``first_token``: position of the first one; None: tables that leave keys as they are.
+    ``first_token``: position of the first one; None: tables without effect.
     """
     half = rope_shape(rope)[0] // 2
     if rope is None:
@@ -150,7 +147,7 @@ def rotate_by(tables: Tables, keys: torch.Tensor, rope: RopeSpec, *, undo: bool 
         sin = -sin
     out = keys.clone()
     one, other = (keys[..., pair] for pair in pairs)
-    # Each product and each sum is rounded by itself, on every device, as the coders do.
+    # Each product and each sum is rounded separately, on every device, as in the coders.
     out[..., pairs[0]] = one * cos - other * sin
     out[..., pairs[1]] = other * cos + one * sin
     return out

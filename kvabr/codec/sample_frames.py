@@ -1,7 +1,7 @@
-"""Frames as an encoder would write them for a typical cache, made from a spec and a profile alone, to time decoders.
+"""Frames of a typical cache, made from a spec and a profile alone, to time decoders.
 
-An AC payload takes as long to decode as it has live rows and symbols, so its indices are drawn from the profile's own
-tables. All other codecs take the same time for any numbers.
+The decoding time of an AC payload depends on its live rows and symbols, so indices are drawn from the profile's tables.
+All other codecs take the same time for any numbers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kvabr.types.naming import LAYERS
 CHUNK = "0" * 64
 """Prompt digest of the frames."""
 _DRAWN = 8
-"""Tokens that are drawn; more tokens repeat them, which is faster and takes as long to decode."""
+"""Drawn tokens; more tokens repeat them, which is faster and takes as long to decode."""
 _NOTHING_LISTED = struct.pack("<I", 0)
 
 
 @dataclass(slots=True)
 class SampleFrames:
-    """Frames of one group, whose first token must be behind the profile's sinks. The same every time."""
+    """Reproducible frames of one group, with its first token after the profile's sinks."""
 
     context: GroupContext
     _drawn: dict[str, _Drawn] = field(default_factory=dict)
 
     def frame(self, track: str) -> bytes:
-        """Return the group's frame on a track; raise a `FormatError` if it is not of a built-in codec."""
+        """Return the group's frame on a track; raise `FormatError` for other than built-in codecs."""
         if track not in BUILTIN:
             raise FormatError(f"{track} is no built-in track, so there is no sample of it")
         context = self.context
@@ -68,12 +68,10 @@ class SampleFrames:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Drawn:
-    """Indices of one depth."""
-
     index: NDArray[np.int16]
-    """[row, token] of the first tokens, which all others repeat."""
+    """[row, token] of the first tokens, repeated by all others."""
     more: NDArray[np.int16]
-    """[row]: added to the very first token, so that rows that are live have an index that is not zero."""
+    """[row]: added to the first token, so that live rows have a nonzero index."""
 
     def indices(self, tokens: int) -> NDArray[np.int16]:
         """Return the indices of all tokens."""

@@ -1,18 +1,18 @@
-"""The numbers of tokens that AC's tracks store separately: six bits in a base, and two more in each of two layers.
+"""Numbers of separately stored tokens in AC's tracks: six bits in a base, and two more in each of two layers.
 
-Those tokens are one in a hundred, but with 8 bits a number they take a fifth of a base, which loses no more with six.
-AC-L3 and AC-5x, whose steps are far smaller, lose a tenth to a third less with ten bits than with eight.
+Those tokens are one in a hundred, but with 8 bits per number they take a fifth of a base, which loses no more with six.
+AC-L3 and AC-5x, with far smaller steps, lose a tenth to a third less with ten bits than with eight.
 
-A number is a code from -511 to 511, in units of a sixteenth of a scale that its token, layer and K/V have for
-themselves. The coarse part is a sixteenth of it, rounded, from -32 to 32; each of the two layers above a base adds two
-bits. What is known of a number stands for the middle of the codes that it may be.
+A number is a code from -511 to 511, in sixteenths of a scale per token, layer and K/V. The coarse part is a sixteenth
+of it, rounded, from -32 to 32; each of the two layers above a base adds two bits. A partially known number stands for
+the middle of its possible codes.
 
 Coarse parts are coded like coefficients (`kvabr.codec.native.streams`): tokens, layers and K/V are the rows, their
 numbers the tokens, and rows count as live. The table is one of eight, all with two-sided geometric distributions.
 
     coarse: size of what follows 4 | table 1 | coded
     fine:  of each number the higher two bits of the code less 16 times the coarse part, plus 8, or in the second layer
-           the lower two; four numbers in a byte, the first one the lowest
+        the lower two; four numbers in a byte, the first one the lowest
 """
 
 from __future__ import annotations
@@ -35,39 +35,38 @@ _SIZE, _HEAD = struct.Struct("<I"), struct.Struct("<IB")
 LARGEST = 511
 """The largest code."""
 LEAST_NUMBERS = 8192
-"""Of fewer numbers, the states of the coder would cost more than parts save."""
+"""For fewer numbers, the coder's states would cost more than parts save."""
 UNITS = 16
-"""Codes to a scale, and to a coarse part."""
+"""Codes per scale, and per coarse part."""
 FINE_LAYERS = 2
-"""Layers above a base that add to its coarse parts."""
+"""Layers above a base that refine its coarse parts."""
 _AT_ONCE = 4
-"""Numbers whose fine parts are a byte."""
-_MOST = 32
+"""Fine parts per byte."""
+_MAX_COARSE = 32
 """The largest coarse part."""
 _USUAL_ROWS = 1 << 14
-"""Models of more rows are not kept: hostile payloads could fill the memory with them."""
+"""Models of more rows are not cached: hostile payloads could fill the memory."""
 _OF = 64
 _FALLS = (2, 3, 4, 6, 8, 12, 16, 24)
-"""By table, by how many 64ths a number is less likely than the one that is less by one."""
+"""By table: by how many 64ths a number is less likely than the next smaller one."""
 
 
 def _model(table: int, rows: int) -> CoderModel:
-    """Return the model that codes a number of rows."""
     return _usual_model(table, rows) if rows <= _USUAL_ROWS else _new_model(table, rows)
 
 
 def _new_model(table: int, rows: int) -> CoderModel:
-    """Make the model that codes a number of rows. Tables are made of integers: they are the same on every machine."""
+    """Make the model for a number of rows, with integers, so that it is the same on every machine."""
     likely = [1 << 40]
-    for _ in range(_MOST):
+    for _ in range(_MAX_COARSE):
         likely.append(likely[-1] * (_OF - _FALLS[table]) // _OF)
-    both = [likely[abs(number)] for number in range(-_MOST, _MOST + 1)]
+    both = [likely[abs(number)] for number in range(-_MAX_COARSE, _MAX_COARSE + 1)]
     room = TOTAL - len(both) - 1
     freqs = [1 + room * each // sum(both) for each in both] + [1]  # the last one is the escape's
-    freqs[_MOST] += TOTAL - sum(freqs)
+    freqs[_MAX_COARSE] += TOTAL - sum(freqs)
     return CoderModel(
         row_class=np.zeros(rows, np.uint8),
-        radius=np.array([_MOST], np.uint8),
+        radius=np.array([_MAX_COARSE], np.uint8),
         freqs=np.array([[freqs]], np.uint16),
         flag_freq=np.full((1, rows), TOTAL - 1, np.uint16),
         delta=np.zeros(1, np.uint8),
@@ -83,7 +82,7 @@ def coarse_of(codes: Codes) -> Codes:
 
 
 def meant(coarse: Codes, fine: Sequence[Codes]) -> NDArray[np.float32]:
-    """Return the numbers that coarse parts and those of no, one or several layers stand for, in units of a scale."""
+    """Return the numbers for coarse parts with zero or more layers, in units of a scale."""
     codes = UNITS * coarse.astype(np.int32) - UNITS // 2
     unknown = UNITS
     for two in fine:
@@ -103,20 +102,16 @@ def join_coarse(coarse: Codes) -> bytes:
 
 
 def split_coarse(data: memoryview, rows: int, width: int, what: str) -> Codes:
-    """Decode untrusted bytes, without their size; raise a `FormatError` if they are not what an encoder writes.
-
-    Returns:
-        [row, number]. There is at least one of each.
-    """
+    """Decode untrusted bytes, without their size, to [row, number], both at least 1; raise `FormatError`."""
     if len(data) and data[0] < len(_FALLS):
         out: Codes = coder.decode_indices(_model(data[0], rows), data[1:], width)
-        if max(int(out.max()), -int(out.min())) <= _MOST:
+        if max(int(out.max()), -int(out.min())) <= _MAX_COARSE:
             return out
     raise FormatError(f"{what}: the {rows * width} coarse numbers of the stored tokens are corrupt")
 
 
 def coarse_size(head: memoryview) -> int:
-    """Return the bytes that follow the size at the beginning of the coarse parts."""
+    """Return the size field of the coarse parts."""
     return int(_SIZE.unpack(head)[0])
 
 
@@ -126,7 +121,7 @@ def fine_size(numbers: int) -> int:
 
 
 def join_fine(codes: Codes, coarse: Codes, layer: int) -> bytes:
-    """Return the fine parts of codes that layer 1 or 2 adds; what the coarse ones do not reach is cut."""
+    """Return the fine parts of codes in layer 1 or 2, cut to the reach of the coarse ones."""
     rest = np.clip(codes - UNITS * coarse + UNITS // 2, 0, UNITS - 1).astype(np.uint8).reshape(-1)
     rest = rest >> 2 * (FINE_LAYERS - layer) & 3
     four = np.append(rest, np.zeros(-len(rest) % _AT_ONCE, np.uint8)).reshape(-1, _AT_ONCE)
@@ -134,7 +129,7 @@ def join_fine(codes: Codes, coarse: Codes, layer: int) -> bytes:
 
 
 def split_fine(data: memoryview, shape: tuple[int, ...], what: str) -> Codes:
-    """Return the fine parts of numbers of a shape; a `FormatError` if it is not what an encoder writes."""
+    """Parse the fine parts of numbers of a shape; raise `FormatError`."""
     packed, count = np.frombuffer(data, np.uint8), math.prod(shape)
     fine = (packed[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1)
     if len(packed) != fine_size(count) or fine[count:].any():

@@ -1,4 +1,4 @@
-"""The cores of this process, and how the groups being decoded, or encoded, share them. Loads no torch."""
+"""The cores of this process, shared by groups being decoded or encoded. Loads no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ _MAX_THREADS = 1024
 
 @cache
 def decoder_threads() -> int:
-    """Return the number of threads that decode in this process: what KVABR_DECODER_THREADS says, else one per core.
-
-    Cores are those that the process may use (its affinity, as `taskset` and container runtimes set it).
+    """Return the number of decoding threads of this process: KVABR_DECODER_THREADS, else one per core of its affinity.
 
     Raises:
-        UsageError: the variable is no number of threads.
+        UsageError: the variable is not a number of threads.
     """
     wanted = os.environ.get(VARIABLE)
     if not wanted:
@@ -37,7 +35,7 @@ _encoding = threading.local()
 
 @contextmanager
 def encoding_on(threads: int | None) -> Iterator[None]:
-    """Have groups that are encoded in this thread transformed in up to ``threads`` threads; None: as usual."""
+    """Transform groups encoded in this thread in up to ``threads`` threads; None: as usual."""
     before = encoder_threads()
     _encoding.threads = threads
     try:
@@ -47,25 +45,24 @@ def encoding_on(threads: int | None) -> Iterator[None]:
 
 
 def encoder_threads() -> int | None:
-    """Return the number of threads that `encoding_on` has set in this thread; None: as many as torch uses."""
+    """Return the number of threads set by `encoding_on` in this thread; None: torch's."""
     found: int | None = getattr(_encoding, "threads", None)
     return found
 
 
 class SharedCores:
-    """Cores that are shared among the groups being decoded, so that the last group has all of them."""
+    """Cores shared among the groups being decoded, so that the last group has all of them."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin without a group."""
         self._lock = threading.Lock()
         self._groups = 0
 
     @contextmanager
     def share(self) -> Iterator[int]:
-        """Count one more group as being decoded, and yield the number of threads for it."""
+        """Count one more group, and yield its number of threads."""
         with self._lock:
             self._groups += 1
             threads = max(1, decoder_threads() // self._groups)
@@ -77,7 +74,7 @@ class SharedCores:
 
     @contextmanager
     def all_taken(self) -> Iterator[None]:
-        """Decode every group in one thread while this lasts, to time it as if all cores were busy."""
+        """Decode every group in one thread meanwhile, to time it as if all cores were busy."""
         with self._lock:
             self._groups += _MAX_THREADS
         try:
@@ -88,6 +85,5 @@ class SharedCores:
 
 
 CORES = SharedCores()
-"""Those of this process."""
 if hasattr(os, "register_at_fork"):  # a child decodes none of the parent's groups
     os.register_at_fork(after_in_child=CORES.reset)

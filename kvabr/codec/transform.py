@@ -33,13 +33,13 @@ from kvabr.types.kv import FP16_MAX, KVSpec
 MAX_ROWS = 1 << 22
 """Maximum coefficients per token; the largest known caches have a tenth of it."""
 MAX_DIM = 1 << 12
-"""Maximum channels of a head, keys and values together where these lie side by side."""
+"""Maximum channels of a head, of keys and values together if side by side."""
 MAX_WIDTH = 1 << 13
 """Maximum channels of a block; its matrix has the square of that."""
 MAX_STACK = 1 << 14
 """Maximum coefficients of a stack."""
 _USUAL_WIDTH = 512
-"""Default maximum of a block's channels: wider ones take too long to transform for what they save."""
+"""Default maximum of a block's channels: more take too long for their benefit."""
 ONE = 1 << 14
 """1.0 in a matrix."""
 FINE = 16
@@ -47,25 +47,25 @@ FINE = 16
 FARTHEST = 2047
 """Larger indices are decoded as this one: times `FINE` it still fits 16 bits."""
 LARGEST = 1.95
-"""Largest entry of a block's matrix; the norm takes up the rest."""
+"""Largest entry of a block's matrix; the norm has the rest."""
 RUN = 4
 """Neighbouring columns of a stack's matrix that share a gain: a decoder multiplies as many bytes at a time."""
 LEAST_GAIN, MOST_GAIN = 0.5, 2.0
-"""Bounds of what decoded elements are multiplied with."""
-_MOST_ENTRIES = 1 << 30
+"""Bounds of factors of decoded elements."""
+_MAX_ENTRIES = 1 << 30
 """Maximum entries of all matrices together."""
 
 
 def need(good: bool, otherwise: str) -> None:
-    """Raise a `FormatError` unless a part of a profile is good."""
+    """Raise `FormatError` unless ``good``."""
     if not good:
         raise FormatError(f"profile: {otherwise}; the file is corrupt")
 
 
 def checked(name: str, array: object, dtype: type[np.generic], *shape: int) -> NDArray[Any]:
-    """Return a private, contiguous, read-only copy of an untrusted array, so that it stays as checked.
+    """Return a private, contiguous, read-only copy of an untrusted array.
 
-    ``shape`` is the shape that it must have, with -1 for any length.
+    ``shape`` is the required shape, with -1 for any length.
     """
     found = (array.dtype, array.shape) if isinstance(array, np.ndarray) else (type(array), ())
     good = found[0] == dtype and len(found[1]) == len(shape)
@@ -77,7 +77,7 @@ def checked(name: str, array: object, dtype: type[np.generic], *shape: int) -> N
 
 
 def keep(owner: object, name: str, dtype: type[np.generic], *shape: int) -> None:
-    """Replace an attribute by what `checked` returns for it."""
+    """Replace an attribute by its `checked` copy."""
     object.__setattr__(owner, name, checked(name, getattr(owner, name), dtype, *shape))
 
 
@@ -131,12 +131,12 @@ class Structure:
 
     @cached_property
     def coded(self) -> KVSpec:
-        """The spec of what is transformed: `spec`, or that of the columns of a state (`kvabr.codec.columns`)."""
+        """The spec to transform: `spec`, or that of the columns of a state (`kvabr.codec.columns`)."""
         return coded_spec(self.spec)
 
     @cached_property
     def halves(self) -> int:
-        """Kinds of stacks: 2, keys and values, or 1 if these are unlike in shape or there is only one vector."""
+        """Kinds of stacks: 2 for keys and values, 1 if they are unlike in shape or one vector."""
         return self.coded.only.halves
 
     @cached_property
@@ -151,7 +151,7 @@ class Structure:
 
     @cached_property
     def per_layer(self) -> int:
-        """Blocks of one layer's keys, or values."""
+        """Blocks of one layer's keys or values."""
         return self.coded.kv_heads // self.block_heads
 
     @cached_property
@@ -198,7 +198,7 @@ class Structure:
 
     @classmethod
     def from_json(cls, spec: KVSpec, value: Any) -> Structure:
-        """Parse the output of `to_json` from an untrusted source, or raise a `FormatError`."""
+        """Parse untrusted output of `to_json`, or raise `FormatError`."""
         try:
             listed = value["stacks"]
             need(isinstance(listed, list) and len(listed) <= 2 * spec.layers, f"not 1 to {2 * spec.layers} stacks")
@@ -214,9 +214,8 @@ def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int |
     Args:
         spec: the cache's spec.
         layers: maximum number of layers in a stack.
-        kept: maximum number of components of each block of keys, and of values, that its stack transforms; of both
-            together where they are unlike in shape.
-        block_heads: heads in a block, a divisor of a layer's; None for as many as have `_USUAL_WIDTH` channels.
+        kept: maximum transformed components of each block of keys and of values; of both together if unlike in shape.
+        block_heads: heads in a block, a divisor of a layer's; None for up to `_USUAL_WIDTH` channels.
     """
     _, halves, all_heads, _, dim = coded_spec(spec).shape(1)
     heads = block_heads or max(
@@ -236,12 +235,12 @@ def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int |
 
 
 def plain(spec: KVSpec) -> Structure:
-    """Return a structure without transforms: every head is its own block."""
+    """Return a structure without transforms, with a block per head."""
     return Structure(spec, 1, tuple(Stack(kind, 0, spec.layers, 0) for kind in range(coded_spec(spec).only.halves)))
 
 
 class Matrices(NamedTuple):
-    """Matrices as a profile stores them."""
+    """Matrices in a profile's form."""
 
     mantissa: NDArray[np.int8]
     """[..., row, column]."""
@@ -250,7 +249,7 @@ class Matrices(NamedTuple):
 
     @property
     def expanded(self) -> NDArray[np.int16]:
-        """What a decoder multiplies with: mantissa times gain, `ONE` is 1.0."""
+        """A decoder's factors: mantissa times gain, `ONE` is 1.0."""
         return self.mantissa.astype(np.int16) * self.gain.astype(np.int16)[..., None, :]
 
 
@@ -258,7 +257,7 @@ NO_MATRIX = Matrices(np.zeros((0, 0), np.int8), np.zeros(0, np.uint8))
 
 
 def rounded(matrix: torch.Tensor, *, run: int = 1) -> Matrices:
-    """Round matrices [..., row, column], not empty, to a profile's representation; ``run`` columns share a gain."""
+    """Round matrices [..., row, column], not empty, to a profile's form; ``run`` columns share a gain."""
     scaled = matrix.double() * ONE
     largest = scaled.abs().amax(dim=-2)
     if run > 1:
@@ -277,16 +276,16 @@ def _checked(name: str, it: Matrices, *shape: int) -> Matrices:
 
 @dataclass(frozen=True, eq=False)
 class Quiet:
-    """How to tell tokens whose values say little; only encoders need it.
+    """Criterion for tokens with small values; only for encoders.
 
-    A model attends to such tokens when it has nothing to look for. So it sees errors in them more than in any others: a
-    few tokens of a text bear most of the loss.
+    A model attends to such tokens when it looks for nothing else, and so is most sensitive to errors in them: a few
+    tokens of a text bear most of the loss.
     """
 
     usual: NDArray[np.float32]
     """[layer]: distance of values from their mean, root mean square over tokens."""
     threshold: float
-    """A token is quiet if its own distance, in units of the usual one and on average over layers, is less than this."""
+    """A token is quiet if its distance, relative to the usual one and averaged over layers, is less than this."""
 
     def __post_init__(self) -> None:
         need(bool(((self.usual > 0) & np.isfinite(self.usual)).all()), "a usual distance of values is not positive")
@@ -295,7 +294,7 @@ class Quiet:
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """How a cache becomes coefficients, and coefficients a cache. Decoders rely on what the constructor checks."""
+    """The conversion of a cache to coefficients and back. Decoders rely on the constructor's checks."""
 
     structure: Structure
     mean: NDArray[np.float16]
@@ -310,7 +309,8 @@ class Transform:
     """[layer]: distance of keys from their mean, root mean square over tokens; only encoders need it."""
     threshold: float
     """Multiple of the spread that makes a token an outlier, in any layer. A model uses a few tokens of every text as
-    further sinks; their keys are far from the mean in some layer. A payload lists them."""
+    further sinks, with keys far from the mean in some layer. A payload lists them.
+    """
     quiet: Quiet | None = None
     """Further tokens that a payload lists; None for none."""
 
@@ -331,22 +331,22 @@ class Transform:
             object.__setattr__(
                 self, "quiet", replace(self.quiet, usual=checked("quiet", self.quiet.usual, np.float32, shape[0]))
             )
-        # With a coarser norm than FP16's largest number all elements of a cache would look alike.
+        # With a norm coarser than FP16's largest number all elements would look alike.
         need(bool(np.isfinite(self.mean).all()), "a mean is not finite")
         need(bool(((self.norm > 0) & (self.norm <= FP16_MAX)).all()), f"a norm is not in (0, {FP16_MAX}]")
         need(bool(((self.spread > 0) & np.isfinite(self.spread)).all()), "a spread is not positive")
         entries = sum(each.mantissa.size for each in (*self.stack, self.block or NO_MATRIX))
-        need(entries <= _MOST_ENTRIES, f"{entries} numbers of transforms, at most {_MOST_ENTRIES}")
+        need(entries <= _MAX_ENTRIES, f"{entries} numbers of transforms, at most {_MAX_ENTRIES}")
 
     def scaled(self, factors: Sequence[float]) -> Transform:
-        """Return a transform whose coefficients are in units this much larger: of keys, and of values if apart."""
+        """Return a transform with coefficients in larger units: a factor for keys, and one for values if separate."""
         norm = (self.norm * np.array(factors, np.float32)).clip(max=FP16_MAX)
         return replace(self, norm=norm)
 
     def scale(self, step: float, gains: Sequence[float] = ()) -> NDArray[np.float32]:
         """Return the scale of the block transform's integer output, [layer, K/V] float32.
 
-        ``gains`` are factors of decoded elements, about their mean, one for each stack; empty: 1.
+        ``gains`` are factors of decoded elements about their mean, by stack; empty: 1.
         """
         need(0 < step < 2.0**20, f"a step of {step!r}")
         scale = self.norm.astype(np.float64) * step / (FINE * ONE)

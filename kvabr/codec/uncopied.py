@@ -1,4 +1,4 @@
-"""Bytes as torch takes them without a copy."""
+"""Bytes for torch without a copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def uncopied(piece: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
-    """Return a buffer that `torch.frombuffer` takes as it is; it warns of read-only ones, as payloads mostly are."""
+    """Return a buffer for `torch.frombuffer`, which warns of read-only ones, as payloads mostly are."""
     if not piece.readonly:
         return piece
     kept = np.frombuffer(piece, dtype=np.uint8)

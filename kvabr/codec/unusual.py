@@ -1,18 +1,18 @@
-"""Groups that the AC tracks cannot code like others: how they are recognised, and how their payloads are built.
+"""Groups that the AC tracks cannot code like others: detection and payloads.
 
-Rounding loses little because its errors point in all directions, and a model averages over many tokens. Where a text
-repeats itself (tables of zeros, hexdumps, copies of a paragraph), equal tokens have equal errors, and nothing averages
-out. The base of such a group contains the layers above it. It is known by its errors (`Likeness`), or by its words
-(`repeated`). If many tokens of a group stand out, or all are alike, as with one token a thousand times, another codec
-encodes the group. A payload that begins with one of these numbers, where others have the number of their listed tokens,
-is not an ordinary one:
+Rounding loses little because its errors point in all directions, and a model averages over many tokens. In repetitive
+text (tables of zeros, hexdumps, copies of a paragraph), equal tokens have equal errors, which do not average out. The
+base of such a group contains the layers above it. It is detected by correlated errors (`Likeness`) or by repeated
+tokens (`repeated`). If many tokens of a group stand out, or all are alike, as with one token a thousand times, another
+codec encodes the group. The payload of an unusual group begins with one of these numbers in place of the number of
+listed tokens:
 
     0xFFFFFFFF  another codec's: code 1 (see `OTHERS`) | its payload of the group
     0xFFFFFFFE  nothing: the values are those of the layers below
     0xFFFFFFFD  of a base, layers in one: enhancements 1 | size 4 of each payload ... | ordinary payloads, base first
 
-The last of several payloads of other codecs counts: a base may have four bits, and the finest layer eight. Above a
-layer with nothing all layers have nothing; so do those that a base contains.
+The last of several payloads of other codecs counts: a base may have four bits, and the finest layer eight. Above an
+empty layer, and above those in a base, all layers are empty.
 """
 
 from __future__ import annotations
@@ -38,47 +38,48 @@ from kvabr.types.naming import LAYERS
 OTHERS = ("FP16", "Int8", "Int4", "Int8-centred", "Int4-centred")
 """Codecs by their code in a payload."""
 EXACT = "FP16"
-"""The codec of groups that AC would make larger, or cannot code at all."""
+"""The codec of groups that AC would enlarge, or cannot code."""
 FINE, COARSE = ("Int8", "Int8-centred"), ("Int4", "Int4-centred")
-"""Those of groups of unusual tokens, and if it helps about the medians of their values (`kvabr.codec.centred`)."""
+"""Codecs of groups of unusual tokens, without and with medians (`kvabr.codec.centred`)."""
 LAYERED, NOTHING_ABOVE, OTHER = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
 _NUMBER = struct.Struct("<I")
 _CODE = struct.Struct("<IB")
 NOTHING = _NUMBER.pack(NOTHING_ABOVE)
-"""Payload of an enhancement that adds nothing."""
+"""Payload of an empty enhancement."""
 
 _COPIES = (2.15, 4.1)
-"""Effective copies of a token (`likeness`), as a multiple of the usual number, from which on a base contains L1, L2."""
+"""Minimum effective copies of a token (`likeness`), relative to the usual number, for a base to contain L1, L2."""
 USUAL_COPIES = 1.35
-"""The usual number of effective copies for a profile that does not say it."""
+"""Default of the usual number of effective copies."""
 _REPEATED = 0.4
-"""Share of `repeated` tokens from which on a base contains L1."""
-_MANY = 32
+"""Minimum share of `repeated` tokens for a base to contain L1."""
+_MIN_REPETITION = 32
 """Tokens of a repetition, a power of two: code is full of shorter ones."""
 _CHANNELS = 4
-"""Channels in which two tokens are compared: few, since equal ones must follow each other, too."""
+"""Channels for comparing tokens: few, since consecutive ones must be equal, too."""
 _SAME = 2.0**-7
-"""Largest difference of equal tokens, over that of the token that differs most: engines may round them differently."""
+"""Largest difference of equal tokens, relative to the largest distance: engines may round them differently."""
 _ALIKE = 0.4
-"""Share of the errors' power that all tokens have in common from which on another codec is used."""
-_MOST_ASIDE = 8
-"""One in this many tokens, and four, are stored separately at most; a group with more is coded by another codec."""
-_LEAST_TOKENS = 16
-"""Of shorter tiles nothing is said."""
+"""Minimum common share of the errors' power for using another codec."""
+_MAX_ASIDE = 8
+"""Maximum of separately stored tokens: one in this many, and four; beyond that another codec is used."""
+_MIN_TOKENS = 16
+"""Shorter tiles are not judged."""
 _SAMPLED, _GLANCED = 2048, 256
-"""Rows that are looked at, and at first."""
+"""Rows to compare, and for a first look."""
 _SUSPECT = 2.6
-"""Effective copies in the first rows, as a multiple of the usual number in all, below which the others are not looked
-at: in fewer rows more tokens are alike by chance."""
+"""Effective copies in the first rows, relative to the usual number in all, below which the others are skipped: in fewer
+rows more tokens are alike by chance.
+"""
 
 
 def is_unusual(payload: bytes | memoryview) -> bool:
-    """Return whether a payload is one of those that this module describes."""
+    """Return True for a payload described in this module."""
     return len(payload) >= _NUMBER.size and int(_NUMBER.unpack_from(payload)[0]) >= LAYERED
 
 
 def other(name: str, payload: bytes) -> bytes:
-    """Return the payload of a group that another codec of `OTHERS` encoded."""
+    """Return the payload of a group encoded by another codec of `OTHERS`."""
     return _CODE.pack(OTHER, OTHERS.index(name)) + payload
 
 
@@ -101,7 +102,7 @@ def layered(payloads: Sequence[bytes]) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The payloads of a depth and those below it, after what is unusual has been resolved."""
+    """The payloads of a depth and those below it, with unusual ones resolved."""
 
     tracks: tuple[str, ...]
     """Depths with ordinary payloads, base first; empty if another codec encoded the group."""
@@ -110,11 +111,11 @@ class Chain:
     other: tuple[str, memoryview] | None = None
     """Another codec and its payload."""
     full: bool = False
-    """Whether a depth above adds nothing."""
+    """A depth above is empty."""
 
 
 def read_chain(tracks: Sequence[str], payloads: Sequence[bytes | memoryview]) -> Chain:
-    """Resolve the untrusted payloads of a depth and of those below it, base first; raise a `FormatError` if bad."""
+    """Resolve the untrusted payloads of a depth and of those below it, base first; raise `FormatError`."""
     views = [memoryview(payload) for payload in payloads]
     if not any(map(is_unusual, views)):
         return Chain(tuple(tracks), tuple(views))
@@ -140,7 +141,6 @@ def _is_nothing(payload: memoryview) -> bool:
 
 
 def _other(track: str, payload: memoryview) -> tuple[str, memoryview]:
-    """Return another codec and its payload."""
     code = payload[_NUMBER.size] if is_unusual(payload) and len(payload) > _NUMBER.size else len(OTHERS)
     if code >= len(OTHERS) or _NUMBER.unpack_from(payload)[0] != OTHER:
         raise FormatError(f"{track}: a payload of another codec that no encoder writes; the payload is corrupt")
@@ -148,7 +148,6 @@ def _other(track: str, payload: memoryview) -> tuple[str, memoryview]:
 
 
 def _parts(track: str, base: memoryview) -> list[memoryview]:
-    """Return the payloads in a base that contains layers."""
     bad = FormatError(f"{track}: layers in one that no encoder writes; the payload is corrupt")
     count = base[_NUMBER.size] + 1 if len(base) > _NUMBER.size else 0
     begin = _CODE.size + _NUMBER.size * count
@@ -171,54 +170,53 @@ def _parts(track: str, base: memoryview) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """How much the errors of a group's tokens resemble each other."""
+    """Similarity of the errors of a group's tokens."""
 
     common: float
-    """Share of the power that all tokens of a tile have in common, at most; 1 if all errors are equal."""
+    """Share of the power common to all tokens of a tile, at most; 1 if all errors are equal."""
     copies: float
-    """Effective number of tokens of a tile that have the error of a token, beyond what is common; 1 if none is alike.
+    """Effective number of tokens of a tile with the same error, beyond the common part; 1 if all differ.
 
-    It is the mean over tokens of the summed squares of their correlations with all tokens."""
+    It is the mean over tokens of the summed squares of their correlations with all tokens.
+    """
 
     def enhancements(self, usual: float | None) -> int:
-        """Return how many layers above it the base should contain, given the usual `copies`; None: not known."""
+        """Return the number of layers that the base should contain, given the usual `copies`, if known."""
         return sum(self.copies >= least * (usual or USUAL_COPIES) for least in _COPIES)
 
     @property
     def alike(self) -> bool:
-        """Whether all tokens are so much alike that layers do not help."""
+        """True if all tokens are so similar that layers do not help."""
         return self.common >= _ALIKE
 
 
 def crowded(outlying: torch.Tensor) -> bool:
-    """Return whether too many tokens stand out, [token] bool, to store them separately."""
-    return int(outlying.sum()) > 4 + len(outlying) // _MOST_ASIDE
+    """Return True if too many tokens stand out, [token] bool, to store them separately."""
+    return int(outlying.sum()) > 4 + len(outlying) // _MAX_ASIDE
 
 
 def sample(rows: int, most: int = _SAMPLED) -> NDArray[np.intp]:
-    """Return which rows are looked at by `likeness`, at most as many."""
+    """Return the rows for `likeness`, limited in number."""
     return np.arange(0, rows, -(-rows // most))
 
 
 def glanced(rows: int) -> NDArray[np.intp]:
-    """Return which rows of every group are looked at first, see `contained`."""
+    """Return the rows for a first look at every group, see `contained`."""
     return sample(rows, _GLANCED)
 
 
 def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> Likeness:
-    """Return how alike the errors are that rounding makes.
+    """Return the similarity of rounding errors.
 
-    Args:
-        rows: a `sample` of the coefficients, [row, token] float32, in the processor's memory.
-        step: of the quantiser.
-        keep: [token]: which tokens are coded.
+    ``rows`` are a `sample` of the coefficients, [row, token] float32, in the processor's memory; ``step`` is the
+    quantiser's, and ``keep`` marks the coded tokens, [token].
     """
     every, coded = np.arange(len(rows)), np.flatnonzero(keep)
     tiles = [coded[first : first + TILE] for first in range(0, len(coded), TILE)]
     found = [
         _likeness(coder.similarity(rows.numpy(), every, tile, step).astype(np.float64))
         for tile in tiles
-        if len(tile) >= _LEAST_TOKENS
+        if len(tile) >= _MIN_TOKENS
     ]
     return Likeness(max((it.common for it in found), default=0.0), max((it.copies for it in found), default=0.0))
 
@@ -245,15 +243,10 @@ def contained(
     keep: NDArray[np.bool_],
     usual: float | None,
 ) -> int | None:
-    """Return how many layers above it the base of a group should contain; None: another codec should encode the group.
+    """Return the number of layers that the base of a group should contain; None: another codec should encode the group.
 
-    Args:
-        group: as for `repeated`, and ``spec``.
-        spec: of its class.
-        coefficients: of the group.
-        step: of the base's quantiser.
-        keep: which tokens are coded.
-        usual: the usual `Likeness.copies`; None: not known.
+    ``group`` is as for `repeated`; ``step`` is the base's, ``keep`` marks the coded tokens, and ``usual`` is the usual
+    `Likeness.copies`, if known.
     """
     by_words = int(repeated(group, spec) >= _REPEATED)
     rows = len(coefficients.rows)
@@ -265,15 +258,12 @@ def contained(
 
 
 def repeated(group: torch.Tensor, spec: KVSpec) -> float:
-    """Return the share of tokens in repetitions of `_MANY` and more, in the tile where it is largest.
+    """Return the share of tokens in repetitions of `_MIN_REPETITION` and more, in the tile with the largest share.
 
-    In a model's first layer, values depend on nothing but the token itself. So equal tokens have equal values there,
-    and are known without their ids. Nothing is known, and 0 returned, of a class without that layer, and where keys do
-    not rotate: such a model may add positions to its tokens.
+    In a model's first layer, values depend only on the token itself, so equal tokens are detected without their ids.
+    Return 0 for a class without that layer, and if keys do not rotate: such a model may add positions to its tokens.
 
-    Args:
-        group: [layer, K/V, head, token, dim], any float dtype.
-        spec: of its class, which is no state.
+    ``group`` is [layer, K/V, head, token, dim], any float dtype, and not a state.
     """
     places = _compared(spec)
     if places is None:
@@ -281,12 +271,12 @@ def repeated(group: torch.Tensor, spec: KVSpec) -> float:
     heads, dims = (torch.from_numpy(each).to(group.device) for each in places)
     numbers = group[0, -1][heads, :, dims].detach().float().cpu().numpy()
     tiles = (numbers[:, first : first + TILE] for first in range(0, numbers.shape[1], TILE))
-    return max((_repeated(tile) for tile in tiles if tile.shape[1] > _MANY), default=0.0)
+    return max((_repeated(tile) for tile in tiles if tile.shape[1] > _MIN_REPETITION), default=0.0)
 
 
 @lru_cache(maxsize=64)
 def _compared(spec: KVSpec) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
-    """Return the heads and dimensions in which tokens are compared: some that do not rotate."""
+    """Return heads and dimensions for comparing tokens: some that do not rotate."""
     only, rope = spec.only, spec.only.rope
     if only.layers[0] != 0 or rope is None:
         return None
@@ -301,11 +291,11 @@ def _compared(spec: KVSpec) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
 def _repeated(numbers: NDArray[np.float32]) -> float:
     apart = numbers[:, :, None] - numbers[:, None]
     apart = np.abs(apart, out=apart).max(axis=0)
-    farthest = apart.max(axis=0)  # 0: channels in which nothing differs tell nothing
+    farthest = apart.max(axis=0)  # 0: constant channels are useless
     limit = np.float32(_SAME) * np.maximum(farthest[:, None], farthest)
     begins = np.tril((apart <= limit) & (limit > 0), -1)
     length = 1
-    while length < _MANY:  # of a token and one before it: are as many again equal that follow?
+    while length < _MIN_REPETITION:  # of a token and one before it: are as many following ones equal again?
         begins = begins[:-length, :-length] & begins[length:, length:]
         length *= 2
-    return float((np.convolve(begins.any(axis=1), np.ones(_MANY, np.intp)) > 0).mean())
+    return float((np.convolve(begins.any(axis=1), np.ones(_MIN_REPETITION, np.intp)) > 0).mean())

@@ -1,4 +1,4 @@
-"""Data shipped with the package: codec profiles, the catalog of a real encode of SmolLM2, and network traces."""
+"""Data shipped with the package: codec profiles, a catalog of SmolLM2, and network traces."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def default_catalog() -> Catalog:
 
 
 def default_profile_bytes() -> bytes:
-    """Return the codec profile that the default catalog names, of SmolLM2; parse it with `Profile.from_bytes`."""
+    """Return the codec profile of the default catalog, for `Profile.from_bytes`."""
     return SMOLLM2.read()
 
 
 def traces_folder() -> Path:
-    """Return the folder of the synthetic network traces; its README says how they were made."""
+    """Return the folder of the synthetic network traces; its README describes their generation."""
     installed = Path(__file__).parent / "traces"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "traces"  # a checkout

@@ -1,15 +1,16 @@
 """Adapters of serving engines: transformers, vLLM, LMCache and SGLang.
 
 Each is imported when its engine loads it. Nothing else in kvabr imports an engine, except commands and measurements
-that load a transformers model. Engines differ in how they name a cache and in what they can compute by themselves, so
-an adapter uses one of three plays of `kvabr.AsyncClient` (`kvabr.Client` for code with threads):
+that
+load a transformers model. An adapter uses one of three plays of `kvabr.AsyncClient` (`kvabr.Client` for code with
+threads):
 
 ================  ===============================  ====================================================================
 play              engine                           the adapter
 ================  ===============================  ====================================================================
-``play``          knows tokens, fills holes        implements `kvabr.types.engine.Engine` and gets a complete cache
-``play_prefix``   knows tokens, computes suffixes  gets the groups before the first miss, and puts them in place
-``play_coded``    knows keys instead of tokens     uses `kvabr.engines.chunk_store`, which names assets by key
+``play``          has tokens, fills holes          implements `kvabr.types.engine.Engine` and gets a complete cache
+``play_prefix``   has tokens, computes suffixes    gets the groups before the first miss, and puts them in place
+``play_coded``    has keys instead of tokens       uses `kvabr.engines.chunk_store`, which names assets by key
 ================  ===============================  ====================================================================
 
 ========================  ================  ===============  ===============  ===============
@@ -23,6 +24,6 @@ upgrades of a used cache  `Steps`           no               no               no
 ========================  ================  ===============  ===============  ===============
 
 All publish by `kvabr.publish.publisher.Publisher`. An adapter is a package with an `Adapter` in its attribute
-``ADAPTER``, and the class or function that the engine loads. One line in `kvabr.engines.adapters.BUILTIN`, or an entry
-point of another distribution, lists it. Its settings derive from `kvabr.engines.settings.EngineSettings`.
+``ADAPTER``, and the class or function that the engine loads. `kvabr.engines.adapters.BUILTIN` or an entry point lists
+it. Its settings derive from `kvabr.engines.settings.EngineSettings`.
 """

@@ -1,8 +1,7 @@
-"""The adapters: which engines kvabr plays into, what each supports, and which versions are installed.
+"""The registry of adapters: features, supported and installed versions.
 
-An adapter is a package with an `Adapter` in its attribute ``ADAPTER``; `BUILTIN` lists those of kvabr. Another
-distribution adds one by an entry point of the group ``kvabr.engines`` that refers to an `Adapter`. What an adapter has
-to do is in `kvabr.engines`.
+An adapter is a package with an `Adapter` in its attribute ``ADAPTER``, in `BUILTIN` or an entry point of the group
+``kvabr.engines``. See `kvabr.engines`.
 """
 
 from __future__ import annotations
@@ -23,41 +22,38 @@ from kvabr.types.installing import MODEL, WHERE
 _log = logging.getLogger("kvabr.engines")
 
 BUILTIN = ("kvabr.engines.transformers", "kvabr.engines.vllm", "kvabr.engines.lmcache", "kvabr.engines.sglang")
-"""Packages with an ``ADAPTER`` each. Importing one imports neither its engine nor torch."""
+"""Packages with an ``ADAPTER``; importing one imports neither its engine nor torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What kvabr knows of one engine."""
+    """Features of one engine's adapter."""
 
     name: str
     package: str
-    """Distribution that holds the engine."""
     module: str
-    """Module of the adapter."""
     tested: tuple[str, str]
-    """First version that was tested, and first version that is too new."""
+    """First tested version, and first version too new."""
     mode: EngineMode
-    """``hole``: any group can be computed whose left side is complete; ``suffix``: everything behind the first miss
-    is."""
+    """``hole``: any group with a complete left side can be computed; ``suffix``: only all groups after the first miss.
+    """
     layout: str
-    """Layout of the engine's cache, in words."""
     rate: str
-    """How the cost of a prefill is known, in words."""
+    """Source of the cost of a prefill."""
     plays: str
-    """How it waits for a play, in words."""
+    """How it waits for a play."""
     upgrades: bool = False
-    """Whether a cache in use can be upgraded."""
+    """A cache in use can be upgraded."""
     publishes: bool = True
-    """Whether it can publish what the engine computes."""
+    """It can publish the engine's caches."""
     passages: str = "no"
-    """How it plays prompts made of passages: ``no``, or ``recomputed`` where tokens matter."""
+    """How it plays prompts made of passages: ``no``, or ``recomputed`` if tokens matter."""
     also: tuple[str, ...] = ()
-    """Other distributions that hold the engine."""
+    """Other distributions with the engine."""
 
     @property
     def installed(self) -> str | None:
-        """The installed version, None if there is none."""
+        """The installed version, if any."""
         for package in (self.package, *self.also):
             with suppress(metadata.PackageNotFoundError):
                 return metadata.version(package)
@@ -65,21 +61,21 @@ class Adapter:
 
     @property
     def range(self) -> str:
-        """The tested versions, as pip writes them."""
+        """The tested versions in pip's notation."""
         return f">={self.tested[0]},<{self.tested[1]}"
 
     def knows(self, version: str) -> bool:
-        """Return whether a version is in the tested range."""
+        """Return True for a version in the tested range."""
         return release(self.tested[0]) <= release(version) < release(self.tested[1])
 
     def check(self, version: str | None = None) -> bool:
-        """Return whether a version, by default the installed one, was tested; warn once per process if it was not."""
+        """Return True if a version (default: the installed one) was tested; otherwise warn once per process."""
         version = version or self.installed
         return version is not None and _checked(self, version)
 
 
 def adapters() -> dict[str, Adapter]:
-    """Return every adapter by name: kvabr's own and those of installed distributions, which may be a `UsageError`."""
+    """Return every adapter by name, including those of installed distributions; raise `UsageError` for a broken one."""
     declared: list[Adapter] = [importlib.import_module(package).ADAPTER for package in BUILTIN]
     found = {adapter.name: adapter for adapter in declared}
     for entry in metadata.entry_points(group="kvabr.engines"):
@@ -94,7 +90,7 @@ def adapters() -> dict[str, Adapter]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with, without trailing zeros: (5, 19) for ``5.19.0.dev0+cpu``."""
+    """Return the leading numbers of a version, without trailing zeros: (5, 19) for ``5.19.0.dev0+cpu``."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in found.group().split(".")] if found else []
     while numbers and not numbers[-1]:
@@ -106,7 +102,7 @@ def release(version: str) -> tuple[int, ...]:
 def _checked(adapter: Adapter, version: str) -> bool:
     if not (tested := adapter.knows(version)):
         _log.warning(
-            "kvabr was tested with %s %s, this is %s: check that texts stay right, and look for a newer kvabr",
+            "kvabr was tested with %s %s, this is %s: check its output, and look for a newer kvabr",
             adapter.name,
             adapter.range,
             version,
@@ -115,7 +111,7 @@ def _checked(adapter: Adapter, version: str) -> bool:
 
 
 def require(module: str) -> ModuleType:
-    """Import a module that the extra ``model`` installs; if it is not there, a `ModelError` says how to install it."""
+    """Import a module of the extra ``model``; otherwise raise `ModelError` with the install command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,10 +1,8 @@
-"""Caches that an engine names by keys of its own instead of tokens: published, found and played by key.
+"""Caches that an engine names by its own keys instead of tokens: published, found and played by key.
 
-The keys of LMCache's chunks and SGLang's pages are hashes of all tokens up to their end, so the digests of their groups
-are derived from the key. The same key is always at the same position in a prompt, but does not tell it. The AC tracks
-undo the rotary embedding by position, so they are published only if the adapter knows the position of a cache; it is in
-the catalog, and a player needs to know nothing. An adapter that knows where the cache must be that it asks for says
-so, and a cache of another place is refused. The tracks that only quantise need no position.
+Keys of LMCache's chunks and SGLang's pages are hashes of all tokens up to their end, so group digests are derived from
+them. The AC tracks undo the rotary embedding by position, which a key does not reveal, so they are published only if
+the adapter has the position; the catalog then contains it, and adapters that request another position get no cache.
 """
 
 from __future__ import annotations
@@ -56,34 +54,32 @@ from kvabr.types.naming import DIGITS, LAYERS, MARK, TrackNamespace, safe_name, 
 LOG = logging.getLogger("kvabr.engines.chunk_store")
 
 _MAX_FOUND_BYTES = 64 << 20
-"""Memory for catalogs that were looked up: engines look up a cache before they fetch it."""
+"""Memory for catalogs between lookup and fetch."""
 _MAX_PROFILES = 8
 _PROFILE_S = 300.0
-"""Seconds that a codec profile, which has some megabytes, may take in the background."""
+"""Time limit of a profile's download, in the background."""
 _PAUSED_SHARE = 0.1
-"""Share of its deadline that a play gets while the origin does not answer: its groups may be here already."""
+"""Share of the deadline for a play while the origin does not answer: groups may be cached locally."""
 
 _USUAL_DIMS = (128, 64)
-"""Of a head."""
 
 STEP_TOKENS = 2048
-"""Tokens that an engine computes in a step, if nothing else is known: the least of the usual."""
+"""Default step size of engines, the smallest common one."""
 
 
 class KeyedSettings(EngineSettings):
     """Keys of LMCache's and SGLang's adapters."""
 
     patience: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    """Deadlines after which an incomplete cache counts as lost, and the engine computes it."""
+    """Deadlines after which an incomplete cache counts as missing, and the engine computes it."""
     lookup_s: Seconds = 1.0
     """Seconds that a lookup may take; then the cache counts as missing."""
     step_tokens: Count | None = None
-    """Tokens that the engine computes in a step at most. None: as SGLang was told (``--chunked-prefill-size``),
-    otherwise 2,048."""
+    """Maximum number of tokens per step of the engine. None: SGLang's ``--chunked-prefill-size``, otherwise 2,048."""
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
-        """As `EngineSettings.read`; neither ``url`` nor ``publish`` is a `UsageError` too."""
+        """As `EngineSettings.read`; also raise `UsageError` without both ``url`` and ``publish``."""
         settings = super().read(given, where)
         if settings.url is None and settings.publish is None:
             raise UsageError(f"{where}: set url to fetch caches, publish to publish them, or both")
@@ -93,13 +89,13 @@ class KeyedSettings(EngineSettings):
 def spec_of(
     model: str, engine: str, layers: int, heads: int, dim: int, dtype: torch.dtype, *, latent: bool = False
 ) -> KVSpec:
-    """Return the spec of an engine's caches; `FormatError` if the engine quantises them.
+    """Return the spec of an engine's caches; raise `FormatError` if the engine quantises them.
 
-    ``model`` is the model's name (`named`); ``engine`` stands in for the tokenizer, which keys do not tell; ``heads``
-    are those of one rank. ``latent``: there is one vector of ``dim`` per token, without heads (MLA).
+    ``model`` is a result of `named`; ``engine`` stands for the tokenizer, which keys hide; ``heads`` are those of one
+    rank. ``latent``: one vector of ``dim`` per token, without heads (MLA).
     """
     if (kind := str(dtype).removeprefix("torch.")) not in DTYPES:
-        raise FormatError(f"a cache of {dtype}: the engine quantises it itself; kvabr's tracks need 16 or 32 bits")
+        raise FormatError(f"the engine quantises its cache to {dtype}; kvabr's tracks need 16 or 32 bits")
     if latent:
         return KVSpec(model, engine, (LayerClass("latent", tuple(range(layers)), 1, dim, 0, kind),))
     return KVSpec.uniform(model, engine, layers, heads, dim, kind)
@@ -112,13 +108,13 @@ def named(
     *,
     folder: Path | None = None,
 ) -> str:
-    """Return what an engine's model is called in the names of its caches.
+    """Return the model's name for its caches.
 
     Args:
-        settings: the user's; a name there stands for the weights.
-        given: the engine's name of the model: a repository, a path, or anything else.
-        facts: what else changes KV, see `with_facts`; of a usual configuration nothing.
-        folder: where the weights are, if that is known, for their digest.
+        settings: a name in them stands for the weights.
+        given: the engine's name of the model: a repository, a path, or any other.
+        facts: other facts that change KV, see `with_facts`.
+        folder: of the weights, if known.
 
     Raises:
         ModelError: the weights cannot be read.
@@ -130,21 +126,20 @@ def named(
 
 
 def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
-    """Return the codec profile of the settings for an engine's caches, whose rotary embedding it tells.
+    """Return the codec profile for an engine's caches, which also has their rotary embedding.
 
-    An engine's own names of a model and its tokenizer differ from those of a profile, so the user answers for its being
-    of this model. Without one in the settings this is the one that kvabr ships under the same name, if any.
+    The names of models and tokenizers differ, so the user must choose the right one. Default: the shipped profile of
+    the same name, if any.
 
     Raises:
-        AssetError, FormatError: the file cannot be read, or is no profile.
-        ForeignError: it is for caches of another shape, such as those of all heads where this rank has some.
+        AssetError, FormatError: the file cannot be read, or has no profile.
+        ForeignError: it is for another shape, such as all heads instead of this rank's.
     """
     chosen = settings.profile is not None
     profile = _profile_of(spec.model, settings)
     if profile is None:
         return None
     theirs = profile.spec
-    # The spec of a profile names no dtype that matters: it codes numbers.
     mine = replace(spec, classes=tuple(replace(one, rope=theirs.rope) for one in spec.classes))
     if not isinstance(profile, ClassProfile) or theirs.changed(dtype=mine.dtype).classes != mine.classes:
         if not chosen:
@@ -155,10 +150,10 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
 
 
 def head_dim_of(model: str, width: int, settings: EngineSettings) -> int:
-    """Return the dimensions of a head, where an engine tells only those of all heads together.
+    """Return the dimensions of a head, given only those of all heads together.
 
-    They are those of the codec profile that `profile_for` takes, if it has as many in all; errors as there. Otherwise
-    they matter little, as plain tracks scale each token of each head by itself: 128, or 64, where that divides them.
+    They are those of the profile (see `profile_for`) if the total fits. Otherwise 128 or 64 if that divides the total;
+    plain tracks scale each token of each head, so it matters little.
     """
     profile = _profile_of(model, settings)
     if profile is not None and profile.spec.only.halves == 2:
@@ -169,7 +164,6 @@ def head_dim_of(model: str, width: int, settings: EngineSettings) -> int:
 
 
 def _profile_of(model: str, settings: EngineSettings) -> Profile | None:
-    """Return the profile of the settings, or the one that kvabr ships for a model of this name, if any."""
     if settings.profile is not None:
         return read_profile(settings.profile)
     found = next((each for each in shipped_profiles() if each.spec.model == model), None)
@@ -177,9 +171,9 @@ def _profile_of(model: str, settings: EngineSettings) -> Profile | None:
 
 
 def _alike(one: KVSpec, other: KVSpec, *, any_heads: bool) -> bool:
-    """Return whether two specs are of the same caches; who has no profile does not know their rotary embedding.
+    """Return True for specs of the same caches, ignoring unknown rotary embeddings.
 
-    ``any_heads``: nor into which heads the numbers of a token are divided.
+    With ``any_heads``, only the total width of heads counts.
     """
     ropes = {each.rope for spec in (one, other) for each in spec.classes} - {None}
     bare = [replace(spec, classes=tuple(replace(each, rope=None) for each in spec.classes)) for spec in (one, other)]
@@ -196,7 +190,7 @@ def _alike(one: KVSpec, other: KVSpec, *, any_heads: bool) -> bool:
 
 
 def _memory_of(found: Found) -> int:
-    """Estimate the memory of a catalog: a group of a track has a digest of 64 characters and two numbers."""
+    """Estimate the memory of a catalog: a digest of 64 characters and two numbers per group and track."""
     return 1024 + 256 * found.catalog.groups * (1 + len(found.catalog.tracks))
 
 
@@ -212,15 +206,15 @@ def namespace(spec: KVSpec, key: str) -> TrackNamespace:
 
 
 def _digest(spec: KVSpec, key: str, index: int | None) -> str:
-    # The digest of the last group must not depend on the number of groups, which a reader does not know.
+    # The digest of the last group must not depend on the number of groups, which readers do not have.
     place = "last" if index is None else str(index)
     return hashlib.sha256(f"kvabr.{spec.tokenizer}/1\0{place}\0{key}".encode()).hexdigest()
 
 
 def places(played: PlayedPrefix, kv: torch.Tensor) -> list[Place]:
-    """Return where the groups of a cache belong in a tensor of all of it, [layer, K/V, head, token, dim]; any strides.
+    """Return the places of a cache's groups in a tensor [layer, K/V, head, token, dim] of any strides.
 
-    `kvabr.client.result.expand_here` decodes them there.
+    See `kvabr.client.result.expand_here`.
     """
     firsts = [unit.first - played.spans[unit.part].first for unit in played.units]
     room, pairs = TensorRoom(kv), zip(played.units, firsts, strict=True)
@@ -228,10 +222,10 @@ def places(played: PlayedPrefix, kv: torch.Tensor) -> list[Place]:
 
 
 class KeyedOrigin:
-    """The client of stores with the same settings, and whether it asks its origin. For one event loop."""
+    """The client of stores with the same settings, with pauses for its origin. For one event loop."""
 
     def __init__(self, settings: KeyedSettings) -> None:
-        """Dial nothing; `UsageError` if a setting of the connection is wrong."""
+        """Create a client without dialling; raise `UsageError` for a wrong setting."""
         self.client = open_client(settings)
         self._watching: asyncio.Task[None] | None = None
         self.pause = OriginPause(self._watch)
@@ -240,14 +234,13 @@ class KeyedOrigin:
         self._watching = asyncio.get_running_loop().create_task(probe(self.client))
 
     async def close(self) -> None:
-        """End all plays."""
         if self._watching is not None:
             self._watching.cancel()
         await self.client.close()
 
 
 class ChunkStore:
-    """Looks up, plays and publishes caches by key. Its coroutines are for one event loop."""
+    """Looks up, plays and publishes caches by key. For one event loop."""
 
     def __init__(
         self,
@@ -258,41 +251,40 @@ class ChunkStore:
         max_tokens: int,
         min_tokens: int = 1,
         unplaced: str = "",
-        told: Callable[[], str | None] = lambda: None,
+        version: Callable[[], str | None] = lambda: None,
         step_tokens: int = STEP_TOKENS,
         least: int = 0,
         origin: KeyedOrigin | None = None,
         any_heads: bool = False,
     ) -> None:
-        """Open the store that the settings name for publishing, if any; nothing is dialled.
+        """Open the store for publishing, if any, without dialling.
 
         Args:
-            spec: spec of the caches; the settings may change its group size.
+            spec: of the caches; the settings may change its group size.
             settings: the user's.
-            source: what the caches are, in words, for the catalogs.
-            max_tokens: maximum length of a cache; a longer one is not the engine's.
-            min_tokens: minimum length of a cache; an engine that copies a fixed number of tokens must not get fewer.
-            unplaced: why the position of a cache may not be known, in words, for the log.
-            told: returns the version of the weights that the engine declares, if any; is called often.
-            step_tokens: tokens that the engine computes in a step, if the settings do not say.
-            least: tokens of a prefix below which the engine fetches nothing.
-            origin: is shared with other stores, and outlives this one; None: this one has its own.
-            any_heads: the engine does not tell its heads, see `head_dim_of`: caches with others of the same width are
-                its own, too. They are placed by the spec of what was played.
+            source: description of the caches for the catalogs.
+            max_tokens: maximum length of the engine's caches.
+            min_tokens: minimum length; some engines copy a fixed number of tokens.
+            unplaced: reason for unknown positions, for the log.
+            version: returns the engine's declared version of its weights, if any; called often.
+            step_tokens: tokens per step of the engine, unless in the settings.
+            least: minimum length of a prefix that the engine fetches.
+            origin: shared with other stores, and closed by its owner; None: this store opens one.
+            any_heads: the engine hides its heads, see `head_dim_of`; caches of the same total width are accepted.
 
         Raises:
-            UsageError: the store cannot be opened, a track is unknown, or a setting of the connection is wrong.
-            AssetError, FormatError: the codec profile or the prior catalog cannot be used.
+            UsageError: the store cannot be opened, a track is unknown, or a setting is wrong.
+            AssetError, FormatError: the codec profile or the prior catalog is unusable.
         """
         self.spec, self._settings, self._unplaced = settings.grouped(spec), settings, unplaced
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self.trouble = TroubleLog(LOG)
-        self.generation = settings.generation(told)
-        """Which weights the engine has."""
+        self.generation = settings.generation(version)
+        """The engine's weights."""
         self._tails = KeyedTails(settings, settings.step_tokens or step_tokens, least)
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
         self._profiles: dict[str, asyncio.Task[None]] = {}
-        """What fetches them, or has, by their digests."""
+        """Downloads of profiles, by digest."""
         self.publisher: Publisher | None = None
         profile = profile_for(self.spec, settings)
         if profile is not None:
@@ -325,24 +317,24 @@ class ChunkStore:
         return self._origin.pause
 
     def _text(self, key: str) -> str:
-        """Return the full key of a cache: what the engine calls it, of this model with the weights that it has now."""
+        """Return the full key of a cache: the model, its current weights, and the engine's key."""
         generation = self.generation.name
         return f"{self.spec.model}{generation and MARK}{generation}{key}"
 
     async def leading(
         self, keys: Sequence[str], positions: Sequence[range | None] | None = None, *, goes_on: bool = False
     ) -> int:
-        """Return how many caches, from the first on, the engine is to fetch; takes one round trip. See `find`.
+        """Return the number of leading caches for the engine to fetch, in one round trip. See `find`.
 
-        Those are all that can be fetched, less the last ones if it is worth more that it computes them with what
-        follows (`kvabr.engines.keyed_tails`). ``goes_on``: the prompt may have more keys than these.
+        These are all available ones, less a tail that is better computed with the question
+        (`kvabr.engines.keyed_tails`). ``goes_on``: the prompt may have more keys.
         """
         return sum(takewhile(bool, await self.offered(keys, positions, goes_on=goes_on)))
 
     async def offered(
         self, keys: Sequence[str], positions: Sequence[range | None] | None = None, *, goes_on: bool = False
     ) -> list[bool]:
-        """Return for each cache of a prompt whether the engine is to fetch it, as `leading`; also behind a gap."""
+        """Return, for each cache of a prompt, whether the engine should fetch it, as `leading`, but also after gaps."""
         found = await asyncio.gather(*map(self.find, keys, positions or repeat(None)))
         there = [one is not None for one in found]
         catalogs = [one.catalog for one in takewhile(lambda one: one is not None, found) if one is not None]
@@ -352,7 +344,7 @@ class ChunkStore:
     async def _kept(self, keys: Sequence[str], catalogs: Sequence[Catalog], *, goes_on: bool) -> int:
         if not catalogs or (goes_on and len(catalogs) == len(keys)):
             return len(catalogs)
-        # Of what follows the last key, which is not a whole cache, nothing is known but that it is not empty.
+        # After the last key follow tokens that do not fill a cache; their number is unknown.
         size = catalogs[0].tokens
         rest = max(1, size // 2) if self._min_tokens == self._max_tokens else 1
         texts, following = [self._text(key) for key in keys], (len(keys) - len(catalogs)) * size + rest
@@ -363,24 +355,24 @@ class ChunkStore:
             return len(catalogs)
 
     async def find(self, key: str, positions: range | None = None) -> Found | None:
-        """Return the catalog of a cache; None if it is missing or describes another kind of cache.
+        """Return the catalog of a cache; None if it is missing or of another kind.
 
-        ``positions``, if known, are those in the prompt at which the cache may begin. One that was published at another
-        is not returned; none is if there is no position, as the key then stands for several caches.
+        ``positions``, if known, are its possible positions in the prompt; a cache published for another one is not
+        returned. An empty range means that the key stands for several caches.
         """
         text = self._text(key)
         found = self._found.get(text) or await self._ask(text)
-        if found is None or text != self._text(key):  # the weights have changed meanwhile
+        if found is None or text != self._text(key):
             return None
-        # Without a profile nothing in the asset depends on its position, which the publisher may not have known.
+        # Without a profile, the asset does not depend on its position, which its publisher may not have had.
         at = None if found.catalog.profile is None else found.catalog.position
         if positions is None or (positions and at is None) or at in positions:
             return found
         if not positions:
-            self.trouble.tell("a cache is not used", "its key stands for several places in prompts")
+            self.trouble.tell("a cache is not used", "its key stands for several positions in prompts")
             return None
         wanted = positions[0] if len(positions) == 1 else f"one of {positions[0]}, {positions[0] + positions.step}, ..."
-        self.trouble.tell("the origin has a cache of another place", f"token {at} of a prompt, wanted is {wanted}")
+        self.trouble.tell("the origin's cache has another position", f"token {at} of a prompt instead of {wanted}")
         return None
 
     async def _ask(self, text: str) -> Found | None:
@@ -403,28 +395,28 @@ class ChunkStore:
         if not self._fits(found.catalog):
             return None
         self._found.add(text, found)
-        self._want_profile(found.catalog)
+        self._begin_profile(found.catalog)
         return found
 
     def _fits(self, catalog: Catalog) -> bool:
-        """Return whether a catalog describes a cache as the engine wants it; the log says why it does not."""
+        """Return True if a catalog fits the engine; otherwise log the reason."""
         if not _alike(catalog.spec, self.spec, any_heads=self._any_heads):
             why = f"{catalog.spec}; this engine's {self.spec}"
         elif not self._min_tokens <= catalog.tokens <= self._max_tokens:
-            why = f"{catalog.tokens} tokens, where one has {self._min_tokens} to {self._max_tokens}"
+            why = f"{catalog.tokens} tokens instead of {self._min_tokens} to {self._max_tokens}"
         else:
             return True
         self.trouble.tell("the origin's caches are of another kind", why)
         return False
 
     def _failed(self, began_s: float, what: str, error: KvabrError) -> None:
-        """Note that the origin failed: it is left alone for a while."""
+        """Record a failure of the origin, and pause requests."""
         pause_s = self._pause.failed(began_s)
-        more = "" if pause_s is None else f"; nothing is asked for until it answers, and for {pause_s:.1f} s at least"
+        more = "" if pause_s is None else f"; no further requests until it answers, for at least {pause_s:.1f} s"
         self.trouble.tell(what, f"{error}{more}")
 
-    def _want_profile(self, catalog: Catalog) -> None:
-        """Fetch the codec profile of caches once: it is larger than each, so no play would."""
+    def _begin_profile(self, catalog: Catalog) -> None:
+        """Fetch the codec profile of caches once; it is too large for a play."""
         name = catalog.profile
         if name is not None and name not in self._profiles and len(self._profiles) < _MAX_PROFILES:
             self._profiles[name] = asyncio.get_running_loop().create_task(self._fetch_profile(name, catalog))
@@ -435,13 +427,10 @@ class ChunkStore:
         except KvabrError as error:
             if isinstance(error, TransportError):
                 del self._profiles[name]  # the next lookup tries again
-            self.trouble.tell("the codec profile did not come", error)
+            self.trouble.tell("the codec profile could not be fetched", error)
 
     async def play(self, key: str, positions: range | None = None) -> PlayedPrefix | None:
-        """Return a cache, still compressed, see `places`; None if it is missing or does not come in time.
-
-        ``positions`` as for `find`.
-        """
+        """Return a compressed cache, see `places`; None if it is missing or late. ``positions`` as for `find`."""
         loop, settings, text = asyncio.get_running_loop(), self._settings, self._text(key)
         due_s = loop.time() + settings.deadline_s
         found = await self.find(key, positions)
@@ -456,18 +445,18 @@ class ChunkStore:
                 deadline=max(left_s, 1e-3),
                 options=PlayOptions(
                     policy=settings.policy,
-                    time_price=TIME_PRICE / place.beside,
+                    time_price=TIME_PRICE / place.concurrent,
                     patience=settings.patience,
                     question_tokens=place.following,
                 ),
             )
         except KvabrError as error:
             if not isinstance(error, BusyError):
-                self._found.pop(text, None)  # it may be gone or replaced
+                self._found.pop(text, None)
             if isinstance(error, TransportError):
-                self._failed(began_s, "a cache did not come", error)
+                self._failed(began_s, "a cache could not be fetched", error)
             else:
-                self.trouble.tell("a cache did not come", error)
+                self.trouble.tell("a cache could not be fetched", error)
             return None
         if played.loss > settings.keep_loss:
             why = f"the engine would keep it, and it is expected to lose {played.loss:.3g} nats per token (keep_loss)"
@@ -476,16 +465,14 @@ class ChunkStore:
         return played if text == self._text(key) else None
 
     async def answers(self) -> bool:
-        """Return whether the origin answers now."""
+        """Return True if the origin answers."""
         return self._settings.url is not None and await answers(self.client, self._settings.lookup_s)
 
     def put(self, key: str, kv: torch.Tensor, position: int | None = None) -> Future[int | None]:
-        """Publish a cache in the background, from any thread; return its bytes, 0 if it was published before.
+        """Publish a cache in the background; return its bytes, 0 if published before, None if not published.
 
-        None: it is not published.
-
-        ``kv``, [layer, K/V, head, token, dim], must not change before the future is done. ``position`` is that of its
-        first token in the prompt; None: not known, so there are no AC tracks.
+        Thread-safe. ``kv``, [layer, K/V, head, token, dim], must not change before the future is done. Without the
+        ``position`` of its first token there are no AC tracks.
         """
         done: Future[int | None] = Future()
         if self.publisher is None:
@@ -501,19 +488,19 @@ class ChunkStore:
         if isinstance(slot, Slot):
 
             def over(outcome: PublishOutcome) -> None:
-                if outcome.verdict == "failed" and not outcome.not_finite:  # the publisher logs that
+                if outcome.verdict == "failed" and not outcome.not_finite:
                     self.trouble.tell("a cache was not published", outcome.why)
                 done.set_result(outcome.bytes if outcome.verdict == "published" else None)
 
             slot.fill(kv, over)
             return done
         if slot == "full":
-            self.trouble.tell("caches were not published", "they came faster than they can be encoded")
+            self.trouble.tell("caches were not published", "they are computed faster than they can be encoded")
         done.set_result(0 if slot == "known" else None)
         return done
 
     async def close(self) -> None:
-        """End all plays, and publish what waits."""
+        """End all plays, and publish waiting caches."""
         for task in self._profiles.values():
             task.cancel()
         if self._own_origin is not None:

@@ -1,4 +1,4 @@
-"""What the settings of an engine say of its client."""
+"""The arguments of an engine's client, from its settings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvabr.types.peer import TOKEN_VARIABLE, PeerOptions
 LOG = logging.getLogger("kvabr.engines")
 
 _MAX_WAITING = 1 << 16
-"""Plays that may wait for their turn: an engine bounds its requests itself."""
+"""Plays that may wait; the engine limits its requests."""
 
 
 @dataclass(frozen=True)
 class ClientArguments:
-    """What the settings of an engine say of its client. Engines with the same share one in a player process."""
+    """Arguments of an engine's client; engines with equal ones share a client in a player process."""
 
     urls: tuple[str, ...]
     peer: PeerOptions
@@ -32,7 +32,7 @@ class ClientArguments:
 
     @classmethod
     def of(cls, settings: EngineSettings) -> ClientArguments:
-        """Return those of an engine's settings, with what its environment adds."""
+        """Return the arguments for an engine's settings and environment."""
         peer = settings.peer
         if peer.token_file is None:  # a player process has another environment
             peer = replace(peer, token=os.environ.get(TOKEN_VARIABLE) or None)
@@ -51,14 +51,14 @@ class ClientArguments:
         )
 
     def open(self, metrics: ClientMetrics | None = None) -> AsyncClient:
-        """Return a client in this process; a `UsageError` if something is wrong with these."""
+        """Return a client in this process; raise `UsageError` for wrong arguments."""
         try:
             return self._client(self.limits, metrics)
         except KvabrError as error:
             if self.limits.disk is None:
                 raise
-            # Each rank is a process, and only one of them can have the folder.
-            LOG.warning("fetched groups are kept in memory only: %s", error)
+            # Each rank is a process, and only one of them can lock the folder.
+            LOG.warning("fetched groups are cached in memory only: %s", error)
         return self._client(replace(self.limits, disk=None), metrics)
 
     def _client(self, limits: Limits, metrics: ClientMetrics | None) -> AsyncClient:
@@ -72,5 +72,5 @@ class ClientArguments:
 
 
 def _absolute(path: Any) -> Any:
-    """Return a path that another process understands, too; URLs stay as they are."""
+    """Make a path absolute for other processes; keep URLs."""
     return path.absolute() if isinstance(path, Path) else path

@@ -1,6 +1,6 @@
-"""The client of an engine's adapter: in the engine's process, or in a player process that the engines of a node share.
+"""The client of an engine's adapter, in the engine's process or in a player process shared by the engines of a node.
 
-In the engine's process, network, policy and checks share the interpreter's lock with the thread that runs the model.
+In the engine's process, network, policy and checks share the interpreter's lock with the model's thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Begin = Callable[[Callable[[EngineClient], Coroutine[Any, Any, None]]], object]
 
 
 def open_client(settings: EngineSettings) -> EngineClient:
-    """Return the client of an engine's settings, which may be a `UsageError`; nothing is dialled."""
+    """Return the client for an engine's settings, without dialling; raise `UsageError` for wrong ones."""
     arguments = ClientArguments.of(settings)
-    if settings.player == INSIDE or not sys.platform.startswith("linux"):  # what a player process needs is Linux'
+    if settings.player == INSIDE or not sys.platform.startswith("linux"):  # player processes need Linux
         return arguments.open()
     return RemoteClient(arguments, settings.player)

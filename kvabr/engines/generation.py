@@ -1,9 +1,8 @@
-"""Which weights an engine computes with, as far as it tells: the part of its caches' names that may change as it runs.
+"""The generation of an engine's weights: the part of its caches' names that may change while it runs.
 
-An engine loads the weights that its model's name stands for. Trainers replace them in its memory, where their digest is
-not known. So after a signal that they may have changed (SGLang's ``clear()``, vLLM's ``reset_cache()``) names get a
-part that nobody else has: what was published before is not played, and what is published now is not played by those who
-have other weights. A version that somebody declares says more: engines with one version share their caches.
+Trainers replace loaded weights in memory, where their digest is unknown. So after a signal that they may have changed
+(SGLang's ``clear()``, vLLM's ``reset_cache()``), names get a random part: earlier caches are not played, and new ones
+only by this engine. If a version is declared, engines with the same version share their caches.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ _MAX_VERSION_BYTES = 4096
 
 
 class Generation:
-    """The weights of one engine. For several threads."""
+    """The weights of one engine. Thread-safe."""
 
     def __init__(self, declared: Callable[[], str | None] = lambda: None) -> None:
-        """Begin with the weights that are loaded.
+        """Start with the loaded weights.
 
-        Args:
-            declared: returns the version that is declared now, None if there is none; is called often. It may raise a
-                `UsageError`, the first time.
+        ``declared`` returns the currently declared version, if any; it is called often, and may raise `UsageError` the
+        first time.
         """
         self._declared = declared
         self._signalled = self._version = declared()
@@ -35,7 +33,7 @@ class Generation:
 
     @property
     def name(self) -> str:
-        """What it adds to names; nothing as long as the weights are the loaded ones, and no version is declared."""
+        """Part to add to names; empty for the loaded weights without a declared version."""
         version = self._declared()
         if version != self._version:
             self._version, self._unknown = version, ""
@@ -44,28 +42,28 @@ class Generation:
         return hashlib.sha256(f"{version or ''}\0{self._unknown}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def salt(self, salt: bytes) -> bytes:
-        """Return what a tenant's salt is for these weights."""
+        """Return a tenant's salt for these weights."""
         name = self.name
         return hashlib.sha256(b"kvabr.generation/1\0" + name.encode() + salt).digest() if name else salt
 
     def changed(self) -> None:
-        """Note a signal that weights may have changed. If another version was declared since the last, they have it."""
+        """Record that weights may have changed; a version declared since the last signal belongs to the new ones."""
         before = self._signalled
         self._signalled = self._version = self._declared()
         self._unknown = secrets.token_hex(16) if self._version is None or self._version == before else ""
 
 
 class VersionFile:
-    """A file in which somebody declares the version of the weights: whoever replaces these writes it."""
+    """A file with the declared version of the weights, written by the tool that replaces them."""
 
     def __init__(self, path: Path) -> None:
-        """Take the file, which is read when it is asked for, and again when it has changed."""
+        """Take a file, read on demand and after changes."""
         self._path = path
         self._read: FileVersion | None = None
         self._text: str | None = None
 
     def __call__(self) -> str | None:
-        """Return the text of the file; the last one while it cannot be read. `UsageError` if it never could."""
+        """Return the file's text, or its last one if unreadable; raise `UsageError` if it never was readable."""
         found = FileVersion.of(self._path)
         if found is None or found != self._read:
             try:

@@ -1,8 +1,7 @@
-"""The end of a prompt that is cached under keys, left to the engine's call for the question (`kvabr.abr.tail`).
+"""Tails of prompts that are cached under keys: the last tokens, computed with the question (`kvabr.abr.tail`).
 
-Engines that name caches by keys ask how many of a prompt's are there, and compute what lies behind those. So a tail is
-a shorter answer. It must be the same when the engine asks again for just what it was promised, and the engine's steps
-must have room for the tails of all requests that are under way.
+Engines request the number of cached keys and compute the rest, so a tail is a smaller answer. A repeated request for
+exactly the promised keys gets the same answer, and the tails of all current requests fit into the engine's steps.
 """
 
 from __future__ import annotations
@@ -21,43 +20,43 @@ from kvabr.engines.clients import EngineClient
 from kvabr.engines.settings import EngineSettings
 from kvabr.types.catalog import Catalog, Track
 
-_MOST_PROMISED, _PROMISED_S = 1 << 16, 60.0
-"""Keys of promised caches that are remembered, and for how many seconds: an engine asks again before it fetches."""
+_MAX_PROMISED, _PROMISED_S = 1 << 16, 60.0
+"""Remembered promises, and their lifetime: an engine repeats its request before it fetches."""
 
 
 class PromisedPlace(NamedTuple):
-    """Where a cache is in a prompt."""
+    """Position of a cache in a prompt."""
 
     following: int
-    """Tokens that follow it."""
-    beside: int
-    """Caches that are fetched at the same time: a second is waited for all of them."""
+    """Tokens after it."""
+    concurrent: int
+    """Caches fetched at the same time; they share one second of waiting."""
 
 
 class KeyedTails:
     """Chooses tails for the requests of one engine, on one event loop."""
 
     def __init__(self, settings: EngineSettings, step_tokens: int, least: int) -> None:
-        """Start; the engine computes at most ``step_tokens`` in a step, and fetches none of fewer than ``least``."""
+        """Start; an engine computes at most ``step_tokens`` per step, and fetches at least ``least``."""
         self._settings, self._step_tokens, self._least = settings, step_tokens, least
         self._recent: deque[tuple[float, int]] = deque()
-        """Tails under way: when they should be computed at the latest, and their tokens."""
-        self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MOST_PROMISED, _PROMISED_S)
+        """Current tails: latest time of computation, and tokens."""
+        self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MAX_PROMISED, _PROMISED_S)
 
     def place(self, key: str) -> PromisedPlace:
-        """Return where a cache is in the prompt for which it was promised last; alone, if it was not."""
+        """Return the position of a cache in the prompt that it was last promised for; by default alone."""
         return self._promised.get(key, PromisedPlace(0, 1))
 
     async def leading(
         self, client: EngineClient, keys: Sequence[str], found: Sequence[Catalog], *, following: int
     ) -> int:
-        """Return how many caches of those that were found, in the prompt's order, the engine is to fetch.
+        """Return the number of found caches, in the prompt's order, for the engine to fetch.
 
         Args:
-            client: knows the link.
-            keys: all keys that the engine asks for.
+            client: has the link's speed.
+            keys: all requested keys.
             found: catalogs of the first of them.
-            following: tokens that it computes behind these in any case.
+            following: tokens after these, always computed.
 
         Raises:
             TransportError, PolicyError: as `AsyncClient.tail_of`.
@@ -92,10 +91,9 @@ class KeyedTails:
 
 
 def as_one(found: Sequence[Catalog]) -> Catalog | None:
-    """Return one catalog of caches that follow each other in a prompt, a group each; None if they do not fit together.
+    """Merge the catalogs of consecutive caches into one with a group per cache; None if they do not fit together.
 
-    The catalog of each says what the whole prompt loses on a track, since its publisher knows no more than the prior.
-    All but the last are of the same length.
+    All but the last must have the same length. Each states the loss of a whole prompt, since publishers use the prior.
     """
     first, last, size = found[0], found[-1], found[0].tokens
     if any(each.tokens != size for each in found[:-1]) or last.tokens > size or not first.even:

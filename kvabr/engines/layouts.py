@@ -1,7 +1,7 @@
 """Layouts of engines' KV caches, and conversion to and from kvabr's. Pure functions over tensors.
 
-kvabr's layout is ``[layer, K/V, head, token, dim]`` per layer class (`kvabr.types.kv`). A paged engine keeps one tensor
-per layer, cut into blocks of some tokens. Only the engine knows which tokens a block holds; here it is a number.
+kvabr's layout is ``[layer, K/V, head, token, dim]`` per layer class (`kvabr.types.kv`). A paged engine has one tensor
+per layer, cut into numbered blocks of tokens.
 """
 
 from __future__ import annotations
@@ -16,25 +16,21 @@ from kvabr.types.errors import FormatError, UsageError
 
 
 class BlockLayout(Enum):
-    """Where keys and values are in one layer's paged cache, [block, head, token, dim of key and value]."""
+    """Order of keys and values in one layer's paged cache, [block, head, token, dim of key and value]."""
 
     PLAIN = "plain"
-    """The first numbers of each token are its key, the others its value (vLLM on GPUs; any strides)."""
+    """Each token's key, then its value (vLLM on GPUs; any strides)."""
     TRANSPOSED = "transposed"
-    """Each head of a block is contiguous: keys as [dim, token], then values as [token, dim] (vLLM on CPUs, where the
-    kernels read keys that way)."""
+    """Each head of a block is contiguous: keys as [dim, token], then values as [token, dim] (vLLM on CPUs)."""
 
 
 def keys_and_values(
     cache: torch.Tensor, layout: BlockLayout, k_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of a layer's paged cache, [block, head, token, dim of key and value].
+    """Return views of keys and values, [block, head, token, dim], of a layer's paged cache.
 
-    Both are views, [block, head, token, dim]. Keys have ``k_dim`` dimensions; None: as many as values.
-
-    Raises:
-        FormatError: the cache has another shape, or is transposed and not contiguous, or transposed with keys and
-            values of unlike dimensions.
+    Keys have ``k_dim`` dimensions, by default as many as values. Raise `FormatError` for another shape, or a transposed
+    cache that is not contiguous or has keys and values of different dimensions.
     """
     if cache.dim() != 4 or (k_dim is None and cache.shape[-1] % 2):
         raise FormatError(f"a paged cache is [block, head, token, 2 x dim], this one is {tuple(cache.shape)}")
@@ -58,9 +54,9 @@ def keys_and_values(
 def block_layers(
     caches: Sequence[torch.Tensor], layout: BlockLayout, split: tuple[int, int], dtype: torch.dtype
 ) -> BlockLayers:
-    """Return layers of a paged cache as groups of ``dtype`` are decoded to them; errors as `keys_and_values`.
+    """Return the layers of a paged cache for decoding groups of ``dtype``; errors as `keys_and_values`.
 
-    ``split``: dimensions of keys and values. Unlike ones, and one vector per token, are one half.
+    ``split``: dimensions of keys and values. Different ones, and one vector per token, are one half.
     """
     caches = [cache.view(dtype) if cache.dtype.itemsize == dtype.itemsize == 1 else cache for cache in caches]
     k_dim, v_dim = split
@@ -72,12 +68,10 @@ def block_layers(
 
 
 def head_shard(heads: int, rank: int, ranks: int) -> range:
-    """Return the KV heads, of ``heads`` in the model, that one rank of a tensor-parallel engine holds.
+    """Return the KV heads, of ``heads``, in one rank of a tensor-parallel engine.
 
-    With more ranks than heads each head is held by several ranks, as in vLLM, SGLang and Megatron.
-
-    Raises:
-        UsageError: heads and ranks do not divide each other, or there is no such rank.
+    With more ranks than heads, each head is in several ranks, as in vLLM, SGLang and Megatron. Raise `UsageError` if
+    heads and ranks do not divide each other, or for an unknown rank.
     """
     if not 0 <= rank < ranks:
         raise UsageError(f"there is no rank {rank} among {ranks} tensor-parallel ranks")
@@ -89,7 +83,7 @@ def head_shard(heads: int, rank: int, ranks: int) -> range:
 
 
 def whole_blocks(tokens: int, block: int) -> int:
-    """Return the number of tokens in the blocks that ``tokens`` fill completely."""
+    """Return the number of tokens in full blocks."""
     return tokens // block * block
 
 

@@ -1,11 +1,10 @@
-"""Leaves an origin alone that has failed, so that it does not cost every request of an engine its time.
+"""Pauses requests to a failed origin, so that they do not delay an engine.
 
-After a failure the origin is not asked again for a moment, longer after each consecutive one, and in any case not
-before it answers a probe. Probes go on in the background, so an origin that comes back is asked within a second.
+After a failure, requests pause for a growing time, and at least until the origin answers a probe in the background, so
+one that returns is used within a second.
 
-A request that had no time for an answer says little: one client's short deadlines must not turn the origin off for all.
-Neither does one that failed while another was answered: many at once may take this machine longer than they have. After
-these a probe is sent, and the origin is asked on meanwhile.
+A failure of a request with too little time proves little, as does one while another request was answered: this machine
+may be slow. After these, a probe is sent while requests continue.
 """
 
 from __future__ import annotations
@@ -19,24 +18,19 @@ from kvabr.types.backoff import Backoff
 from kvabr.types.errors import KvabrError
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Seconds without requests after one that failed, doubled with each consecutive failure of an origin that answers
-probes."""
+"""Pause after a failure, doubled with each consecutive one."""
 FAIR_S, FAIR_ROUND_TRIPS = 0.25, 4.0
-"""Seconds and round trips that a request must have had for its failure to tell of the origin."""
+"""Minimum time of a request, in seconds and round trips, for its failure to count."""
 _PROBE_S = 1.0
 _NAPS_S = (0.1, 0.2, 0.4)
-"""Seconds between probes: the last again and again."""
+"""Seconds between probes; the last one repeats."""
 
 
 class OriginPause:
-    """Whether an origin is asked."""
+    """Decides whether to send requests to an origin."""
 
     def __init__(self, begin: Begin) -> None:
-        """Start with an origin that is asked.
-
-        Args:
-            begin: runs a coroutine of the client in the background.
-        """
+        """Start without a pause; ``begin`` runs a coroutine of the client in the background."""
         self._begin = begin
         self._pauses, self._again_s = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
         self._answered_s = -math.inf
@@ -44,24 +38,24 @@ class OriginPause:
 
     @property
     def active(self) -> bool:
-        """Whether it is left alone now."""
+        """True during a pause."""
         return self._silent or time.monotonic() < self._again_s
 
     def answered(self) -> None:
-        """Note a request that was answered."""
+        """Record an answered request."""
         self._again_s, self._answered_s = 0.0, time.monotonic()
         self._pauses.reset()
 
     def failed(self, began_s: float, *, within_s: float = FAIR_S, rtt_s: float = 0.0) -> float | None:
-        """Note a request that failed, and begin a pause; requests under way at the same time count as one.
+        """Record a failed request, and begin a pause; concurrent failures count as one.
 
         Args:
-            began_s: when it began, by `time.monotonic`.
-            within_s: seconds that it had. With few, no pause begins unless the origin does not answer a probe either.
-            rtt_s: round trip time to the origin; 0.0: it is not known.
+            began_s: start of the request, by `time.monotonic`.
+            within_s: its time limit. If short, a pause begins only if a probe fails, too.
+            rtt_s: round trip time to the origin; 0.0: unknown.
 
         Returns:
-            The seconds of the pause, if one began with it.
+            The seconds of the pause, if one began.
         """
         if within_s < max(FAIR_S, FAIR_ROUND_TRIPS * rtt_s) or self._answered_s > began_s:
             if not (self._silent or self._probing):
@@ -94,7 +88,7 @@ class OriginPause:
 
 
 async def answers(client: EngineClient, within_s: float) -> bool:
-    """Return whether the client's origin answers a probe in time."""
+    """Return True if the client's origin answers a probe in time."""
     try:
         await client.round_trip(probe_s=within_s)
     except KvabrError:

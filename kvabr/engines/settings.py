@@ -1,7 +1,7 @@
-"""Settings that users write into an engine's configuration: the keys that all adapters share, read and checked.
+"""Settings in an engine's configuration: keys shared by all adapters, read and checked.
 
 Each adapter subclasses `EngineSettings` for its own keys and defaults. Needs the extra ``engines`` (pydantic), which
-vLLM, LMCache and SGLang bring along; kvabr imports this module only when one of them loads its adapter.
+vLLM, LMCache and SGLang include; imported only by their adapters.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from kvabr.types.peer import PeerOptions
 
 _TROUBLE_EVERY_S = 60.0
 _TROUBLE_LOCK = threading.Lock()
-"""Of all `TroubleLog`s. It is held while the process forks, so that no child inherits it locked."""
+"""Shared by all `TroubleLog`s, and held during a fork, so that no child inherits it locked."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_TROUBLE_LOCK.acquire, after_in_parent=_TROUBLE_LOCK.release, after_in_child=_TROUBLE_LOCK.release
     )
 INSIDE, OWN = "inside", "process"
-"""Where plays run: in the engine's process, or in one that the engines of this user share, and start."""
+"""Where plays run: in the engine's process, or in a process that this user's engines share and start."""
 
 
 def _checked(check: Callable[[str], object]) -> AfterValidator:
-    """Return a validator that turns kvabr's own errors into pydantic's, so that they are told with their key."""
+    """Return a validator that converts kvabr's errors to pydantic's, to be reported with their key."""
 
     def validate(value: str) -> str:
         try:
@@ -76,13 +76,13 @@ def _location(value: object) -> object:
         return value
     found = _path(value)
     if not isinstance(found, Path):
-        raise ValueError("it must be a path or a URL")  # noqa: TRY004  # pydantic tells of ValueErrors
+        raise ValueError("it must be a path or a URL")  # noqa: TRY004  # pydantic reports ValueErrors
     return found
 
 
 def _tuple(value: object) -> object:
     if not isinstance(value, list | tuple):
-        raise ValueError("it must be a list of names")  # noqa: TRY004  # pydantic tells of ValueErrors
+        raise ValueError("it must be a list of names")  # noqa: TRY004  # pydantic reports ValueErrors
     return tuple(value)
 
 
@@ -99,7 +99,7 @@ EstimatorName = Annotated[Text, _checked(load_estimator)]
 
 
 PEER_KEYS = {name: field for name, field in option_fields(PeerOptions).items() if field.shown and field.shown.engines}
-"""The fields of `PeerOptions` that are keys of every adapter."""
+"""Fields of `PeerOptions` that are keys of every adapter."""
 _PEER = TypeAdapter(PeerOptions)
 
 
@@ -117,7 +117,7 @@ class SettingsTable(BaseModel):
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
-        """Return the settings of a table in the engine's configuration, which the user calls ``where``.
+        """Return the settings of a table; ``where`` is its name in the engine's configuration.
 
         Raises:
             UsageError: a key is unknown (the message has the nearest one) or has a wrong value.
@@ -139,7 +139,7 @@ class SettingsTable(BaseModel):
         key = str(error["loc"][0])
         if error["type"] == "extra_forbidden":
             if key in cls.elsewhere:
-                return f"there is no key {key!r}: {cls.elsewhere[key]}"
+                return f"unknown key {key!r}: {cls.elsewhere[key]}"
             close = difflib.get_close_matches(key, cls.keys(), n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(cls.keys())}"
             return f"there is no key {key!r}; {hint}"
@@ -152,75 +152,84 @@ class EngineSettings(SettingsTable):
     """Keys that every adapter understands."""
 
     plays: ClassVar[int] = 256
-    """Caches that may be fetched at once."""
+    """Maximum number of concurrent plays."""
     queue: ClassVar[int] = 64
     """Caches that may wait to be published; more are dropped and counted."""
     tail: ClassVar[int] = MOST_TAIL
-    """Most tokens at the end of what is cached that the engine computes with the question, on the coded cache, where
-    that is worth its time: most of the loss sits there. They are whole blocks, pages or chunks, and at most what a step
-    has room for, shared by the requests that wait."""
+    """Maximum tokens at the end of a cached prefix for the engine to compute with the question, on the coded cache, if
+    that is worth its time: they have most of the loss. They are whole blocks, pages or chunks, and fit into a step
+    together with those of other waiting requests.
+    """
 
     url: Url | None = None
-    """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay, or an object store, ``s3://bucket/prefix``
-    and the like. None: nothing is fetched."""
+    """Origin of caches: ``moqt://host:port/`` of an origin or a relay, or an object store such as
+    ``s3://bucket/prefix``. None: nothing is fetched.
+    """
     sources: Annotated[tuple[Url, ...], BeforeValidator(_tuple)] = ()
-    """Further origins, relays and stores of the same caches: plays take groups from all, and go on without those that
-    fail. Token and trust are those of ``url``."""
+    """Further origins, relays and stores of the same caches: plays use all of them, and continue if some fail. Token
+    and trust are those of ``url``.
+    """
     publish: StoreLocation | None = None
-    """Store that computed caches are written to, for `kvabr serve`: a folder or a URL. None: nothing is published."""
+    """Store to publish computed caches in, for `kvabr serve`: a folder or a URL. None: nothing is published."""
     deadline_s: Seconds = 1.0
-    """Seconds in which the cache of a request is wanted."""
+    """Deadline for the cache of a request, seconds."""
     policy: PolicyName = DEFAULT
     """ABR policy, see `kvabr policies`."""
     prefill_rate: Seconds | None = None
-    """Tokens per second that the engine prefills, for deciding what to leave to it. None: what vLLM's prefills cost is
-    measured while it serves, also on a GPU; of others the catalogs may tell it, and where they do not, no tail is
-    left to the engine."""
+    """Tokens per second that the engine prefills, for choosing tails. None: vLLM's prefills are measured while it
+    serves; for others catalogs may have a cost, and without one there is no tail.
+    """
     keep_loss: Annotated[float, Field(ge=0)] = math.inf
-    """Most that a cache may be expected to lose, nats per generated token, for the engine to be given it: the engine
-    keeps it for all later requests. AC-L3 loses about 0.001."""
+    """Maximum expected loss of a cache for the engine, nats per generated token: the engine keeps it for all later
+    requests. AC-L3 loses about 0.001.
+    """
     model: ModelName | None = None
     """Name of the model in the track namespace, which stands for its weights. None: derived from the engine's model,
-    with the digest of its folder, where the engine has one."""
+    with the digest of its folder, if there is one.
+    """
     version_file: FilePath | None = None
-    """File with the version of the weights that the engine has in memory, for those who replace them as it runs. It is
-    read again when it has changed, see `kvabr.engines.generation`. None: after an engine's signal that weights may have
-    changed, its caches are its own."""
+    """File with the version of the weights in memory, written by the tool that replaces them; read again after changes,
+    see `kvabr.engines.generation`. None: after an engine's signal that weights may have changed, it shares no caches.
+    """
     group_tokens: Annotated[int | None, Field(ge=1, le=MAX_GROUP_TOKENS)] = None
-    """Tokens per group of what is published and asked for; both sides need the same. None: kvabr's default."""
+    """Tokens per group of published and requested caches; both sides need the same. None: kvabr's default."""
     profile: FilePath | None = None
-    """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
+    """Codec profile of the model, for publishing the AC tracks. None: the shipped one, if it fits."""
     prior: FilePath | None = None
-    """Catalog of the same model with measured losses, also behind tails, for those of what is published: the
-    file ``a/DIGEST`` in a store, of any asset that `kvabr encode` made. None: the one that kvabr ships."""
+    """Catalog of the same model with measured losses, as an estimate for published caches: the file ``a/DIGEST`` in a
+    store, of any asset made by `kvabr encode`. None: the shipped one.
+    """
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
     peer: PeerOptions = PeerOptions()
-    """How ``url`` and ``sources`` are reached; `read` makes it from its own keys."""
+    """Connection to ``url`` and ``sources``; `read` makes it from its own keys."""
     store_mib: Annotated[int, Field(ge=0)] = 256
-    """Memory for encoded groups that later requests may want, MiB."""
+    """Memory for encoded groups that later requests may use, MiB."""
     disk: StoreLocation | None = None
     """Folder for the same, of one process: other ranks use memory only. Or the URL of an object store, which all hosts
-    may share. None: memory only."""
+    may share. None: memory only.
+    """
     disk_mib: Annotated[int, Field(ge=0)] = 16384
     """Size of the folder ``disk``, MiB."""
     cache: FilePath | None = Field(default_factory=lambda: user_cache_path("kvabr", appauthor=False))
-    """Folder that keeps codec profiles, the speed of the origin's link and prefill times from one process to the next,
-    as `kvabr fetch` does. By default the user's cache folder, such as ``~/.cache/kvabr``; null keeps nothing."""
+    """Folder that keeps codec profiles, the speed of the origin's link and prefill times between processes, as `kvabr
+    fetch` does. By default the user's cache folder, such as ``~/.cache/kvabr``; null keeps nothing.
+    """
     player: Text = INSIDE
     """Where plays run: ``inside`` the engine's process, in a ``process`` that engines share, or at a socket's path."""
     publish_mib: Count | None = None
-    """Size limit of what engines publish in ``publish``, an unencrypted folder, MiB: caches that a longer one continues
-    are removed first, then the least recently used. None: unlimited."""
+    """Size limit of engines' caches in ``publish``, an unencrypted folder, MiB: prefixes of longer caches are removed
+    first, then the least recently used. None: unlimited.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Put the keys of `PeerOptions` together."""
+        """Collect the keys of `PeerOptions`."""
         if isinstance(given.get("peer"), PeerOptions):
             return given
         if "peer" in given:
-            raise UsageError(f"there is no key 'peer'; there are {', '.join(PEER_KEYS)}")
+            raise UsageError(f"unknown key 'peer'; use {', '.join(PEER_KEYS)}")
         peer = {
             key: _path(value) if PEER_KEYS[key].kind is Path else value
             for key, value in given.items()
@@ -254,19 +263,19 @@ class EngineSettings(SettingsTable):
         return sources
 
     def grouped(self, spec: KVSpec) -> KVSpec:
-        """Return ``spec`` with the group size that the user set."""
+        """Return ``spec`` with the configured group size."""
         return spec if self.group_tokens is None else replace(spec, group_tokens=self.group_tokens)
 
-    def generation(self, told: Callable[[], str | None] = lambda: None) -> Generation:
-        """Return the weights that the engine has; ``told`` returns a version that it declares itself, if any.
+    def generation(self, declared: Callable[[], str | None] = lambda: None) -> Generation:
+        """Return the generation of the weights; ``declared`` returns a version that the engine declares, if any.
 
-        Raises `UsageError` if the file with the version cannot be read.
+        Raise `UsageError` if the version file cannot be read.
         """
-        return Generation(told if self.version_file is None else VersionFile(self.version_file))
+        return Generation(declared if self.version_file is None else VersionFile(self.version_file))
 
     @property
     def prefill_cost(self) -> PrefillCost | None:
-        """The cost of a prefill at ``prefill_rate``; None without one."""
+        """Cost of a prefill at ``prefill_rate``, if set."""
         return None if self.prefill_rate is None else PrefillCost.from_rate(self.prefill_rate)
 
     @property
@@ -276,24 +285,19 @@ class EngineSettings(SettingsTable):
 
 
 class TroubleLog:
-    """Logs the first trouble of each kind at once, and each minute how often it has happened again.
-
-    Thread-safe. A timer writes the line of the minute, so that it appears even if no trouble follows.
-    """
+    """Logs the first trouble of each kind at once, and repetitions as one line per minute. Thread-safe."""
 
     def __init__(self, log: logging.Logger, every_s: float = _TROUBLE_EVERY_S) -> None:
-        """Start without trouble; repeated troubles are summed up ``every_s`` seconds after the first of them."""
+        """Start without trouble; repetitions are summed up after ``every_s`` seconds."""
         self._log, self._every_s = log, every_s
         self._again: dict[str, tuple[int, str]] = {}
-        """Per kind of trouble, repetitions since the last line and the latest reason."""
+        """By kind: repetitions since the last line and the latest reason."""
         self._timer: threading.Timer | None = None
 
     def tell(self, what: str, why: object) -> None:
-        """Log that something went wrong; the engine computes what it does not get.
+        """Log a problem after which the engine computes tokens itself.
 
-        Args:
-            what: the kind of trouble; there are only a few kinds.
-            why: the reason, an exception or a text.
+        ``what`` is one of few kinds, ``why`` the reason, an exception or a text.
         """
         text = str(why) or repr(why)
         with _TROUBLE_LOCK:
@@ -311,7 +315,7 @@ class TroubleLog:
         self._timer.start()
 
     def flush(self) -> None:
-        """Write the line with the troubles that were repeated, and forget the others: the next one is news again."""
+        """Log repeated troubles, and forget the others."""
         with _TROUBLE_LOCK:
             again = [f"{kind}: {n} more, the last: {last}" for kind, (n, last) in self._again.items() if n]
             self._again = {kind: (0, last) for kind, (n, last) in self._again.items() if n}

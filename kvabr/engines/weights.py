@@ -1,17 +1,15 @@
-"""The name of a model in a folder: its base name and a digest of all its weights, or what its operator declares.
+"""The name of a model in a folder: its base name and a digest of all its weights, or a declared name.
 
-The digest covers every byte of the files that an engine may load from the folder itself: weights in any format, the
-configuration, that of an adapter or of a quantisation, indices, and code. Tokenizers have a digest of their own. Each
-file is hashed in pieces by several threads, so that gigabytes take seconds. SHA-256 it is, as every machine has it and
-all have to agree on the name.
+The digest covers every byte of the files that an engine may load: weights in any format, configurations, indices, and
+code. Tokenizers have their own digest. Files are hashed in pieces by several threads, with SHA-256, which every machine
+has.
 
-A file is not read again as long as its size, times and inode are those of a record, which is kept in the folder
-(``.kvabr-weights.json``), or in the user's cache directory where the folder cannot be written. Processes that start at
-once, such as the ranks of an engine, wait for the one that reads.
+A file is read again only if its size, times or inode differ from a record in the folder (``.kvabr-weights.json``), or
+in the user's cache directory if the folder is read-only. Concurrent processes, such as ranks, wait for the one that
+reads.
 
-An operator may declare a name or a version instead, in a file ``kvabr-name.json`` in the folder:
-``{"version": "2026-11"}`` stands for the weights, ``{"model": "assistant-1f0c2a3b"}`` is the whole name, such as one
-under which caches exist.
+An operator may declare a name or version in ``kvabr-name.json`` in the folder: ``{"version": "2026-11"}`` stands for
+the weights, ``{"model": "assistant-1f0c2a3b"}`` is the whole name, such as that of existing caches.
 
 Imports neither torch nor an engine.
 """
@@ -42,36 +40,34 @@ from kvabr.types.naming import DIGITS, LOOSE, safe_name, with_facts
 LOG = logging.getLogger("kvabr.engines")
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes that were read, and all there are; from any thread, a few times a second."""
+"""Takes the bytes read and all bytes; from any thread, a few times per second."""
 
 DECLARED = "kvabr-name.json"
-"""File in a model's folder in which its operator declares a name or a version."""
 RECORD = ".kvabr-weights.json"
-"""File in a model's folder with the digests of its files."""
 _SCHEMA = "kvabr.weights/1"
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz", ".msgpack", ".h5", ".py"})
-"""Suffixes of files with weights, and with code."""
+"""Suffixes of files with weights and code."""
 _CONFIGS = re.compile(r"config\.json|params\.json|adapter_config\.json|.*quant.*\.json|.*\.index\.json")
 _PIECE_BYTES, _READ_BYTES = 32 << 20, 1 << 20
 _THREADS = 16
 _MAX_RECORD_BYTES = 16 << 20
 _MAX_DECLARED_BYTES = 1 << 16
 _SETTLED_S = 2.0
-"""Seconds since its last change after which a file's times tell of the next one: a clock has coarse ticks."""
-_TELL_S = 0.2
+"""Seconds after which a file's times reliably show the next change, despite coarse clocks."""
+_REPORT_S = 0.2
 _LOG_S = 10.0
-"""Seconds between two lines in the log while weights are read."""
+"""Seconds between log lines while weights are read."""
 
 
 def model_name(folder: Path, progress: Progress | None = None) -> str:
-    """Return the name under which caches of the model in a folder are published.
+    """Return the name for caches of the model in a folder.
 
     Args:
-        folder: it has at least a ``config.json``.
-        progress: is told how far reading is, if weights must be read; None: the log is.
+        folder: has at least a ``config.json``.
+        progress: takes the progress of reading weights; None: it is logged.
 
     Raises:
-        ModelError: a file cannot be read, or changes meanwhile; or ``kvabr-name.json`` is none.
+        ModelError: a file cannot be read or changes meanwhile, or ``kvabr-name.json`` is malformed.
     """
     declared = _declared(folder)
     if "model" in declared:
@@ -87,11 +83,11 @@ def weights_digest(folder: Path, progress: Progress | None = None) -> str:
     found = _versions(folder)
     known = _known(folder, found)
     if len(known) < len(found):
-        with _turn(folder):
-            known = _known(folder, found)  # perhaps somebody else has read it meanwhile
+        with _locked(folder):
+            known = _known(folder, found)  # another process may have read it meanwhile
             todo = [name for name in found if name not in known]
             if todo:
-                known |= _hashed(folder, todo, progress or _Told(folder))
+                known |= _hashed(folder, todo, progress or _LogProgress(folder))
                 if changed := sorted({*found.items()} ^ {*_versions(folder).items()}):
                     path = folder / changed[0][0]
                     raise ModelError(f"{path}: changes while it is read; load the model when it is complete")
@@ -103,7 +99,7 @@ def weights_digest(folder: Path, progress: Progress | None = None) -> str:
 
 
 def local_folder(name: str, marker: str = "config.json") -> Path | None:
-    """Return the folder of a model if an engine's name of it is the path of one, which has a ``marker``; else None."""
+    """Return the folder of a model if an engine's name of it is a path with a ``marker`` file."""
     with contextlib.suppress(OSError, ValueError):
         if (Path(name) / marker).is_file():
             return Path(name)
@@ -111,12 +107,12 @@ def local_folder(name: str, marker: str = "config.json") -> Path | None:
 
 
 def cached_folder(name: str, revision: str | None = None, *, marker: str = "config.json") -> Path | None:
-    """Return the folder of a model that an engine names: a folder itself, or a snapshot in Hugging Face's cache.
+    """Return a model's folder: a path, or a snapshot in Hugging Face's cache.
 
     Args:
-        name: path of a folder with a ``config.json``, or a repository such as ``org/model``.
+        name: path of a folder with a ``marker`` file, or a repository such as ``org/model``.
         revision: branch, tag or commit of the repository; None: ``main``.
-        marker: the file that tells such a folder.
+        marker: required file.
 
     Returns:
         None if there is no such folder on this machine.
@@ -136,7 +132,7 @@ def cached_folder(name: str, revision: str | None = None, *, marker: str = "conf
 
 
 def _title(folder: Path) -> str:
-    """Return the readable part of the name: the folder's, or the repository's of a snapshot in Hugging Face's cache."""
+    """Return the name of the folder, or of the repository of a snapshot in Hugging Face's cache."""
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
         return safe_name(repository.removeprefix("models--").replace("--", "/"), LOOSE)
@@ -144,7 +140,7 @@ def _title(folder: Path) -> str:
 
 
 def _declared(folder: Path) -> dict[str, str]:
-    """Return what the operator declares of the model."""
+    """Return the operator's declaration."""
     path = folder / DECLARED
     if not path.is_file():
         return {}
@@ -159,7 +155,7 @@ def _declared(folder: Path) -> dict[str, str]:
 
 
 def _versions(folder: Path) -> dict[str, FileVersion]:
-    """Return the files of which a model's KV may depend."""
+    """Return the files that a model's KV may depend on."""
     found: dict[str, FileVersion] = {}
     try:
         names = [path.name for path in folder.iterdir()]
@@ -177,7 +173,7 @@ def _versions(folder: Path) -> dict[str, FileVersion]:
 
 
 def _hashed(folder: Path, names: list[str], progress: Progress) -> dict[str, str]:
-    """Return the digests of files: each that of its pieces' digests."""
+    """Return the digests of files, each over the digests of its pieces."""
     sizes: dict[str, int] = {}
     for name in names:
         sizes[name] = (folder / name).stat().st_size
@@ -195,7 +191,7 @@ def _hashed(folder: Path, names: list[str], progress: Progress) -> dict[str, str
 
 
 def _piece(path: Path, at: int, meter: _Meter) -> bytes:
-    """Return the digest of a piece of a file; other threads run meanwhile."""
+    """Return the digest of a piece of a file, releasing the interpreter's lock."""
     digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
@@ -209,25 +205,25 @@ def _piece(path: Path, at: int, meter: _Meter) -> bytes:
 
 
 class _Meter:
-    """Adds up what threads have read, and tells of it now and then."""
+    """Adds up the progress of threads, and reports it regularly."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self._total, self._progress = total, progress
-        self._done, self._told_s = 0, time.monotonic()
+        self._done, self._reported_s = 0, time.monotonic()
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
         with self._lock:
             self._done += count
             now = time.monotonic()
-            if now - self._told_s < _TELL_S:
+            if now - self._reported_s < _REPORT_S:
                 return
-            self._told_s, done = now, self._done
+            self._reported_s, done = now, self._done
         self._progress(done, self._total)
 
 
-class _Told:
-    """Tells the log how far reading is, where it takes long."""
+class _LogProgress:
+    """Logs progress if reading takes long."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._next_s = folder, time.monotonic() + _LOG_S / 5
@@ -244,20 +240,20 @@ class _Told:
 
 
 class _Entry(NamedTuple):
-    """What a record says of a file."""
+    """A record's entry of a file."""
 
     version: tuple[int, ...]
-    """As `_stamp` returns it."""
+    """Result of `_stamp`."""
     sha256: str
 
 
 def _stamp(version: FileVersion) -> tuple[int, ...]:
-    """Return what tells that a file is still the same: all but the device, whose number each machine makes up."""
+    """Return the identity of a file's content; without the device number, which differs between machines."""
     return version.inode, version.size, version.modified_ns, version.changed_ns
 
 
 def _known(folder: Path, found: Mapping[str, FileVersion]) -> dict[str, str]:
-    """Return the digests of those files that are as a record says."""
+    """Return the digests of files with valid records."""
     known: dict[str, str] = {}
     for path in (_cached(folder, ".json"), folder / RECORD):
         for name, entry in _entries(path).items():
@@ -267,7 +263,7 @@ def _known(folder: Path, found: Mapping[str, FileVersion]) -> dict[str, str]:
 
 
 def _entries(path: Path) -> dict[str, _Entry]:
-    """Return what a record says; nothing if it is none: the weights are read again."""
+    """Return the entries of a record; empty if it is malformed."""
     try:
         value = json.loads(read_bytes(path, _MAX_RECORD_BYTES))
         if value["schema"] != _SCHEMA:
@@ -281,7 +277,7 @@ def _entries(path: Path) -> dict[str, _Entry]:
 
 
 def _keep(folder: Path, found: Mapping[str, FileVersion], known: Mapping[str, str]) -> None:
-    """Write a record of files that have not changed for a moment, in the folder if that may be written."""
+    """Write a record of settled files, in the folder if possible."""
     settled_ns = time.time_ns() - int(_SETTLED_S * 1e9)
     files: dict[str, Any] = {
         name: {"version": _stamp(version), "sha256": known[name]}
@@ -299,7 +295,7 @@ def _keep(folder: Path, found: Mapping[str, FileVersion], known: Mapping[str, st
 
 
 @contextmanager
-def _turn(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other process of this user reads the folder."""
     handle = None
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Code points of moq-transport (error codes, parameters, setup options, properties) and the exception for faults."""
+"""Code points of moq-transport and the exception for faults."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ RANGE_FILTERS = frozenset({
     Param.SUBGROUP_FILTER, Param.OBJECTID_FILTER, Param.PRIORITY_FILTER, Param.OBJECT_PROPERTY_FILTER,
     Param.TRACK_PROPERTY_FILTER,
 })  # fmt: skip
-"""Parameters that filter objects by other things than their location (draft 20, section 5.1.4)."""
+"""Filters by criteria other than location (draft 20, section 5.1.4)."""
 
 
 class SetupOption(IntEnum):
@@ -129,7 +129,7 @@ class SetupOption(IntEnum):
     MAX_AUTH_TOKEN_CACHE_SIZE = 0x04
     AUTHORITY = 0x05
     MAX_FILTER_RANGES = 0x06
-    """This end sends none, so that peers may not use range filters."""
+    """Never sent, so peers may not use range filters."""
     MOQT_IMPLEMENTATION = 0x07
     MAX_REQUEST_UPDATES = 0x08
 
@@ -153,10 +153,9 @@ MANDATORY_TRACK_PROPERTIES = range(0x4000, 0x8000)
 
 
 class SessionFault(Exception):  # noqa: N818  # the peer's fault, not an error here
-    """The peer broke the protocol; the session must be closed with `code`."""
+    """The peer broke the protocol; close the session with `code`."""
 
     def __init__(self, message: str, code: SessionCode = SessionCode.PROTOCOL_VIOLATION) -> None:
-        """Say what the peer did."""
         super().__init__(message)
         self.code = code
 
@@ -185,10 +184,10 @@ _REASONS = {int(code): reason for reason, code in _CODES.items()} | {int(Request
 
 
 def reason_of(code: int) -> Reason:
-    """Return what a code of a refused request means."""
+    """Return the meaning of a refused request's code."""
     return _REASONS.get(code, Reason.OTHER)
 
 
 def code_of(reason: Reason) -> RequestCode:
-    """Return the code by which a peer is told."""
+    """Return the wire code of a reason."""
     return _CODES.get(reason, RequestCode.INTERNAL_ERROR)

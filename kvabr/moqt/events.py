@@ -1,6 +1,6 @@
-"""Events that a session reports to its owner, and commands for the owner to carry out on streams.
+"""Events for the owner of a session, and commands for it to carry out on streams.
 
-A `Channel` collects them, with the streams and request IDs that the parts of a session share.
+A `Channel` collects them, and allocates stream and request IDs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ class Ready:
 
     options: SetupOptions
     tokens: tuple[bytes, ...]
-    """Values of the tokens in the SETUP."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The peer makes a request; answer it by its ID through `MoqtSession.responder`."""
+    """The peer makes a request; answer it by ID through `MoqtSession.responder`."""
 
     request_id: int
     message: Request
@@ -37,7 +36,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """The peer changes one of its requests; the session has acknowledged the change."""
+    """The peer changes one of its requests; the session has acknowledged it."""
 
     request_id: int
     parameters: Parameters
@@ -69,31 +68,30 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Objects, or parts of them, arrived for a request of this end; payload belongs to the last header before it."""
+    """Objects, or parts of them, for a request of this end; payload belongs to the last header before it."""
 
     request_id: int
     items: list[Item]
     stream: int | None = None
-    """The stream that carries them, of a subscription, which has several; None for a FETCH."""
+    """For subscriptions; None for a FETCH, which has one stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A stream of objects has ended or was reset: the only one of a FETCH, or one of a subscription."""
+    """A stream of objects has ended or was reset."""
 
     request_id: int
     reset: int | None = None
-    """Code of the reset; None if all its objects have arrived."""
+    """Code of the reset; None at a regular end."""
     stream: int | None = None
-    """See `Received.stream`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionEnding:
-    """The peer begins no more streams for a subscription; some may still be on their way.
+    """The peer opens no more streams for a subscription; open ones continue.
 
-    `SubscriptionDone` follows, unless the peer has counted its streams wrongly or reset one before its header: cancel
-    the subscription when it takes too long.
+    `SubscriptionDone` follows, unless the peer miscounted its streams or reset one before its header: cancel the
+    subscription after a time limit.
     """
 
     request_id: int
@@ -102,14 +100,14 @@ class SubscriptionEnding:
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionDone:
-    """All streams of a subscription have arrived; nothing follows."""
+    """All streams of a subscription have arrived."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The peer no longer wants one of the streams that `Responder.push` opened; it is reset."""
+    """The peer stopped a stream of `Responder.push`; it is reset."""
 
     request_id: int
     stream: int
@@ -125,7 +123,7 @@ class GoingAway:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """This end has closed the session, on request or because the peer broke the protocol."""
+    """This end has closed the session, on request or for a violation by the peer."""
 
     code: int
     reason: str
@@ -150,7 +148,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Send bytes on a stream; the first write opens the stream."""
+    """Send bytes on a stream, opening it if new."""
 
     stream: int
     data: bytes
@@ -167,7 +165,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ask the peer to stop sending on a stream (STOP_SENDING)."""
+    """Send STOP_SENDING for a stream."""
 
     stream: int
     code: int
@@ -185,7 +183,7 @@ Command = Write | Reset | Stop | Close
 
 
 _ID_WINDOW = 1 << 16
-"""Number of recent request IDs tracked individually; older ones count as used."""
+"""Recent request IDs tracked individually; older ones count as used."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,10 +191,9 @@ class RequestState:
     """One open request, of either end."""
 
     number: int
-    """Request ID."""
     message: Request
     stream: int
-    """Bidirectional stream of the request."""
+    """Bidirectional."""
     answered: bool = False
     updates: int = 0
     """Unanswered REQUEST_UPDATEs."""
@@ -205,20 +202,19 @@ class RequestState:
 
 
 class Channel:
-    """Allocate stream and request IDs, and collect commands and events."""
+    """Allocates stream and request IDs, and collects commands and events."""
 
     def __init__(self, draft: Draft, *, client: bool) -> None:
         self.draft, self.client = draft, client
         self.events: list[Event] = []
         self.commands: list[Command] = []
         self.control_stream: int | None = None
-        """Stream for outgoing control messages."""
+        """For outgoing messages."""
         self.open_bidi: Callable[[], int] = partial(next, count(0 if client else 1, 4))
         """Returns the ID of a new bidirectional stream."""
         self.open_uni: Callable[[], int] = partial(next, count(2 if client else 3, 4))
         """Returns the ID of a new unidirectional stream."""
         self.next_id = 0 if client else 1
-        """Next request ID of this end."""
 
     def take_id(self) -> int:
         """Return a new request ID."""
@@ -226,11 +222,11 @@ class Channel:
         return self.next_id - 2
 
     def made(self, number: int) -> bool:
-        """Return whether this end has used a request ID."""
+        """Return True if this end has used a request ID."""
         return 0 <= number < self.next_id and number % 2 == (not self.client)
 
     def retract(self, request_id: int) -> bool:
-        """Remove a request of the peer from the pending events; return False if the owner has already seen it."""
+        """Remove a request of the peer from the pending events; return False if already reported."""
         if not any(isinstance(event, Requested) and event.request_id == request_id for event in self.events):
             return False
         over = (Requested, Updated)
@@ -247,32 +243,32 @@ class Channel:
         self.write(self.control_stream, message)
 
     def check_goaway(self, message: Goaway, *, repeated: bool) -> None:
-        """Raise SessionFault for a second GOAWAY, or one with a URI from a client (draft 18, section 10.4)."""
+        """Raise SessionFault for a second GOAWAY, or a URI from a client (draft 18, section 10.4)."""
         if repeated:
             raise SessionFault("second GOAWAY on the same stream")
         self.check_uri(message.uri, message)
 
     def check_uri(self, uri: bytes, message: Message) -> None:
-        """Raise SessionFault if a client sends its server to a URI."""
+        """Raise SessionFault if a client sends a URI."""
         if uri and not self.client:
             raise SessionFault(f"{type(message).__name__} from a client carries a URI")
 
 
 class PeerIds:
-    """The request IDs that the peer has used; each must have its parity and be new (draft 18, section 10.1).
+    """The peer's request IDs; each must be new and have its parity (draft 18, section 10.1).
 
-    Gaps are accepted, because streams overtake each other and a request cancelled early may never arrive.
+    Gaps are accepted: streams overtake each other, and a request cancelled early may never arrive.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._parity = int(channel.client)
         self.next = self._parity
-        """The smallest ID above all used ones."""
+        """Smallest ID above all used ones."""
         self._used = 0
         """One bit for each ID below `next`; the largest ID has the lowest bit."""
 
     def take(self, number: int) -> None:
-        """Record that the peer uses an ID, or raise SessionFault."""
+        """Record an ID, or raise SessionFault."""
         code = SessionCode.INVALID_REQUEST_ID
         if number % 2 != self._parity:
             raise SessionFault(f"request ID {number} has the wrong parity", code)
@@ -287,7 +283,7 @@ class PeerIds:
             self.next = number + 2
 
     def used(self, number: int) -> bool:
-        """Return whether the peer has used an ID."""
+        """Return True if the peer has used an ID."""
         if not 0 <= number < self.next or number % 2 != self._parity:
             return False
         behind = (self.next - number) // 2 - 1

@@ -1,8 +1,7 @@
 """Control messages as dataclasses, and their wire format (draft 18, sections 10.3 to 10.20).
 
-Messages are listed that this end sends, or that a peer may rightly send it. A message is a type, a 16-bit length, and
-fields. The fields on the wire are those of the dataclass, in the same order; `_CODECS` says how each one is encoded.
-A FETCH alone differs: the filter among its parameters stands for its start and end.
+A message is a type, a 16-bit length, and the fields of its dataclass in order, encoded by `_CODECS`. Only messages that
+this end sends, or may receive, are listed. FETCH differs: a filter among its parameters encodes its start and end.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class Message:
     """One control message."""
 
     allowed: ClassVar[frozenset[Param]] = frozenset()
-    """Parameters that the message may carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +84,13 @@ class Goaway(Message):
 
 @dataclass(frozen=True, slots=True)
 class RequestOk(Message):
-    """REQUEST_OK. Answers have no request ID: their stream identifies the request."""
+    """REQUEST_OK; its stream identifies the request."""
 
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
     """In answer to TRACK_STATUS."""
     allowed = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
-    """In any answer; the session checks further, because it knows the request."""
+    """In any answer; the session checks further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class RequestErrorMessage(Message):
 
     code: int
     retry_interval: int
-    """Milliseconds plus one after which a retry may succeed; 0 if it cannot."""
+    """Milliseconds plus one before a retry; 0 if it cannot succeed."""
     reason: str
     redirect: Redirect | None = None
 
@@ -127,7 +125,7 @@ class Subscribe(_OfTrack):
 
 @dataclass(frozen=True, slots=True)
 class TrackStatus(_OfTrack):
-    """TRACK_STATUS: asks for the state of a track without subscribing to it."""
+    """TRACK_STATUS: requests the state of a track without subscribing."""
 
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _TOKEN | {Param.INCLUDE_PROPERTIES}
@@ -169,7 +167,7 @@ class PublishDone(Message):
 
     code: int
     streams: int
-    """Number of streams that the subscription had; `UNCOUNTED` or more if its publisher has not counted them."""
+    """Streams of the subscription; `UNCOUNTED` or more if unknown."""
     reason: str
 
 
@@ -178,7 +176,7 @@ UNCOUNTED = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class PublishStateNotify(Message):
-    """PUBLISH_STATE_NOTIFY: something about a subscription has changed at its publisher."""
+    """PUBLISH_STATE_NOTIFY: the publisher's state of a subscription has changed."""
 
     parameters: Parameters = field(default_factory=Parameters)
     allowed = frozenset({Param.LARGEST_OBJECT, Param.FORWARD, Param.LOCATION_FILTER})
@@ -191,16 +189,17 @@ class Fetch(_OfTrack):
     start: Location
     end: Location
     """End Location: the last location plus one; object 0 stands for the whole group, `OPEN_END` for the largest object.
-    The wire has the last location itself."""
+    The wire has the last location itself.
+    """
     parameters: Parameters = field(default_factory=Parameters)
-    """A filter is kept here if it depends on the largest object; `start` and `end` then mean nothing."""
+    """A filter remains here if it depends on the largest object; `start` and `end` are then void."""
     allowed = _TOKEN | _OF_OBJECTS | {
         Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER, Param.LOCATION_FILTER,
         Param.INCLUDE_PROPERTIES,
     }  # fmt: skip
 
     def within(self, largest: Location) -> tuple[Location, Location]:
-        """Return the start and the End Location, given the largest object of the track."""
+        """Return start and End Location, given the largest object of the track."""
         if self.parameters.filter is None:
             return self.start, self.end
         return self.parameters.filter.within(largest)[0], OPEN_END
@@ -210,7 +209,7 @@ OPEN_END = Location(MAX_INTEGER, 0)
 
 
 def fetched_range(found: Filter) -> tuple[Location, Location]:
-    """Return the start and the End Location of a FETCH whose filter has an absolute start."""
+    """Return start and End Location of a filter with an absolute start."""
     start = found.start or Location(0, 0)
     if found.end_group is None:
         return start, OPEN_END
@@ -219,7 +218,7 @@ def fetched_range(found: Filter) -> tuple[Location, Location]:
 
 
 def end_after(last: Location) -> Location:
-    """Return the End Location after the last location; the largest object ID stands for the whole group."""
+    """Return the End Location after ``last``; the largest object ID stands for the whole group."""
     return Location(last.group, 0 if last.object == MAX_INTEGER else last.object + 1)
 
 
@@ -241,7 +240,7 @@ class FetchOk(Message):
 
     end_of_track: bool
     end: Location
-    """End Location, as in `Fetch`; the wire has the last location itself."""
+    """As in `Fetch`."""
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
 
@@ -281,11 +280,10 @@ class SubscribeTracks(_Numbered):
 
 
 Request = Subscribe | TrackStatus | Publish | Fetch | PublishNamespace | SubscribeNamespace | SubscribeTracks
-"""The messages that open a request."""
 
 
 MAX_MESSAGES = 1024
-"""Messages on one stream; a limit of this implementation. The shortest ones have 5 bytes and take about 40 us each."""
+"""Limit per stream of this implementation; the shortest messages have 5 bytes and take about 40 us each."""
 MAX_MESSAGE_BYTES = 0xFFFF
 
 _TYPES: dict[int, type[Message]] = {
@@ -293,12 +291,12 @@ _TYPES: dict[int, type[Message]] = {
     0x18: FetchOk, 0xD: TrackStatus, 0x6: PublishNamespace, 0x50: SubscribeNamespace, 0x51: SubscribeTracks,
     0x8: Namespace, 0x2: RequestUpdate, 0x7: RequestOk, 0x5: RequestErrorMessage, 0x22: PublishStateNotify,
 }  # fmt: skip
-"""Messages by type, without the answers to requests that this end never makes: they are as invalid as unknown types."""
+"""Answers to requests that this end never makes are as invalid as unknown types."""
 _TYPE_OF = {cls: kind for kind, cls in _TYPES.items()}
 
 
 def encode(message: Message, draft: Draft) -> bytes:
-    """Encode a message with its type and length, or raise ValueError if MoQT does not allow it."""
+    """Encode a message, or raise ValueError if MoQT does not allow it."""
     kind = _TYPE_OF[type(message)]
     payload = _payload(message, draft)
     if len(payload) > MAX_MESSAGE_BYTES:
@@ -307,16 +305,7 @@ def encode(message: Message, draft: Draft) -> bytes:
 
 
 def decode(kind: int, payload: bytes, draft: Draft) -> Message:
-    """Decode the payload of a message.
-
-    Args:
-        kind: The message type.
-        payload: The encoded fields.
-        draft: The draft.
-
-    Raises:
-        SessionFault: The type is unknown, or the fields do not fit it.
-    """
+    """Decode the payload of a message type; raise SessionFault if it is unknown or malformed."""
     cls = _TYPES.get(kind)
     if cls is None:
         raise SessionFault(f"unknown message type 0x{kind:x}")
@@ -338,10 +327,7 @@ def decode(kind: int, payload: bytes, draft: Draft) -> Message:
 
 
 def _ends_of(cls: type[Message], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a FETCH or FETCH_OK that differ from those on the wire.
-
-    The range of a FETCH is a filter, which stays a parameter if it has no absolute start.
-    """
+    """Return the fields of a FETCH or FETCH_OK that differ from the wire."""
     if cls is FetchOk:
         return {"end": end_after(values["end"])}
     if cls is not Fetch:
@@ -355,10 +341,7 @@ def _ends_of(cls: type[Message], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def ends_before(end: Location, start: Location) -> bool:
-    """Return whether a FETCH's End Location lies before its start.
-
-    An End Location is the last location plus one; object 0 stands for the whole group.
-    """
+    """Return True if a FETCH's End Location (see `Fetch.end`) is before its start."""
     return end.group < start.group or (end.group == start.group and 0 < end.object < start.object)
 
 
@@ -389,7 +372,7 @@ def _check_sendable(message: Message) -> None:
 
 
 def _name_bytes(message: Message) -> int:
-    """Return the size of a full track name: namespace and track together (draft 18, section 2.4.1)."""
+    """Return the size of namespace and track together (draft 18, section 2.4.1)."""
     named = getattr(message, "redirect", None) or message
     return sum(map(len, getattr(named, "namespace", ()))) + len(getattr(named, "track", b""))
 
@@ -428,7 +411,7 @@ _CODECS: dict[str, _Codec] = {
     "parameters": (lambda reader, draft: read_parameters(reader, draft, frozenset(Param)), write_parameters),
     "properties": (_read_properties, lambda value, _: write_pairs(value)),
 }  # fmt: skip
-"""How to read and write the fields of messages, by name; `decode` knows which parameters a message may carry."""
+"""Readers and writers of fields, by name."""
 
 
 _FIELDS = {
@@ -439,20 +422,20 @@ _FIELDS = {
 
 
 class MessageParser:
-    """Split a stream into control messages, holding at most one incomplete message."""
+    """Splits a stream into control messages, buffering at most one incomplete message."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self.count = 0
-        """Messages yielded by `feed` so far."""
+        """Messages yielded so far."""
 
     @property
     def buffered(self) -> int:
-        """Bytes held of an incomplete message."""
+        """Bytes of an incomplete message."""
         return len(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
-        """Handle bytes and yield the type and payload of each complete message."""
+        """Yield the type and payload of each complete message."""
         self._buffer += data
         at = 0
         while (found := peek_varint(self._buffer, at)) is not None:

@@ -1,7 +1,7 @@
-"""Objects on data streams: those of a FETCH, and those of a subgroup of a subscription (draft 18, section 11.4).
+"""Objects on data streams, of a FETCH or a subgroup of a subscription (draft 18, section 11.4).
 
-The parser passes payload through without a copy and holds at most one object header, whose size is bounded. Datagrams
-are not supported: groups of a cache do not fit into one.
+The parser passes payload through without a copy and buffers at most one object header of bounded size. Datagrams are
+not supported, as groups of a cache exceed them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FETCH_HEADER = 0x05
 SETUP_STREAM = 0x2F00
 PADDING_STREAM = 0x132B3E28
 MAX_PROPERTIES_BYTES = 0xFFFF
-"""Properties of one object; a limit of this implementation, as the draft sets none."""
+"""Limit for one object; the draft sets none."""
 _MAX_HEADER = MAX_PROPERTIES_BYTES + 64
 DEFAULT_PRIORITY = 128
 FREE_OBJECTS = 1024
 LEAST_MEAN_BYTES = 64
-"""Beyond `FREE_OBJECTS` of one request, objects must have that many bytes of payload each, on average; a limit of this
-implementation. A peer could send empty ones without end, which no limit on bytes would notice. A stream without any
-object counts as an empty one."""
+"""After `FREE_OBJECTS` of one request, objects must average this many bytes of payload: a peer could send empty ones
+forever. A stream without objects counts as an empty one. A limit of this implementation.
+"""
 
 
 class Status(IntEnum):
@@ -48,63 +48,63 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ObjectHeader:
-    """The header of an object; `size` bytes of payload follow."""
+    """Header of an object; `size` bytes of payload follow."""
 
     group: int
     subgroup: int | None
-    """None for an object that its publisher sent as a datagram."""
+    """None for an object sent as a datagram."""
     object: int
     priority: int
     size: int
     properties: tuple[KeyValue, ...] = ()
     status: Status = Status.NORMAL
-    """FETCHes have only normal objects."""
+    """Always normal in a FETCH."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubgroupHeader:
-    """The header of a subgroup's stream, shared by its objects."""
+    """Header of a subgroup's stream."""
 
     track_alias: int
     group: int
     subgroup: int | None
-    """None if it is the ID of the first object on the stream."""
+    """None for the ID of the first object on the stream."""
     priority: int | None
     """None for the priority of the track."""
     properties: bool
-    """Whether objects may have properties."""
+    """Objects may have properties."""
     end_of_group: bool
-    """Whether the end of the stream is that of the group."""
+    """The group ends with the stream."""
     first_object: bool = False
-    """Whether the stream starts with the first object of the subgroup."""
+    """The stream begins with the subgroup's first object."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangeEnd:
-    """The end of a range of objects that a FETCH does not deliver; `location` is the last one."""
+    """End of a range that a FETCH does not deliver; `location` is the last one."""
 
     location: Location
     unknown: bool
-    """Whether the publisher does not know if they exist; otherwise they do not exist."""
+    """True if the objects' existence is unknown, False if they do not exist."""
 
 
 Item = ObjectHeader | RangeEnd | memoryview
-"""One element of a stream; a view is a piece of payload of the preceding object."""
+"""One element of a stream; a view is payload of the preceding object."""
 
 
 class ObjectBudget:
-    """How many more objects a request may bring; see `LEAST_MEAN_BYTES`."""
+    """Limits the objects of a request, see `LEAST_MEAN_BYTES`."""
 
     def __init__(self) -> None:
         self._left = FREE_OBJECTS * LEAST_MEAN_BYTES
-        """Bytes of payload that have come, less those that there should be for as many objects."""
+        """Received payload less the required payload."""
 
     def earn(self, size: int) -> None:
-        """Note bytes of payload."""
+        """Record bytes of payload."""
         self._left += size
 
     def spend(self) -> None:
-        """Note an object, or raise MalformedTrack if there are too many for their bytes."""
+        """Record an object, or raise MalformedTrack if there are too many for their bytes."""
         self._left -= LEAST_MEAN_BYTES
         if self._left < 0:
             mean = f"less than {LEAST_MEAN_BYTES} bytes on average"
@@ -112,7 +112,7 @@ class ObjectBudget:
 
 
 class ObjectParser:
-    """Parse the objects of one stream, after its header."""
+    """Parses the objects of one stream, after its header."""
 
     def __init__(
         self,
@@ -125,10 +125,10 @@ class ObjectParser:
         """Start without objects.
 
         Args:
-            subgroup: The header of a subgroup's stream; None for a FETCH.
-            descending: Whether the FETCH requested its groups in descending order.
-            budget: Shared by the streams of one request.
-            priority: That of the track, for subgroups that have none.
+            subgroup: header of a subgroup's stream; None for a FETCH.
+            descending: the FETCH requested descending groups.
+            budget: shared by the streams of one request.
+            priority: of the track, for subgroups without one.
         """
         self._of, self._descending = subgroup, descending
         self._budget = budget or ObjectBudget()
@@ -136,31 +136,28 @@ class ObjectParser:
         self._buffer = bytearray()
         self._left = 0
         self.follower = b""
-        """The header of the next object, if it is as long as this one and there is nothing special about either."""
+        """Expected header of the next object, if predictable."""
         self.size = 0
-        """Bytes of this object."""
         self._last: Location | None = None
-        """Location of the preceding object or end of a range."""
+        """Location of the preceding object or range end."""
         self._before: Location | None = None
-        """Location of the preceding object."""
         self._prior_subgroup: int | None = None
         self._prior_priority: int | None = None
 
     @property
     def buffered(self) -> int:
-        """Bytes held of an incomplete header."""
+        """Bytes of an incomplete header."""
         return len(self._buffer)
 
     @property
     def left(self) -> int:
-        """Bytes of payload that come next."""
+        """Remaining payload of this object."""
         return self._left
 
     def took(self, parts: Sequence[memoryview]) -> tuple[int, Sequence[memoryview]]:
-        """Note what came and is not passed to `feed`: ``left`` bytes at most, `follower`, ``size`` at most, and so on.
+        """Record data read elsewhere: at most ``left`` bytes, `follower`, at most ``size`` bytes, and so on.
 
-        Returns:
-            How many bytes of payload that was; and from where on something else came, which must be passed to `feed`.
+        Return the bytes of payload, and the remaining parts, which must be passed to `feed`.
         """
         payload = 0
         for index, part in enumerate(parts):
@@ -169,7 +166,7 @@ class ObjectParser:
                 self._budget.earn(len(part))
                 payload += len(part)
             elif part == self.follower and self._last is not None:
-                self._budget.spend()  # never too much: the object before has brought as many bytes
+                self._budget.spend()  # cannot fail: the object before has brought as many bytes
                 self._last = self._before = Location(self._last.group, self._last.object + 1)
                 self._left = self.size
             else:
@@ -177,14 +174,11 @@ class ObjectParser:
         return payload, ()
 
     def feed(self, data: bytes | memoryview) -> list[Item]:
-        """Parse bytes of the stream.
-
-        Returns:
-            The elements of the stream; payload as views of `data`, not copies.
+        """Parse bytes of the stream; return its elements, with payload as views of `data`.
 
         Raises:
-            SessionFault: The bytes violate the protocol.
-            MalformedTrack: The objects violate the data model; parsing cannot continue.
+            SessionFault: the bytes violate the protocol.
+            MalformedTrack: the objects violate the data model; parsing cannot continue.
         """
         view, at, items = memoryview(data), 0, list[Item]()
         buffer = self._buffer
@@ -226,7 +220,7 @@ class ObjectParser:
             self._budget.spend()
 
     def _read_of(self, common: SubgroupHeader, header: Reader) -> ObjectHeader:
-        """Read the header of an object of a subgroup (draft 18, section 11.4.2)."""
+        """Parse an object header of a subgroup (draft 18, section 11.4.2)."""
         step = header.varint()
         number = step if self._last is None else self._last.object + step + 1
         if number > MAX_INTEGER:
@@ -261,7 +255,7 @@ class ObjectParser:
         location = self._location(group, number)
         self._check_order(location)
         check_object(properties, location.group, location.object)
-        # Update state only when the header is complete; an incomplete one is parsed again from its start.
+        # Update state only after a complete header; an incomplete one is parsed again.
         self._last = self._before = location
         self._prior_priority = priority
         if subgroup is not None:
@@ -269,7 +263,7 @@ class ObjectParser:
         return ObjectHeader(location.group, subgroup, location.object, priority, size, properties)
 
     def _check_order(self, location: Location) -> None:
-        """Raise unless groups are in the requested order and objects ascend in a group (draft 16, section 2.4.2)."""
+        """Raise unless groups are in the requested order and objects ascend (draft 16, section 2.4.2)."""
         before = self._before
         if before is None:
             return
@@ -295,7 +289,7 @@ class ObjectParser:
         return read_pairs(Reader(header.text(MAX_PROPERTIES_BYTES, "object properties")))
 
     def _location(self, group: int | None, number: int | None) -> Location:
-        """Return the location of an object from its header's fields, which are differences."""
+        """Return an object's location from the differences in its header."""
         last = self._last
         if last is None:
             found = Location(group or 0, number or 0)
@@ -310,9 +304,9 @@ class ObjectParser:
 
 
 def _repeats(header: ObjectHeader, flags: int) -> bool:
-    """Return whether the same header may follow: it has no properties, and says nothing about where its object is.
+    """Return True if the same header may follow: no properties and no explicit location.
 
-    ``flags`` is the first byte: with its highest bit, the flags go on behind it, which only odd publishers do.
+    ``flags`` is the first byte; its highest bit means extended flags.
     """
     return not flags & 0xAC and flags & 0x03 != 0x02 and header.size >= LEAST_MEAN_BYTES and header.object < 1 << 63
 
@@ -327,16 +321,15 @@ def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:
 
 
 def is_subgroup(kind: int) -> bool:
-    """Return whether a stream type is that of a subgroup."""
+    """Return True for a subgroup's stream type."""
     return kind & ~0x6F == 0x10 and kind & 0x06 != 0x06
 
 
 def read_stream_header(data: bytes) -> tuple[int, SubgroupHeader | int | None, int] | None:
-    """Parse the header of a unidirectional stream.
+    """Parse the header of a unidirectional stream; return None while it is incomplete.
 
-    Returns:
-        The stream type; the header of a subgroup, the request ID of a FETCH, or None for other types; and the header's
-        length. None while it is incomplete.
+    The result has the stream type, a subgroup's header or a FETCH's request ID (None for other types), and the header's
+    length.
     """
     header = Reader(data, partial=True)
     try:
@@ -355,7 +348,7 @@ def read_stream_header(data: bytes) -> tuple[int, SubgroupHeader | int | None, i
 
 
 class FetchWriter:
-    """Encode the object headers of one FETCH."""
+    """Encodes the object headers of one FETCH."""
 
     def __init__(self, *, descending: bool = False) -> None:
         self._descending = descending
@@ -364,9 +357,9 @@ class FetchWriter:
     def header(
         self, group: int, number: int, size: int, properties: tuple[KeyValue, ...] = (), *, priority: int | None = None
     ) -> bytes:
-        """Encode the header of an object, whose ID must increase in a group; `size` bytes of payload must follow.
+        """Encode an object header; IDs must increase in a group, and `size` bytes of payload must follow.
 
-        The priority is by default that of the preceding object, and 128 for the first.
+        The default priority is that of the preceding object, at first 128.
         """
         last = self._last
         flags, parts = 0, []
@@ -386,14 +379,14 @@ class FetchWriter:
         return b"".join((write_varint(flags), *parts, write_varint(size)))
 
     def _group_field(self, group: int) -> int:
-        """Return the group field: the group ID, or the distance to the preceding group minus one."""
+        """Return the group ID, or the distance to the preceding group minus one."""
         if self._last is None:
             return group
         return (self._last.group - group if self._descending else group - self._last.group) - 1
 
 
 class SubgroupWriter:
-    """Encode the header of a subgroup's stream, and those of its objects."""
+    """Encodes the headers of a subgroup's stream and objects."""
 
     def __init__(self, header: SubgroupHeader) -> None:
         self._header = header
@@ -418,13 +411,13 @@ class SubgroupWriter:
     def header(
         self, number: int, size: int, properties: tuple[KeyValue, ...] = (), status: Status = Status.NORMAL
     ) -> bytes:
-        """Encode the header of an object, whose ID must increase; `size` bytes of payload must follow."""
+        """Encode an object header; IDs must increase, and `size` bytes of payload must follow."""
         last = self._last
         out = write_varint(number if last is None else number - last - 1)
         self._last = number
         if self._header.properties:
             out += write_text(write_pairs(properties))
         elif properties:
-            raise ValueError("the header of this subgroup says that its objects have no properties")
+            raise ValueError("this subgroup's header excludes object properties")
         out += write_varint(size)
         return out if size else out + write_varint(status)

@@ -1,7 +1,7 @@
-"""Message parameters (draft 18, section 10.2), setup options, authorization tokens, and checks on properties.
+"""Message parameters (draft 18, section 10.2), setup options, authorization tokens, and checks of properties.
 
-Location filters say which part of a track a subscription or a FETCH asks for (section 5.1.2). The drafts encode them in
-two ways, which `Draft.sized` names. Unknown properties of tracks and objects (sections 2.5 and 12) are ignored.
+Location filters select a part of a track (section 5.1.2); `Draft.sized` distinguishes their two encodings. Unknown
+properties of tracks and objects (sections 2.5 and 12) are ignored.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from kvabr.moqt.wire import (
 )
 
 _NO_FILTER, _RELATIVE, _START, _TO_GROUP, _TO_OBJECT, _NEXT_OBJECT = range(6)
-"""The forms of draft 22: how many fields follow, but for the last one, which has none."""
+"""Forms of draft 22: the number of following fields, except the last, which has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A range of locations. Without any field, it begins after the largest object and does not end."""
+    """A range of locations; without fields, from after the largest object on."""
 
     start: Location | None = None
-    """The first location; None if it depends on the largest object."""
+    """First location; None if it depends on the largest object."""
     groups_back: int | None = None
-    """Without a start: how many groups before the next group it begins. 0 is the next group, 1 the current one."""
+    """Without a start: groups before the next group; 0 is the next group, 1 the current one."""
     end_group: int | None = None
-    """The last group, after an absolute start; None if there is no end."""
+    """Last group, after an absolute start."""
     end_object: int | None = None
-    """The last object of the last group; None for all."""
+    """Last object of the last group; None for all."""
 
     def within(self, largest: Location | None) -> tuple[Location, Location | None]:
-        """Return the first and the last location, given the largest one of the track (None if it is empty).
+        """Return the first and last location, given the largest of the track (None if empty).
 
-        The last one is None if there is no end.
+        The last one is None without an end.
         """
         if self.start is not None:
             if self.end_group is None:
@@ -95,7 +95,7 @@ def write_filter(value: Filter, draft: Draft) -> bytes:
 
 
 def read_filter(reader: Reader, draft: Draft) -> Filter:
-    """Parse a filter from a parameter's value, or raise SessionFault."""
+    """Parse a filter, or raise SessionFault."""
     if draft.sized:
         return _whole(reader, _read_counted)
     form = reader.varint()
@@ -118,7 +118,6 @@ def _read_counted(inner: Reader) -> Filter:
 
 
 def _filter(fields: list[int]) -> Filter:
-    """Return the filter with one to four fields."""
     if len(fields) == 1:
         return Filter(groups_back=fields[0])
     end = fields[0] + fields[2] if len(fields) > 2 else None
@@ -134,7 +133,7 @@ def _integers(values: list[int]) -> bytes:
 DELETE, REGISTER, USE_ALIAS, USE_VALUE = range(4)
 """Alias types of a token (draft 18, section 10.2.2)."""
 MAX_TOKENS = 16
-"""Tokens of one message; a limit of this implementation, as the draft sets none, and one decides."""
+"""Tokens per message; a limit of this implementation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +174,9 @@ class Token:
 
 
 def token_values(tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[bytes, ...]:
-    """Return the values of the tokens of one message, or raise SessionFault.
+    """Return the token values of one message, or raise SessionFault.
 
-    This end announces no cache for token aliases, so a peer can refer to none, and register one only in its SETUP,
-    where the registration is ignored.
+    This end has no cache for token aliases: a peer may only register one in its SETUP, without effect.
     """
     for token in tokens:
         if token.alias_type == REGISTER and not setup:
@@ -209,13 +207,13 @@ class Parameters:
     group_order: int | None = None
     """1 ascending, 2 descending."""
     fill: Parameters | None = None
-    """Asks for the objects before those of a subscription as well, on a stream like that of a FETCH."""
+    """Also deliver earlier objects of a subscription, on a stream like a FETCH's."""
     range_filters: tuple[tuple[Param, bytes], ...] = ()
-    """This end allows none (option MAX_FILTER_RANGES) and refuses requests with them."""
+    """Refused: this end allows none (option MAX_FILTER_RANGES)."""
     new_group: int | None = None
     namespace_prefix: tuple[bytes, ...] | None = None
     include_properties: int | None = None
-    """0 asks for an answer without properties of the track; this end sends none anyway."""
+    """0 requests an answer without track properties; this end sends none."""
 
 
 _NONE = Parameters()
@@ -243,7 +241,7 @@ _KINDS: dict[Param, tuple[str, _Encoding]] = {
     Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", "namespace"),
     Param.INCLUDE_PROPERTIES: ("include_properties", "u8"),
 }
-"""By parameter: the field in `Parameters`, and the encoding."""
+"""Field in `Parameters` and encoding, by parameter."""
 IN_FILL = frozenset({
     Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.LOCATION_FILTER, Param.GROUP_ORDER,
     *(RANGE_FILTERS - {Param.TRACK_PROPERTY_FILTER}),
@@ -275,7 +273,7 @@ def present(parameters: Parameters | None) -> frozenset[Param]:
 
 
 def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
-    """Encode the count and the parameters in ascending order of type; ValueError for a value out of range."""
+    """Encode the count and the parameters in ascending order; raise ValueError for a value out of range."""
     out, count, before = b"", 0, 0
     for param in sorted(present(parameters)):
         name, kind = _KINDS[param]
@@ -290,7 +288,6 @@ def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
 
 
 def _instances(param: Param, kind: _Encoding, value: Any) -> tuple[Any, ...]:
-    """Return the values of a parameter, of which most can have only one."""
     if kind == "range":
         return tuple(each for which, each in value if which == param)
     return value if kind == "token" else (value,)
@@ -317,7 +314,7 @@ def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
 
 
 def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> Parameters:
-    """Parse the parameters of a message, or raise SessionFault, also for those that it is not `allowed` to carry."""
+    """Parse the parameters of a message, or raise SessionFault, also for those not `allowed`."""
     found: dict[str, Any] = {}
     number = 0
     for _ in range(reader.varint()):
@@ -368,7 +365,7 @@ def _read_value(reader: Reader, kind: _Encoding, draft: Draft) -> Any:
 
 
 def _whole(reader: Reader, read: Callable[[Reader], T]) -> T:
-    """Read a length, and what must fill as many bytes."""
+    """Read a length, and a value of exactly that many bytes."""
     inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"))
     value = read(inner)
     inner.end()
@@ -385,10 +382,10 @@ class SetupOptions:
     """Clients only."""
     tokens: tuple[Token, ...] = ()
     max_auth_token_cache_size: int = 0
-    """For token aliases; this end has no cache for them, and sends none."""
+    """This end has no cache for aliases, and sends none."""
     implementation: bytes | None = None
     max_request_updates: int = 0
-    """Unanswered REQUEST_UPDATEs that each request may have; 0 for any number."""
+    """Unanswered REQUEST_UPDATEs allowed per request; 0 for any number."""
 
 
 _SETUP = {
@@ -399,11 +396,11 @@ _SETUP = {
     SetupOption.MOQT_IMPLEMENTATION: "implementation",
     SetupOption.MAX_REQUEST_UPDATES: "max_request_updates",
 }
-"""The field by option; others are ignored."""
+"""Field by option; others are ignored."""
 
 
 def setup_pairs(options: SetupOptions) -> list[KeyValue]:
-    """Return the options as key-value pairs, leaving out defaults."""
+    """Return the options as key-value pairs, without defaults."""
     pairs: list[KeyValue] = [(SetupOption.AUTHORIZATION_TOKEN, token.encode()) for token in options.tokens]
     for kind, name in _SETUP.items():
         value: Any = getattr(options, name)
@@ -413,7 +410,7 @@ def setup_pairs(options: SetupOptions) -> list[KeyValue]:
 
 
 def setup_options(pairs: tuple[KeyValue, ...]) -> SetupOptions:
-    """Return the options from key-value pairs, ignoring unknown ones, or raise SessionFault."""
+    """Parse options from key-value pairs, ignoring unknown ones, or raise SessionFault."""
     found: dict[str, Any] = {}
     for kind, value in pairs:
         name = _SETUP.get(kind)  # type: ignore[call-overload]  # an IntEnum equals its number
@@ -435,7 +432,7 @@ _AUTHORITY = re.compile(rb"(?:(?:" + _PLAIN + rb"|:)*@)?(?:\[[0-9A-Za-z:.%_~-]+\
 
 
 def check_target(options: SetupOptions, *, client: bool) -> None:
-    """Raise SessionFault for a wrong PATH or AUTHORITY in a SETUP; only a `client` may send them.
+    """Raise SessionFault for a malformed PATH or AUTHORITY in a SETUP; only a `client` may send them.
 
     They are a `path-abempty` with an optional query, and a non-empty host with an optional port (RFC 3986).
     """
@@ -453,11 +450,11 @@ assert {field.name for field in fields(Parameters)} == {name for name, _ in _KIN
 
 
 class MalformedTrack(Exception):  # noqa: N818  # the track's fault; the session continues
-    """A track violates the data model; its requests must be cancelled (draft 18, section 2.4.2)."""
+    """A track violates the data model; cancel its requests (draft 18, section 2.4.2)."""
 
 
 def unfold(properties: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
-    """Return the properties together with those inside IMMUTABLE_PROPERTIES, or raise MalformedTrack."""
+    """Return the properties and those inside IMMUTABLE_PROPERTIES, or raise MalformedTrack."""
     out = list(properties)
     for kind, value in properties:
         if kind == Property.IMMUTABLE_PROPERTIES and isinstance(value, bytes):
@@ -472,7 +469,7 @@ def unfold(properties: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
 
 
 def check_track(properties: tuple[KeyValue, ...]) -> None:
-    """Raise SessionFault for a property of a track for whose value the draft requires closing the session."""
+    """Raise SessionFault for values of track properties for which the draft requires closing the session."""
     try:
         every = unfold(properties)
     except MalformedTrack:
@@ -488,9 +485,9 @@ def check_track(properties: tuple[KeyValue, ...]) -> None:
 
 
 def unusable(properties: tuple[KeyValue, ...]) -> tuple[RequestCode, str] | None:
-    """Return why a track must not be used, as an error code and a reason, or None if it may be.
+    """Return an error code and a reason if a track must not be used, such as unknown mandatory properties.
 
-    A receiver must not touch a track with a mandatory property that it does not know (draft 18, section 2.5.1).
+    See draft 18, section 2.5.1.
     """
     try:
         every = unfold(properties)
@@ -503,7 +500,7 @@ def unusable(properties: tuple[KeyValue, ...]) -> tuple[RequestCode, str] | None
 
 
 def check_object(properties: tuple[KeyValue, ...], group: int, number: int) -> None:
-    """Raise MalformedTrack if the properties of an object are invalid."""
+    """Raise MalformedTrack for invalid object properties."""
     if not properties:
         return
     if sum(kind == Property.IMMUTABLE_PROPERTIES for kind, _ in properties) > 1:

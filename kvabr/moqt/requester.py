@@ -1,4 +1,4 @@
-"""The requests that this end makes, FETCH and SUBSCRIBE: their answers, and their objects."""
+"""The requests of this end, FETCH and SUBSCRIBE: answers and objects."""
 
 from __future__ import annotations
 
@@ -27,61 +27,58 @@ from kvabr.moqt.parameters import MalformedTrack, Parameters, present, unfold, u
 _IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
 """Parameters of a REQUEST_OK that answers a REQUEST_UPDATE (draft 18, sections 10.2.10 and 10.2.11)."""
 MAX_EARLY_OBJECTS_BYTES = 1 << 20
-"""Bytes held of streams of subscriptions whose SUBSCRIBE_OK has not arrived yet; streams beyond that are stopped."""
+"""Limit of buffered streams before their SUBSCRIBE_OK; further streams are stopped."""
 MAX_PARTIAL_BYTES = 1 << 20
-"""Bytes of incomplete object headers on all streams together."""
+"""Limit of incomplete object headers on all streams together."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _OwnRequest(RequestState):
     message: m.Fetch | m.Subscribe = field(kw_only=False)
     parser: MessageParser = field(default_factory=MessageParser)
-    """Parser of the answers on the request's own stream."""
+    """For answers on the request's own stream."""
     budget: ObjectBudget = field(default_factory=ObjectBudget)
     streams: set[int] = field(default_factory=set)
     """Open streams of objects."""
     begun: int = 0
-    """Number of streams of objects so far."""
+    """Streams of objects so far."""
     data_ended: bool = False
     """FETCH: its stream of objects has ended."""
     alias: int | None = None
-    """SUBSCRIBE: the track alias."""
+    """SUBSCRIBE only."""
     priority: int = DEFAULT_PRIORITY
-    """SUBSCRIBE: that of subgroups which have none of their own."""
+    """SUBSCRIBE: for subgroups without one."""
     done: m.PublishDone | None = None
     postponed: Parameters | None = None
-    """An update that waits until the peer has answered enough of them."""
+    """An update that waits for answers to earlier ones."""
 
     @property
     def subscribes(self) -> bool:
-        """Whether this is a SUBSCRIBE."""
         return isinstance(self.message, m.Subscribe)
 
 
 @dataclass(frozen=True, slots=True)
 class NextPayload:
-    """What comes next on a stream of a FETCH."""
+    """Next payload on a stream of a FETCH."""
 
     request: int
     left: int
-    """Bytes that the present object lacks."""
+    """Remaining bytes of the current object."""
     follower: bytes
-    """The header that follows it if nothing changes; empty if that is not known."""
+    """Expected header after it; empty if unpredictable."""
     size: int
-    """Bytes of that next object."""
+    """Bytes of the next object."""
 
 
 @dataclass(slots=True, eq=False)
 class _Incoming:
-    """A stream of objects of a request."""
-
     request: _OwnRequest
     objects: ObjectParser
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A stream of a track alias that no SUBSCRIBE_OK has named yet."""
+    """A stream with a track alias that no SUBSCRIBE_OK has announced yet."""
 
     header: SubgroupHeader
     data: bytearray
@@ -89,24 +86,24 @@ class _Held:
 
 
 class Requester:
-    """The open requests of this end; methods that take in what the peer sends raise SessionFault if it is wrong."""
+    """The open requests of this end; methods for received data raise SessionFault for violations."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._requests: dict[int, _OwnRequest] = {}
         self._by_stream: dict[int, _OwnRequest] = {}
         self._by_data: dict[int, _Incoming | _Held | None] = {}
-        """By unidirectional stream that has not ended, or is held; None if its content is ignored."""
+        """By open unidirectional stream; None if its content is ignored."""
         self._by_alias: dict[int, _OwnRequest] = {}
         self._held_bytes = 0
         self.most_updates = 0
-        """Unanswered updates that a request may have; 0 for any number."""
+        """Unanswered updates allowed per request; 0 for any number."""
         self.peer_draining = False
 
     # ------------------------------------------------------------------ called by the owner
 
     def subscribed(self, namespace: tuple[bytes, ...], track: bytes) -> bool:
-        """Return whether a subscription to a track is open."""
+        """Return True if a subscription to a track is open."""
         return any(
             each.subscribes and (each.message.namespace, each.message.track) == (namespace, track)
             for each in self._requests.values()
@@ -120,9 +117,9 @@ class Requester:
         self._channel.write(stream, message)
 
     def update(self, request_id: int, parameters: Parameters) -> bool:
-        """Send a REQUEST_UPDATE if the request is still open, and return whether one is sent, now or later.
+        """Send a REQUEST_UPDATE; return False if the request is over.
 
-        It waits while the peer has as many unanswered ones as it allows; only the last one that waits is sent.
+        If the peer's limit of unanswered updates is reached, the last one is sent later.
         """
         request = self._requests.get(request_id)
         if request is None or self.peer_draining:
@@ -135,7 +132,7 @@ class Requester:
         return True
 
     def cancel(self, request_id: int, code: int = ResetCode.CANCELLED) -> None:
-        """Cancel a request; no more events follow for it."""
+        """Cancel a request; no events follow for it."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -143,7 +140,7 @@ class Requester:
         self._channel.commands += [Reset(request.stream, code), Stop(request.stream, code)]
 
     def stop(self, stream: int) -> None:
-        """Want no more of one stream of a subscription."""
+        """Stop one stream of a subscription."""
         found = self._by_data.get(stream)
         if isinstance(found, _Incoming):
             found.request.streams.discard(stream)
@@ -159,7 +156,7 @@ class Requester:
         return self._requests.get(number)
 
     def receive_answers(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
-        """Handle bytes of a request's own stream; those for a request that is over are ignored."""
+        """Handle bytes of a request's own stream, ignoring those for an ended request."""
         request = self._by_stream.get(stream)
         if request is None:
             return
@@ -185,7 +182,7 @@ class Requester:
             channel.events.append(Refused(request.number, message))
             self._drop(request)
         elif isinstance(message, m.Goaway):
-            # The peer asks to make this request elsewhere; it continues until it is reset.
+            # The request continues until it is reset.
             channel.check_goaway(message, repeated=request.going_away)
             request.going_away = True
         elif isinstance(request.message, m.Fetch):
@@ -229,7 +226,6 @@ class Requester:
         return True
 
     def _updated(self, request: _OwnRequest, message: m.RequestOk) -> None:
-        """Handle a REQUEST_OK for a REQUEST_UPDATE."""
         self._update_answered(request)
         if message.properties:
             raise SessionFault("REQUEST_OK for a REQUEST_UPDATE carries properties")
@@ -244,14 +240,14 @@ class Requester:
             self.update(request.number, postponed)
 
     def stream_gone(self, stream: int, code: int | None) -> None:
-        """Handle the end (`code` is None) or the reset of a request's stream."""
+        """Handle the end (`code` is None) or reset of a request's stream."""
         request = self._by_stream.get(stream)
         if request is None or request.done is not None:
             return
         if code is None and request.answered and not request.subscribes and not request.data_ended:
-            return  # normal: the objects are still on their way
+            return  # normal: objects may still arrive
         if not request.data_ended:
-            # Stream and request errors have different code spaces; keep the codes that both share.
+            # Keep only codes with the same meaning for streams and requests.
             same = code in (ResetCode.EXPIRED_AUTH_TOKEN, ResetCode.EXCESSIVE_LOAD, ResetCode.MALFORMED_TRACK)
             how = "ended" if code is None else f"reset (code 0x{code:x})"
             when = "before completing it" if request.answered else "without an answer"
@@ -272,7 +268,7 @@ class Requester:
         if request is None and header is not None and self._early:
             self._hold(stream, _Held(header, bytearray(), ended=False), data, fin=fin)
         elif request is None:
-            self._reject(stream, fin=fin)  # the request was cancelled; the draft allows dropping the stream
+            self._reject(stream, fin=fin)  # the request was cancelled
         elif header is None and request.subscribes:
             raise SessionFault(f"stream of objects for request {request.number}, which is not a FETCH")
         elif header is None and request.begun:
@@ -291,7 +287,7 @@ class Requester:
         self.receive_objects(stream, data, fin=fin)
 
     def receives(self, stream: int) -> bool:
-        """Return whether a unidirectional stream carries objects."""
+        """Return True if a unidirectional stream carries objects."""
         return stream in self._by_data
 
     def receive_objects(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
@@ -323,9 +319,9 @@ class Requester:
             raise SessionFault(what, SessionCode.INTERNAL_ERROR)
 
     def expected(self, stream: int) -> NextPayload | None:
-        """Return what payload of a FETCH comes next on a stream; None if anything else does.
+        """Return the next payload of a FETCH on a stream, if any.
 
-        The owner may read it itself, and note it by `took` instead of `receive_objects`.
+        The owner may read it directly, and note it by `took` instead of `receive_objects`.
         """
         found = self._by_data.get(stream)
         if not isinstance(found, _Incoming) or found.request.subscribes or not found.objects.left:
@@ -333,7 +329,7 @@ class Requester:
         return NextPayload(found.request.number, found.objects.left, found.objects.follower, found.objects.size)
 
     def took(self, stream: int, parts: Sequence[memoryview]) -> tuple[int, Sequence[memoryview]]:
-        """Note that what was `expected` has been read; see `ObjectParser.took`."""
+        """Record that `expected` data was read, see `ObjectParser.took`."""
         found = self._by_data[stream]
         assert isinstance(found, _Incoming)  # noqa: S101  # the caller has looked
         return found.objects.took(parts)
@@ -348,7 +344,7 @@ class Requester:
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes held of incomplete headers of objects."""
+        """Bytes of incomplete object headers."""
         return sum(each.objects.buffered for each in self._by_data.values() if isinstance(each, _Incoming))
 
     def data_reset(self, stream: int, code: int) -> None:
@@ -360,11 +356,11 @@ class Requester:
             found.request.streams.discard(stream)
             self._data_ended(found.request, stream, code)
 
-    # ------------------------------------------------------------------ streams that overtake their SUBSCRIBE_OK
+    # ------------------------------------------------------------------ streams before their SUBSCRIBE_OK
 
     @property
     def _early(self) -> bool:
-        """Whether the answer to a SUBSCRIBE may still name a track alias."""
+        """A SUBSCRIBE_OK may still announce a track alias."""
         return any(each.subscribes and not each.answered for each in self._requests.values())
 
     def _hold(self, stream: int, held: _Held, data: bytes | memoryview, *, fin: bool) -> None:
@@ -377,7 +373,7 @@ class Requester:
             self._reject(stream, fin=fin)
 
     def _release(self, request: _OwnRequest) -> None:
-        """Pass on the streams that were held for a subscription."""
+        """Pass on the held streams of a subscription."""
         for stream, held in list(self._held):
             if held.header.track_alias == request.alias and self._by_data.get(stream) is held:
                 self._unhold(stream, held)
@@ -386,7 +382,7 @@ class Requester:
                     return
 
     def _drop_held(self) -> None:
-        """Drop the streams that are held, if no answer can name their track alias any more."""
+        """Drop held streams if no answer can announce their track alias any longer."""
         if self._held_bytes and not self._early:
             for stream, held in list(self._held):
                 self._unhold(stream, held)
@@ -401,7 +397,7 @@ class Requester:
         self._held_bytes -= len(held.data) + 64
 
     def _reject(self, stream: int, *, fin: bool) -> None:
-        """Ignore a stream, and stop it if it goes on."""
+        """Ignore a stream, and stop it unless it has ended."""
         if not fin:
             self.ignore(stream)
             self._channel.commands.append(Stop(stream, ResetCode.CANCELLED))
@@ -417,7 +413,7 @@ class Requester:
         self._channel.events.append(Refused(request.number, m.RequestErrorMessage(code, 0, reason)))
 
     def _abandon(self, request: _OwnRequest, code: int, reason: str) -> None:
-        """Cancel a request whose track cannot be used, such as a malformed one (draft 18, section 2.4.2)."""
+        """Cancel a request with an unusable track (draft 18, section 2.4.2)."""
         self.cancel(request.number)
         self._refused(request, code, reason)
 
@@ -448,7 +444,7 @@ class Requester:
 
 
 def _priority(message: m.SubscribeOk) -> int:
-    """Return the priority of a track's subgroups that have none of their own."""
+    """Return the default priority of a track's subgroups."""
     try:
         every = dict(unfold(message.properties))
     except MalformedTrack:  # refused by `unusable`

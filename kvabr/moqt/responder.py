@@ -1,4 +1,4 @@
-"""The requests that the peer makes: validated, reported, answered, changed, and cancelled."""
+"""The peer's requests: validated, reported, answered, changed, and cancelled."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _CHANGEABLE: dict[type[m.Message], frozenset[Param]] = {
 }  # fmt: skip
 """Parameters of a REQUEST_UPDATE by the request that it changes (draft 18, section 10.2); TRACK_STATUS has none."""
 _RESERVED = (b".", b".session")
-"""Reserved first fields of namespaces; requests for them are refused (draft 18, sections 3.2.1 and 3.2.2)."""
+"""Reserved first namespace fields, always refused (draft 18, sections 3.2.1 and 3.2.2)."""
 
 
 @dataclass(slots=True, eq=False)
 class _PeerRequest(RequestState):
     streams: set[int] = field(default_factory=set)
-    """Unidirectional streams that carry its objects."""
+    """Unidirectional streams of its objects."""
     pushed: int = 0
-    """Number of streams that a subscription has had."""
+    """Streams that a subscription has had."""
 
 
 class Responder:
-    """The open requests of the peer; methods that take in what it sends raise SessionFault if that is wrong."""
+    """The open requests of the peer; methods for received data raise SessionFault for violations."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -44,8 +44,9 @@ class Responder:
         self._by_data: dict[int, _PeerRequest] = {}
         self.draining = False
         self.lenient = False
-        """Whether to keep sending objects when the peer resets or stops the stream of an answered FETCH. moq-rs 0.5
-        does so while it still wants the objects, and cancels by stopping their stream."""
+        """Keep sending objects after the peer resets or stops the stream of an answered FETCH. moq-rs 0.5 does so while
+        it still needs the objects, and cancels by stopping their stream.
+        """
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -76,7 +77,7 @@ class Responder:
             raise SessionFault(f"{type(message).__name__} does not open a request")
         self.ids.take(message.request_id)
         tokens = token_values(message.parameters.tokens)
-        if tokens:  # they may be long, and are not kept while the request waits
+        if tokens:  # they may be long, and are not needed later
             message = replace(message, parameters=replace(message.parameters, tokens=()))
         request = _PeerRequest(message.request_id, message, stream)
         self._requests[request.number] = self._by_stream[stream] = request
@@ -94,13 +95,12 @@ class Responder:
             self._channel.events.append(Requested(request.number, message, tokens))
 
     def _update(self, request: _PeerRequest, message: m.RequestUpdate) -> None:
-        """Apply a REQUEST_UPDATE."""
         parameters = message.parameters
         kind = type(request.message)
         allowed = _CHANGEABLE.get(kind)
         if allowed is None or not present(parameters) <= allowed:
             raise SessionFault(f"REQUEST_UPDATE with parameters that a {kind.__name__} cannot have")
-        token_values(parameters.tokens)  # they need not be valid, but well-formed
+        token_values(parameters.tokens)  # must be well-formed
         if parameters.namespace_prefix is not None or (parameters.fill or parameters).range_filters:
             # Refusing the change must end the request (draft 18, section 10.9.1).
             code, reason = RequestCode.NOT_SUPPORTED, "a prefix cannot be changed; make a new request"
@@ -110,7 +110,7 @@ class Responder:
             self._cancelled(request, ResetCode.CANCELLED, reset=None)
             return
         if not request.answered:
-            request.updates += 1  # the request itself must be answered first
+            request.updates += 1  # acknowledged after the request's own answer
         else:
             self._channel.write(request.stream, m.RequestOk())
         self._channel.events.append(Updated(request.number, parameters))
@@ -128,16 +128,16 @@ class Responder:
             self._cancelled(request, code)
 
     def owns(self, stream: int) -> bool:
-        """Return whether a bidirectional stream carries an open request."""
+        """Return True if a bidirectional stream carries an open request."""
         return stream in self._by_stream
 
     # ------------------------------------------------------------------ answers from the owner
 
     def accept_fetch(self, request_id: int, end: Location, *, end_of_track: bool) -> int:
-        """Accept a FETCH and return the stream on which the owner must write the objects, after the header.
+        """Accept a FETCH; return the stream for the owner to write objects on, after the header.
 
         Raises:
-            KeyError: The request is over; a `Cancelled` event has been reported.
+            KeyError: the request is over; a `Cancelled` event has been reported.
         """
         channel, request = self._channel, self._requests[request_id]
         self._agree(request, m.FetchOk(end_of_track, end))
@@ -146,7 +146,7 @@ class Responder:
         return stream
 
     def fetch_sent(self, request_id: int) -> None:
-        """Finish a FETCH after the owner has written all its objects and ended their stream."""
+        """Finish a FETCH after the owner has ended its stream of objects."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request)
@@ -162,11 +162,7 @@ class Responder:
         self._agree(self._requests[request_id], m.SubscribeOk(alias, Parameters(largest=largest)))
 
     def push(self, request_id: int, header: SubgroupHeader) -> int:
-        """Open a stream for a subgroup of a subscription.
-
-        Returns:
-            The stream on which the owner must write the objects, after the header; see `pushed`.
-        """
+        """Open a stream for a subgroup; return it for the owner to write objects on, after the header. See `pushed`."""
         request = self._requests[request_id]
         stream = self._open(request)
         request.pushed += 1
@@ -174,7 +170,7 @@ class Responder:
         return stream
 
     def pushed(self, request_id: int, stream: int, *, reset: int | None = None) -> None:
-        """Forget a stream of a subscription after the owner has ended it; or reset it, with a code."""
+        """Forget a stream of a subscription after its end; or reset it with a code."""
         if (request := self._requests.get(request_id)) is not None and stream in request.streams:
             request.streams.remove(stream)
             del self._by_data[stream]
@@ -182,7 +178,7 @@ class Responder:
                 self._channel.commands.append(Reset(stream, reset))
 
     def publish_done(self, request_id: int, code: int, reason: str) -> None:
-        """End a subscription whose streams have ended; those that have not are reset."""
+        """End a subscription, resetting open streams."""
         request = self._requests[request_id]
         self._channel.write(request.stream, m.PublishDone(code, request.pushed, reason))
         self._finish(request)
@@ -194,14 +190,14 @@ class Responder:
         if isinstance(request.message, m.TrackStatus):
             self._finish(request)
 
-    def tell_namespace(self, request_id: int, suffix: tuple[bytes, ...]) -> None:
+    def announce_namespace(self, request_id: int, suffix: tuple[bytes, ...]) -> None:
         """Announce a namespace that matches a SUBSCRIBE_NAMESPACE."""
         request = self._requests.get(request_id)
         if request is not None:
             self._channel.write(request.stream, m.Namespace(suffix))
 
     def refuse(self, request_id: int, code: int, reason: str, *, retry_ms: int | None = None) -> None:
-        """Refuse a request; `retry_ms` is the delay after which a retry may succeed, None if it cannot."""
+        """Refuse a request; `retry_ms` is the delay before a retry, None if it cannot succeed."""
         request = self._requests.get(request_id)
         if request is not None:
             retry = 0 if retry_ms is None else retry_ms + 1
@@ -239,15 +235,15 @@ class Responder:
                 self._channel.commands.append(Reset(data_stream, code))
         self._by_stream.pop(stream, None)
         if reset is None:
-            # The peer ends its side by itself. A STOP_SENDING would cost a frame, and with aioquic far more: one that
-            # waits behind data makes aioquic send one packet at a time.
+            # The peer ends its side itself. STOP_SENDING would cost a frame, and makes aioquic send one packet at a
+            # time while it
+            # waits behind data.
             self._channel.commands.append(Write(stream, b"", fin=True))
         else:
             self._channel.commands += [Reset(stream, reset), Stop(stream, ResetCode.CANCELLED)]
 
 
 def _first_field(message: m.Request) -> bytes | None:
-    """Return the first field of a request's namespace or prefix."""
     prefix: tuple[bytes, ...] = getattr(message, "prefix", ())
     namespace: tuple[bytes, ...] = getattr(message, "namespace", prefix)
     return namespace[0] if namespace else None

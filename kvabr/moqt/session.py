@@ -1,15 +1,14 @@
-"""The state machine of one MoQT session, as client or server, publisher or subscriber, in all supported drafts.
+"""The state machine of one MoQT session, for client or server, publisher or subscriber, and all supported drafts.
 
-Theory of operation. The owner passes in bytes, resets and STOP_SENDINGs from QUIC streams; the session returns events
-for the owner and commands for streams. It allocates stream IDs as QUIC does, so nothing else may open streams on the
-connection.
+Theory of operation. The owner passes in bytes, resets and STOP_SENDINGs of QUIC streams; the session returns events for
+the owner and commands for streams. It allocates all stream IDs of the connection, as QUIC does.
 
-1. Each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional
-   stream, on which it is answered, changed and, by a reset, cancelled.
-2. Data that arrives before the peer's SETUP is held, within bounds, because tokens in the SETUP decide what a request
-   may do.
-3. The objects of a FETCH arrive on one unidirectional stream, those of a subscription on one for each subgroup. The
-   owner writes its own objects itself, after the stream header that `Responder.accept_fetch` or `push` writes.
+1. Each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional stream, on
+   which it is answered, changed and, by a reset, cancelled.
+2. Data before the peer's SETUP is buffered, within limits, because tokens in the SETUP decide which requests are
+   allowed.
+3. The objects of a FETCH arrive on one unidirectional stream, those of a subscription on one per subgroup. The owner
+   writes its own objects after the header of `Responder.accept_fetch` or `push`.
 4. If the peer breaks a rule, the session ends with a `Close` command with the draft's code, and a `Closed` event.
 """
 
@@ -27,31 +26,29 @@ from kvabr.moqt.wire import Draft, Location
 
 _MAX_STREAM_HEADER = 64
 _MAX_EARLY_BYTES = 1 << 17
-"""Bytes held before the peer's SETUP."""
+"""Limit of data before the peer's SETUP."""
 _MAX_PARTIAL_BYTES = 1 << 20
-"""Bytes of incomplete messages on all request streams of the peer together."""
+"""Limit of incomplete messages on all request streams of the peer together."""
 
 
 class MoqtSession:
-    """One session; the module docstring explains how to drive it."""
+    """One session; the module docstring explains its use."""
 
     def __init__(self, draft: Draft, *, client: bool, options: SetupOptions | None = None) -> None:
-        """Prepare a session with the options for its SETUP, which `start` sends."""
+        """Prepare a session; `start` sends the options."""
         self.draft, self.client = draft, client
         self._options = options or SetupOptions()
         self._channel = Channel(draft, client=client)
         self.requester = Requester(self._channel)
-        """Requests of this end."""
         self.responder = Responder(self._channel)
-        """Requests of the peer."""
         self._control_in: int | None = None
         self._messages: dict[int, MessageParser | None] = {}
-        """Parsers of the peer's bidirectional streams that have not ended; None if the request is over."""
+        """Parsers of the peer's open bidirectional streams; None if the request is over."""
         self._control_parser = MessageParser()
         self._headers: dict[int, bytes] = {}
         """Incomplete headers of the peer's unidirectional streams."""
         self._early: dict[int, tuple[bytearray | None, bool]] = {}
-        """By stream: bytes that arrived before the peer's SETUP (None if unwanted), and whether the stream ended."""
+        """By stream: bytes before the peer's SETUP (None if unwanted), and whether the stream ended."""
         self._early_bytes = 0
         self._ready = False
         self.closed: Closed | None = None
@@ -66,16 +63,16 @@ class MoqtSession:
     def fetch(
         self, namespace: tuple[bytes, ...], track: bytes, start: Location, end: Location, parameters: Parameters
     ) -> int:
-        """Request published objects and return the request ID; `end` is the draft's End Location (see `Fetch.end`)."""
+        """Request published objects up to an End Location (see `Fetch.end`); return the request ID."""
         number = self._channel.take_id()
         self.requester.request(m.Fetch(number, namespace, track, start, end, parameters))
         return number
 
     def subscribe(self, namespace: tuple[bytes, ...], track: bytes, parameters: Parameters) -> int:
-        """Ask for objects as they appear, by default those after the largest one; return the request ID.
+        """Request objects as they appear, by default after the largest one; return the request ID.
 
         Raises:
-            ValueError: A subscription to the track is open.
+            ValueError: a subscription to the track is open.
         """
         if self.requester.subscribed(namespace, track):
             raise ValueError("a subscription to that track is open")
@@ -99,7 +96,7 @@ class MoqtSession:
     # ------------------------------------------------------------------ called by the connection
 
     def receive(self, stream: int, data: bytes | memoryview, *, fin: bool = False) -> None:
-        """Handle bytes from a stream; the events until `take_events` may refer to them."""
+        """Handle bytes from a stream; events may refer to them until `take_events`."""
         if self.closed is not None:
             return
         try:
@@ -139,7 +136,7 @@ class MoqtSession:
         elif self._opened(stream) or self.responder.owns(stream):
             self.responder.stream_gone(stream, code)
         elif (parser := self._messages.get(stream)) is not None and not parser.count:
-            self._messages[stream] = None  # the request is incomplete and needs no answer
+            self._messages[stream] = None  # incomplete, so it needs no answer
             self._refuse_stream(stream)
         elif (early := self._early.get(stream)) is not None:
             self._early[stream] = (None, early[1])
@@ -151,7 +148,6 @@ class MoqtSession:
             self._channel.commands.append(Reset(stream, ResetCode.CANCELLED))
 
     def _opened(self, stream: int) -> bool:
-        """Return whether this end opens the stream."""
         return stream % 2 == (not self.client)
 
     def take_events(self) -> list[Event]:
@@ -160,7 +156,7 @@ class MoqtSession:
         return out
 
     def take_commands(self) -> list[Command]:
-        """Return the commands since the last call, to be carried out in order; `Close` is the last one ever."""
+        """Return the commands since the last call, in order; after `Close` there are none."""
         out, self._channel.commands = self._channel.commands, []
         if self.closed is None:
             return out
@@ -180,7 +176,7 @@ class MoqtSession:
             self._begin_uni(stream, self._headers.pop(stream, b"") + data, fin=fin)
 
     def _begin_uni(self, stream: int, data: bytes, *, fin: bool) -> None:
-        """Parse the header of a stream, and pass on what follows it."""
+        """Parse the header of a stream, and pass on the rest."""
         header = read_stream_header(data)
         if header is None:
             if fin or len(data) > _MAX_STREAM_HEADER:
@@ -225,12 +221,11 @@ class MoqtSession:
             self._messages.pop(stream)
 
     def _receive_requests(self, stream: int, parser: MessageParser, data: bytes | memoryview) -> None:
-        """Parse requests of the peer, and messages that follow them."""
         for kind, payload in parser.feed(data):
             message = decode(kind, payload, self.draft)
             self.responder.receive(stream, message, first=parser.count == 1)
         if parser.count and not self.responder.owns(stream):
-            self._messages[stream] = None  # the request is over; ignore the rest
+            self._messages[stream] = None  # the request is over
         elif parser.buffered:
             held = sum(parser.buffered for parser in self._messages.values() if parser is not None)
             if held > _MAX_PARTIAL_BYTES:

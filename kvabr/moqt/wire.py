@@ -1,7 +1,4 @@
-"""The primitives of the wire format: integers, byte strings, namespaces, locations, key-value pairs.
-
-A `Reader` parses bytes that are complete, so that running out of them is a fault, or the beginning of more.
-"""
+"""Primitives of the wire format: integers, byte strings, namespaces, locations, key-value pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from kvabr.moqt.codes import SessionCode, SessionFault
 
 MAX_NAMESPACE_FIELDS = 32
 MAX_NAME_BYTES = 4096
-"""Limit on the fields of a namespace, and on a namespace and track name together (draft 18, section 2.4.1)."""
+"""Limits of a namespace, and of namespace and track name together (draft 18, section 2.4.1)."""
 MAX_REASON_BYTES = 1024
 MAX_URI_BYTES = 8192
 MAX_VALUE_BYTES = 0xFFFF
@@ -29,7 +26,7 @@ class Location(NamedTuple):
 
 def write_varint(value: int) -> bytes:
     """Encode an integer in as few bytes as possible: leading one bits give the length (draft 18, section 1.4.1)."""
-    if 0 <= value < 0x80:  # most are
+    if 0 <= value < 0x80:  # the usual case
         return bytes((value,))
     if not 0 <= value <= MAX_INTEGER:
         raise ValueError(f"integer {value} is outside 0 to {MAX_INTEGER}")
@@ -41,7 +38,7 @@ def write_varint(value: int) -> bytes:
 
 
 def peek_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int] | None:
-    """Return the integer at offset `at` and the offset after it, or None if it is incomplete."""
+    """Return the integer at offset `at` and the next offset, or None if it is incomplete."""
     if at >= len(data):
         return None
     first = data[at]
@@ -57,12 +54,13 @@ def peek_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One draft of moq-transport: what is different in it. `docs/reference/wire-format.md` has the table."""
+    """Properties of one draft of moq-transport, see `docs/reference/wire-format.md`."""
 
     number: int
     sized: bool
-    """Whether a location filter or a namespace prefix, as a parameter, begins with its length in bytes; otherwise the
-    filter begins with one of six forms."""
+    """Location filters and namespace prefixes begin with their length in bytes; otherwise filters begin with one of six
+    forms.
+    """
 
     @property
     def alpn(self) -> str:
@@ -73,28 +71,28 @@ class Draft:
 DRAFT_22 = Draft(22, sized=False)
 DRAFT_20 = Draft(20, sized=True)
 DRAFTS = (DRAFT_22, DRAFT_20)
-"""The supported drafts, in order of preference."""
+"""Supported drafts, in order of preference."""
 
 
 def by_alpn(alpn: str) -> Draft | None:
-    """Return the draft of an ALPN protocol identifier, or None if it is not supported."""
+    """Return the draft of an ALPN protocol identifier, or None if unsupported."""
     return next((draft for draft in DRAFTS if draft.alpn == alpn), None)
 
 
 class Incomplete(Exception):  # noqa: N818  # not an error: the rest is still on its way
-    """A `Reader` of partial bytes has run out of them."""
+    """A `Reader` of partial data has reached its end."""
 
 
 class Reader:
-    """Parse values from bytes; every method raises SessionFault if the bytes do not fit."""
+    """Parses values; every method raises SessionFault for malformed bytes."""
 
     def __init__(self, data: bytes | bytearray | memoryview, *, at: int = 0, partial: bool = False) -> None:
-        """Begin at offset `at`; `partial` says that more bytes may follow, so running out raises Incomplete."""
+        """Begin at offset `at`; for `partial` data, reaching the end raises Incomplete."""
         self._data, self.at, self._partial = data, at, partial
 
     @property
     def left(self) -> int:
-        """Bytes that have not been read."""
+        """Unread bytes."""
         return len(self._data) - self.at
 
     def varint(self) -> int:
@@ -110,7 +108,7 @@ class Reader:
         return self.take(1)[0]
 
     def take(self, size: int) -> bytes:
-        """Read `size` bytes into a copy."""
+        """Read a copy of `size` bytes."""
         if size > self.left:
             raise self._short(f"message has {self.left} bytes left but announces {size}")
         self.at += size
@@ -120,18 +118,18 @@ class Reader:
         return Incomplete() if self._partial else SessionFault(what)
 
     def rest(self) -> bytes:
-        """Read all bytes that are left."""
+        """Read all remaining bytes."""
         return self.take(self.left)
 
     def text(self, limit: int, what: str) -> bytes:
-        """Read a length and that many bytes, at most `limit`."""
+        """Read length-prefixed bytes, at most `limit`."""
         size = self.varint()
         if size > limit:
             raise SessionFault(f"{what} of {size} bytes; the limit is {limit}")
         return self.take(size)
 
     def reason(self) -> str:
-        """Read a reason phrase, replacing invalid UTF-8: it only informs."""
+        """Read a reason phrase, replacing invalid UTF-8."""
         return self.text(MAX_REASON_BYTES, "reason phrase").decode("utf-8", "replace")
 
     def location(self) -> Location:
@@ -182,7 +180,7 @@ KeyValue = tuple[int, int | bytes]
 
 
 def read_pairs(reader: Reader) -> tuple[KeyValue, ...]:
-    """Read all key-value pairs that are left (draft 18, section 1.4.3)."""
+    """Read all remaining key-value pairs (draft 18, section 1.4.3)."""
     pairs: list[KeyValue] = []
     kind = 0
     while reader.left:
@@ -211,5 +209,5 @@ def write_pairs(pairs: Iterable[KeyValue]) -> bytes:
 
 
 def malformed(what: str) -> SessionFault:
-    """Return the fault for a value that does not fit its type."""
+    """Return the fault for a malformed value."""
     return SessionFault(what, SessionCode.KEY_VALUE_FORMATTING_ERROR)

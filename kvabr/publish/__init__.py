@@ -1,1 +1,1 @@
-"""The publisher: encode a real cache, measure what each level costs, and write an asset."""
+"""The publisher: encode a cache, measure the loss of each track, and write an asset."""

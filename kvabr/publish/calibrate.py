@@ -1,4 +1,4 @@
-"""Calibrates a codec profile: run the model over diverse texts, and take the statistics of its caches."""
+"""Calibrates a codec profile on the caches of diverse texts."""
 
 from __future__ import annotations
 
@@ -21,41 +21,31 @@ from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.kv import KVSpec
 
 CONTEXTS = 24
-"""Default number of contexts."""
 
 CONTEXT_TOKENS = 1024
-"""Default tokens of a context."""
 
 STAGES = ("prefill", *PASSES)
-"""Stages of `calibrate` for a model with one layer class, in order; each has one step per context."""
 
 SEARCH = "steps"
-"""Stage in which steps are searched for; each of its steps measures a loss."""
 
 GAINS = "gains"
-"""Stage in which gains of decoded values are chosen; each of its steps measures a loss."""
 
 _HELD_OUT = 6
-"""With a target or gains, one in this many contexts is kept from the fit, to measure on."""
+"""One context in this many is held out for measuring."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage, its steps done, and its steps in all."""
+"""Takes a stage, the steps done, and all its steps."""
 
 
 def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int) -> list[tuple[str, Sequence[int]]]:
-    """Cut contexts out of tokenised texts: evenly spaced, none overlapping, more from longer texts, one from each.
+    """Cut evenly spaced, disjoint contexts of ``tokens`` ids out of tokenised texts.
 
-    Args:
-        texts: token ids by name; `UsageError` if there is none.
-        contexts: how many; there is at least one per text.
-        tokens: length of each; a shorter text gives one shorter context.
-
-    Returns:
-        Pairs of a text's name and a context's token ids.
+    ``contexts`` is approximate: texts count by length, and each gives at least one, shorter if the text is. Return
+    pairs of a text's name and ids; raise `UsageError` if all texts are empty.
     """
     sizes = {name: len(ids) for name, ids in texts.items() if ids}
     if not sizes:
-        raise UsageError("calibration needs at least one text that is not empty")
+        raise UsageError("calibration needs a text, but all texts are empty")
     total = sum(sizes.values())
     out = []
     for name, size in sizes.items():
@@ -68,11 +58,7 @@ def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int)
 
 
 def stages(spec: KVSpec, *, search: bool = False, gain: bool = False, by_layer: bool = False) -> tuple[str, ...]:
-    """Return the stages of `calibrate` for a model, in order: collecting, and passes over each class's caches.
-
-    With ``search`` steps are chosen by their loss, with ``gain`` gains of decoded values; with ``by_layer`` the engine
-    is one that runs layer by layer.
-    """
+    """Return the stages of `calibrate` in order; ``by_layer`` is for a `LayerEngine`."""
     names = spec.names if len(spec.classes) > 1 else ("",)
     first, last = ([_stage(name, stage) for name in names for stage in half] for half in (PASSES[:-2], PASSES[-2:]))
     chosen = [stage for stage, wanted in ((SEARCH, search), (GAINS, gain)) if wanted]
@@ -96,37 +82,36 @@ def calibrate(
     progress: Progress = lambda _stage, _done, _all: None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> list[Profile]:
-    """Return a profile of a model, made from texts, for every scale of the steps: of all its layer classes.
-
-    They have the same transforms; only steps and tables differ.
+    """Return a profile of a model for every scale of the steps; only steps and tables differ between them.
 
     Args:
         model: the model with its tokenizer.
-        texts: by name; the more they differ, the better the profile fits other texts.
-        scales: what to multiply all steps with, which ``config`` or the target gives.
-        contexts: contexts to cut out of them, see `cut_contexts`.
-        tokens: tokens of each; None: `CONTEXT_TOKENS`, or as many as the model sees. Caches and gradients are kept in
-            temporary files, see `kvabr.publish.collect`.
+        texts: by name; the more diverse, the better the profile fits other texts.
+        scales: factors of all steps.
+        contexts: see `cut_contexts`.
+        tokens: per context; default `CONTEXT_TOKENS` or the model's context. Caches and gradients are kept in temporary
+            files.
         config: settings of the fit.
-        target: the loss that one track may have, measured on a sixth of the contexts, which the fit does not see. All
-            steps of a layer class are scaled alike, so the other tracks move with it. None: `config`'s steps.
-        gain: whether to choose gains of decoded values, on the same contexts; see `kvabr.publish.target`. They are for
-            the steps as they are, so profiles of other ``scales`` have none.
-        progress: called after every step of each of `stages`.
-        tell: called, in words, with what the search has found.
+        target: loss of one track on held-out contexts. The steps of a layer class scale together, so other tracks
+            change too.
+        gain: choose gains of decoded values, see `kvabr.publish.target`; only for scale 1.
+        progress: called after every step.
+        tell: receives results as sentences.
 
     Raises:
-        UsageError: there is no text, contexts are longer than the model sees, or the target cannot be met.
-        FormatError: there are no AC tracks of a layer class.
+        UsageError: no text, contexts longer than the model's, or a target that cannot be met.
+        FormatError: a layer class without AC tracks.
         ModelError: weights, caches or outputs of the model are NaN.
-        AssetError: the disk has no room for the caches.
+        AssetError: not enough disk space.
     """
     engine, config = model.engine, config or FitConfig()
     check_class(engine.spec, "AC")
     if tokens is None:
         tokens = min(CONTEXT_TOKENS, engine.context)
     if contexts < 1 or not 16 <= tokens <= engine.context:
-        raise UsageError(f"a calibration takes at least 1 context of 16 to {engine.context} tokens")
+        raise UsageError(
+            f"calibration needs at least 1 context of 16 to {engine.context} tokens, got {contexts} of {tokens}"
+        )
     cuts = [
         (name, opened(model, ids))
         for name, ids in cut_contexts(
@@ -136,23 +121,25 @@ def calibrate(
     seen = Seen.of(texts, cuts)
     held: set[int] = set() if target is None and not gain else set(range(0, len(cuts), _HELD_OUT))
     if len(held) == len(cuts):
-        raise UsageError("--target-kl and --gain measure on a context that the fit does not see: give 2, --contexts 2")
+        raise UsageError(
+            "--target-kl and --gain need a held-out context in addition to the fitted ones: give --contexts 2 or more"
+        )
     try:
         with ExitStack() as files:
             classes, samples = collect(engine, [ids for _, ids in cuts], held, files, progress)
             count = len(cuts) - len(held)
             configs = [config] * len(classes)
 
-            def told(each: ClassFiles) -> Callable[[str, int], None]:
+            def class_progress(each: ClassFiles) -> Callable[[str, int], None]:
                 return lambda stage, done: progress(_stage(each.name, stage), done, count)
 
             transforms = [
-                fit_transform(each.spec, each.caches.read, config, told(each), gradients=each.gradients.read)
+                fit_transform(each.spec, each.caches.read, config, class_progress(each), gradients=each.gradients.read)
                 for each in classes
             ]
             if target is not None:
                 chosen = StepSearch(transforms, config, samples, target, partial(progress, SEARCH)).choose()
-                # All tracks have the class's steps; what keys and values differ in is their unit.
+                # Tracks share the class's steps; the ratio of keys to values is part of the transform.
                 means = [math.exp(fmean(map(math.log, own))) for own in chosen.factors]
                 configs = [config.scaled(mean) for mean in means]
                 transforms = [
@@ -173,7 +160,9 @@ def calibrate(
                 joined(
                     engine.spec,
                     [
-                        fit_tables(made, each.caches.read, best if scale == 1 else own.scaled(scale), told(each))
+                        fit_tables(
+                            made, each.caches.read, best if scale == 1 else own.scaled(scale), class_progress(each)
+                        )
                         for each, made, own, best in quadruples
                     ],
                     seen,
@@ -182,14 +171,14 @@ def calibrate(
             ]
     except OSError as error:
         raise AssetError(
-            f"{tempfile.gettempdir()}: no room for the caches of {len(cuts)} contexts ({error.strerror}); set TMPDIR "
-            "to a folder with more room, or give fewer --contexts"
+            f"{tempfile.gettempdir()}: cannot store the caches of {len(cuts)} contexts ({error.strerror}); set TMPDIR "
+            "to a folder with more space, or give fewer --contexts"
         ) from error
 
 
 def _gained(spec: KVSpec, gains: Gains, saved: float, samples: int) -> str:
     if not saved:
-        return f"gains of decoded values save less than 1 % of {TRACK}'s loss on {samples} contexts: none are kept"
+        return f"gains of decoded values save less than 1 % of {TRACK}'s loss on {samples} contexts: not used"
     several = len(spec.classes) > 1
     words = []
     for name, own in zip(spec.names, gains, strict=True):
@@ -202,7 +191,7 @@ def _found(spec: KVSpec, chosen: Chosen, target: Target, samples: int) -> str:
     words = []
     for name, own in zip(spec.names, chosen.factors, strict=True):
         of = f" of {name}" if len(spec.classes) > 1 else ""
-        whose = ("keys", "values") if len(own) > 1 else ("keys and values",)
-        words += [f"{factor:.3g} ({kind}{of})" for kind, factor in zip(whose, own, strict=True)]
+        kinds = ("keys", "values") if len(own) > 1 else ("keys and values",)
+        words += [f"{factor:.3g} ({kind}{of})" for kind, factor in zip(kinds, own, strict=True)]
     factors = ", ".join(words)
     return f"steps times {factors}: {target.track} loses {chosen.kl:.3g} nats per token on {samples} contexts"

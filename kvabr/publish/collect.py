@@ -1,7 +1,6 @@
-"""The first half of a calibration: caches of texts and gradients with respect to them, in temporary files.
+"""First half of a calibration: caches of texts and their gradients, in temporary files of 16-bit elements.
 
-Elements take 16 bits there (caches: those of the published type). Memory holds one context at a time (up to four, if
-two threads compute), or, of an engine that runs layer by layer (`kvabr.publish.model.LayerEngine`), one layer of one.
+Memory holds one context at a time (four with two threads), or one layer of it with a `LayerEngine`.
 """
 
 from __future__ import annotations
@@ -27,18 +26,19 @@ from kvabr.types.errors import AssetError, ModelError
 from kvabr.types.kv import KVSpec
 
 _SCORED_SHARE, _MEASURED_SHARE = 8, 4
-"""The last eighth of a context is scored, to see which errors in the cache of the rest matter: a quarter takes a sixth
-longer and finds the same, a sixteenth loses more. Losses are measured on the last quarter, which is more precise."""
+"""The last eighth of a context is scored for gradients: a quarter takes longer with equal results, a sixteenth loses
+more. Losses are measured on the last quarter, for precision.
+"""
 _SNAPSHOTS = 8
-"""Parts of a context; at the ends of all but the first, snapshots are taken of its states."""
-_SLOPE = torch.bfloat16
+"""Parts of a context; states are snapshotted at the ends of all but the first."""
+_GRADIENT_DTYPE = torch.bfloat16
 
 Cache = tuple[torch.Tensor, ...]
-"""A tensor per layer class."""
+"""One tensor per layer class."""
 
 
 class Spool:
-    """Caches of one layer class in a file, one after the other."""
+    """Caches of one layer class in a file."""
 
     def __init__(self, file: IO[bytes], spec: KVSpec, dtype: torch.dtype) -> None:
         self._file, self._spec, self._dtype = file, spec, dtype
@@ -52,7 +52,7 @@ class Spool:
         self._write(start, cache)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for a cache at the end; `put` fills it layer by layer."""
+        """Reserve space for a cache that `put` fills."""
         self._tokens.append(tokens)
         self._starts.append(self._starts[-1] + math.prod(self._spec.shape(tokens)) * self._dtype.itemsize)
 
@@ -85,11 +85,13 @@ class Spool:
 
 
 class ClassFiles:
-    """A layer class: its spec, and its caches and gradients in temporary files."""
+    """A layer class with its caches and gradients."""
 
     def __init__(self, spec: KVSpec, files: ExitStack) -> None:
         self.spec, self.name = spec, "" if spec.part_of is None else spec.part_of[1]
-        self.caches, self.gradients = (Spool(_file(files), spec, dtype) for dtype in (spec.torch_dtype, _SLOPE))
+        self.caches, self.gradients = (
+            Spool(_file(files), spec, dtype) for dtype in (spec.torch_dtype, _GRADIENT_DTYPE)
+        )
 
 
 def _file(files: ExitStack) -> IO[bytes]:
@@ -103,18 +105,10 @@ def collect(
     files: ExitStack,
     progress: Callable[[str, int, int], None],
 ) -> tuple[list[ClassFiles], list[HeldOutText]]:
-    """Compute all caches; return those that are held out, by number, and files of the others with their gradients.
+    """Compute all caches; return files of caches and gradients, and the held-out contexts.
 
-    Args:
-        engine: the model.
-        cuts: token ids of the contexts.
-        held: numbers of those that are kept out of the files.
-        files: closes the files.
-        progress: called with a stage, its steps done, and its steps in all.
-
-    Raises:
-        ModelError: the model has weights, caches or outputs that are NaN.
-        AssetError: the disk has no room.
+    ``cuts`` are token ids, ``held`` the numbers of held-out contexts; ``files`` closes the files. Raise `ModelError` if
+    weights, caches or outputs are NaN, `AssetError` if the disk is too small.
     """
     engine.check_weights()
     _check_room(engine, [ids for number, ids in enumerate(cuts) if number not in held])
@@ -124,7 +118,7 @@ def collect(
     if isinstance(engine, LayerEngine):
         fitted = [ids for number, ids in enumerate(cuts) if number not in held]
         engine.by_layer(fitted, [_scored(len(ids)) for ids in fitted], _Sink(engine, fitted, classes), progress)
-    # Numbers of what is left to do, each with the seed of its gradients.
+    # Numbers of the remaining contexts, with the seeds of their gradients.
     left: list[tuple[int, int]] = []
     for number in range(len(cuts)):
         if number in held or not isinstance(engine, LayerEngine):
@@ -153,24 +147,22 @@ def collect(
 
 
 def collecting_stages(*, search: bool, by_layer: bool) -> tuple[str, ...]:
-    """Return the stages of `collect`; with ``search`` some contexts are held out."""
+    """Return the stages of `collect`; ``search`` holds out contexts."""
     return ("forward", "backward", *(["prefill"] if search else [])) if by_layer else ("prefill",)
 
 
 def _scored(length: int) -> int:
-    """Return how many tokens of a context are scored, at least one."""
     return -(-length // _SCORED_SHARE)
 
 
 def _check_room(engine: CalibrationEngine, cuts: Sequence[Sequence[int]]) -> None:
-    """Raise an `AssetError` if what will be written does not fit the disk, before hours of work."""
     wanted = room_needed(engine, [len(ids) for ids in cuts])
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     if wanted > free:
         raise AssetError(
             f"{folder}: {free / 1e6:,.0f} MB are free, but the caches of {len(cuts)} contexts take {wanted / 1e6:,.0f} "
-            "MB there; set TMPDIR to a folder with more room, or give fewer --contexts"
+            "MB there; set TMPDIR to a folder with more space, or give fewer --contexts"
         )
 
 
@@ -180,7 +172,7 @@ def room_needed(engine: CalibrationEngine, lengths: Sequence[int]) -> int:
     for part in engine.spec.parts:
         if part.only.kind != "state":
             every = sum(lengths) * part.torch_dtype.itemsize
-            scored = sum(length - _scored(length) for length in lengths) * _SLOPE.itemsize
+            scored = sum(length - _scored(length) for length in lengths) * _GRADIENT_DTYPE.itemsize
             total += part.elements_per_token * (every + scored)
     if isinstance(engine, LayerEngine):
         total += engine.layer_bytes * sum(map(_scored, lengths))
@@ -188,9 +180,8 @@ def room_needed(engine: CalibrationEngine, lengths: Sequence[int]) -> int:
 
 
 def _differentiated(engine: CalibrationEngine, ids: Sequence[int], end: int, seed: int) -> tuple[Cache, Cache]:
-    """Return the cache of a context, and the gradients of what follows its first ``end`` tokens by their cache."""
     parts = engine.spec.parts
-    if any(part.only.kind == "state" for part in parts):  # of which the cache has snapshots
+    if any(part.only.kind == "state" for part in parts):  # the cache has snapshots
         cache, kept = caches_of(engine, ids, end)
         return cache, engine.gradient_classes(kept, ids[end:], seed)
     first, kept = caches_of(engine, ids[:end], end)
@@ -200,7 +191,7 @@ def _differentiated(engine: CalibrationEngine, ids: Sequence[int], end: int, see
 
 
 def caches_of(engine: CalibrationEngine, ids: Sequence[int], end: int) -> tuple[Cache, Cache]:
-    """Return the cache of a context, with several snapshots of each state, and that of its first ``end`` tokens."""
+    """Return a context's cache, with snapshots of states, and the cache of its first ``end`` tokens."""
     parts, total = engine.spec.parts, len(ids)
     states = [part.only.kind == "state" for part in parts]
     marks = {end, *(total * step // _SNAPSHOTS for step in range(2, _SNAPSHOTS))} if any(states) else ()
@@ -229,14 +220,12 @@ def _check(cache: Cache, parts: Sequence[KVSpec]) -> None:
 def _check_layer(kv: torch.Tensor, layer: int) -> None:
     if not all_finite(kv):
         raise ModelError(
-            f"the cache of layer {layer} is NaN or infinite: the model is damaged there or in a layer before, or it "
+            f"the cache of layer {layer} has NaN or infinity: this layer or an earlier one is damaged, or the model "
             "needs another element type (--dtype float32)"
         )
 
 
 class _Sink:
-    """Puts what an engine computes layer by layer into the files."""
-
     def __init__(self, engine: LayerEngine, cuts: Sequence[Sequence[int]], classes: Sequence[ClassFiles]) -> None:
         self._places, self._classes = engine.places(), classes
         self._ends = [len(ids) - _scored(len(ids)) for ids in cuts]

@@ -1,4 +1,4 @@
-"""Compares the tracks of an asset with each other: a track that differs more than its level loses is damage."""
+"""Compares the tracks of an asset: a difference beyond the loss of a level is damage."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from kvabr.types.errors import FormatError
 from kvabr.types.units import Unit
 
 _EXACT = ("Raw", "BF16", "FP16", "FP8", "Int8")
-"""Tracks that others are compared with: the first one that is there."""
-_MOST_ERROR = 0.25
-"""Share of a group's largest magnitude by which a number may differ: FP4 loses a fifth of it, all others less."""
+_MAX_ERROR = 0.25
+"""Share of a group's largest magnitude; FP4, the coarsest, loses a fifth."""
 
 
 def compare_tracks(asset: Asset) -> None:
-    """Decode every group on all tracks that need no profile, and compare them with the most exact one.
+    """Decode every group on all tracks without a profile, and compare them with the most exact track.
 
-    Frames that this version cannot decode are left out.
-
-    Raises:
-        AssetError: a frame cannot be read.
-        FormatError: a track has other numbers than the most exact one.
+    Skip frames that this version cannot decode. Raise `AssetError` for an unreadable frame, `FormatError` for a track
+    that differs.
     """
     catalog, known = asset.catalog, set(names())
     tracks = [each.name for each in catalog.tracks if each.name in known and not codec(each.name).needs_profile]
@@ -36,17 +32,17 @@ def compare_tracks(asset: Asset) -> None:
     for unit in catalog.units:
         with suppress(_UndecodableError):
             wanted = _decoded(asset, unit, exact)
-            most = _MOST_ERROR * float(wanted.abs().amax())
+            most = _MAX_ERROR * float(wanted.abs().amax())
             for track in tracks:
                 if (error := float((_decoded(asset, unit, track) - wanted).abs().amax())) > most:
                     raise FormatError(
-                        f"group {unit.group} of {track} differs from {exact} by {error:g}, which is more than that "
-                        f"level loses ({most:g}); publish it again"
+                        f"group {unit.group} of {track} differs from {exact} by {error:g}, more than this level loses "
+                        f"({most:g}); publish it again"
                     )
 
 
 class _UndecodableError(Exception):
-    """A frame is of another version, or of a codec that is not here in this form."""
+    pass
 
 
 def _decoded(asset: Asset, unit: Unit, track: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Publishes a cache: run the model over a prompt, encode every group on every track, measure what each costs."""
+"""Publishes a cache: run the model over a prompt, encode every group on every track, and measure the losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import largest
 from kvabr.codec.profile import Profile, joined
 from kvabr.codec.rope import rotate
-from kvabr.publish.frames import FrameEncoder, holding, needs_profile, six
+from kvabr.publish.frames import FrameEncoder, holding_tracks, needs_profile, six
 from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import MAX_PASSES, measure_mixes, measure_quality, sample_mixes
 from kvabr.publish.reference import Reference
@@ -33,25 +33,24 @@ from kvabr.types.passage import PassageNotes, check_movable, passage_chain
 from kvabr.types.units import cache_length, snapshot_ends
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage, its steps done, and its steps in all."""
+"""Takes a stage, the steps done, and all its steps."""
 
 STAGES = ("prefill", "encode", "time", "answers", "measure", "tails", "groups", "mix")
-"""Stages of `publish`, in order; the steps of ``prefill`` are tokens. What measures nothing ends with ``encode``."""
+"""Stages of `publish`; the steps of ``prefill`` are tokens. Without measurements ``encode`` is the last."""
 
 ON_REQUEST = ("FP4",)
-"""Tracks that are made only if they are named: Int4 is as small and loses half as much."""
+"""Tracks made only if named: Int4 is as small and loses half as much."""
 
 RAW = "Raw"
-"""The track that keeps what the engine has; made by default where no other does, see `needs_raw`."""
+"""Keeps the engine's elements; made by default if no other track is exact."""
 
 NO_SMALLER = ("FP16", "BF16", "FP8", "Int8")
-"""Tracks with no fewer bits than a quantised cache has; of those they are made only if they are named."""
+"""Tracks at least as large as a quantised cache."""
 
 _PREFILL_TOKENS = 512
-"""Tokens computed at a time: large enough for the matrix units, small enough to show progress."""
+"""Large enough for matrix units, small enough to show progress."""
 
 _OWN_CLASSES = 16
-"""Classes of rows in a profile that is estimated from one asset and travels with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +60,10 @@ class PassageBase:
     kv: torch.Tensor
     """[layer, K/V, head, token, dim] float32, keys before rotation."""
     notes: PassageNotes
-    """What the catalog says of it."""
     before: torch.Tensor
-    """Exact cache of a neutral text, at least one token, as the engine keeps it. Losses are measured behind it: a model
-    without the sinks at the beginning of a prompt is broken, whatever its passages lose."""
+    """Exact cache of a neutral text, before the passage when losses are measured: without the attention sinks of a
+    prompt's beginning, a model is broken.
+    """
 
     def at(self, position: int, spec: KVSpec) -> torch.Tensor:
         """Return the cache at a position of a prompt, in the engine's element type."""
@@ -74,26 +73,23 @@ class PassageBase:
 
 
 def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> tuple[str, ...]:
-    """Return the tracks to make, each after the one that it refines; for None all that exist but `ON_REQUEST`.
+    """Return the tracks in coding order, each after the one that it refines.
 
-    `RAW` is among them where nothing else is exact.
-
-    Those that need a profile are left out if there are none for the layer classes of ``spec``.
-
-    Raises `FormatError` if there is no such codec, `UsageError` if one is wanted twice, or without what it refines.
+    None stands for all that suit ``spec`` except `ON_REQUEST`. Raise `FormatError` for an unknown codec, `UsageError`
+    for a duplicate or a layer without its base.
     """
     if wanted is None:
         ac = spec is None or has_ac(spec)
-        left_out = (*ON_REQUEST, *pointless(spec))
+        left_out = (*ON_REQUEST, *redundant_tracks(spec))
         wanted = [name for name in names() if name not in left_out and (ac or not codec(name).needs_profile)]
     if len(set(wanted)) != len(wanted) or not wanted:
-        raise UsageError("name at least one track, and each only once")
+        raise UsageError(f"tracks must be named once each, and at least one, got {', '.join(wanted) or 'none'}")
     out: list[str] = []
     rest = list(wanted)
     while rest:
         ready = [name for name in rest if codec(name).refines is None or codec(name).refines in out]
         if not ready:
-            raise UsageError(f"track {rest[0]} refines {codec(rest[0]).refines}: name that one as well")
+            raise UsageError(f"track {rest[0]} refines {codec(rest[0]).refines}: name {codec(rest[0]).refines} as well")
         out.append(ready[0])
         rest.remove(ready[0])
     return tuple(out)
@@ -106,14 +102,14 @@ def compute_cache(
     *,
     spec: KVSpec | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the exact cache of a prompt, computed in pieces, in the engine's dtype.
+    """Compute the exact cache of a prompt in pieces, in the engine's dtype.
 
-    It is a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens, or of all snapshots of a state;
-    which there are, ``spec`` says, by default the engine's.
+    Return one tensor per layer class of ``spec`` (default: the engine's), [layer, K/V, head, token, dim] of all tokens,
+    or of all snapshots of a state.
     """
     total, parts = len(tokens), (spec or engine.spec).parts
     if not total:
-        raise UsageError("a prompt takes at least 1 token")
+        raise UsageError("a prompt must have at least 1 token, got 0")
     snapshots = [snapshot_ends(part, total) for part in parts]
     ends = sorted({*range(_PREFILL_TOKENS, total, _PREFILL_TOKENS), total}.union(*snapshots))
     cache: tuple[torch.Tensor, ...] = ()
@@ -144,7 +140,7 @@ def _check_profile(spec: KVSpec, tracks: Sequence[str], profile: Profile | None)
 
 
 def own_profile(spec: KVSpec, exact: Sequence[torch.Tensor]) -> Profile:
-    """Return a profile for one cache alone, a tensor per layer class: no transform and few tables, so small."""
+    """Return a small profile for one cache: no transform, few tables."""
     plain = FitConfig(transform=False, classes=_OWN_CLASSES, sinks=min(FitConfig.sinks, int(exact[0].shape[3]) - 1))
     pairs = zip(spec.parts, exact, strict=True)
     return joined(spec, [fit(part, partial(list, (cache,)), plain) for part, cache in pairs])
@@ -171,37 +167,35 @@ def publish(
     progress: Progress = lambda _stage, _done, _all: None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Catalog:
-    """Encode one prompt and measure it, or estimate its losses; return its catalog, whose floats have six digits.
+    """Encode one prompt, measure or estimate its losses, and return its catalog with floats of six digits.
 
     Args:
         engine: the model.
-        prompt: what to publish, and what followed it.
-        tracks: names of the tracks, see `ordered_tracks`.
-        profile: side information of the model, for the tracks that need it; None: one is estimated from this cache,
-            small and without a transform, and published with it.
-        store: keeps every frame and the profile, and gives frames back for measuring; as a rule an asset's writer.
-        passage: the cache, if what is published is a passage; None: the engine computes that of the prompt.
-        group_tokens: tokens per group; None: as in the engine's spec.
-        snapshots_every: tokens between two snapshots of a state, a multiple of the group's; None: as in the engine's
-            spec.
-        source: what the prompt is, in words, for the catalog.
-        salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not kept, so `Prompt.sealed` must tie the token
+        prompt: the prompt and its continuation.
+        tracks: see `ordered_tracks`.
+        profile: side information; None: a small one for this cache, published with it.
+        store: keeps frames and profile, and returns frames for measuring.
+        passage: the cache of a passage; None: the engine computes the prompt's.
+        group_tokens: tokens per group (default: the engine's).
+        snapshots_every: tokens between snapshots of a state, a multiple of the group's (default: the engine's).
+        source: description for the catalog.
+        salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not stored, so `Prompt.sealed` must tie the token
             ids to the catalog.
-        digest: kind of the frames' digests, see `kvabr.types.digests`.
-        questions: token ids of questions about the text, see `kvabr.publish.tails.questions`: losses behind tails are
-            those of its continuation and of answers to them.
-        max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.
-        time_engine: whether to time a few prefills for the catalog's cost model.
-        estimate: makes the catalog, with losses that are estimated (`kvabr.publish.offer.TrackOffer.catalog`), of a
-            prompt that is no passage; nothing is measured or timed then. None: everything is.
-        named: called with the prompt's digest before anything is computed; it may raise to stop.
+        digest: kind of the frames' digests.
+        questions: token ids, see `kvabr.publish.tails.questions`.
+        max_passes: see `kvabr.publish.quality`.
+        time_engine: time a few prefills for the catalog's cost model.
+        estimate: makes a catalog with estimated losses; then nothing is measured. Not for passages.
+        named: takes the prompt's digest before any computation; may raise to stop.
         progress: called after every step.
-        tell: called, in words, with what is unusual about the cache.
+        tell: receives warnings as sentences.
 
-    Raises `ForeignError` if the profile is of another model, `FormatError` if a group cannot have that many tokens,
-    snapshots do not lie between groups, no track holds the cache's numbers, or the model can have no passages,
-    `NotFiniteError` if a number of the cache is NaN or infinite, and `UsageError` if it has no states to take
-    snapshots of.
+    Raises:
+        ForeignError: another model's profile.
+        FormatError: a group size or snapshot interval that is not allowed, tracks that cannot hold the cache, or a
+            model without passages.
+        NotFiniteError: NaN or infinity in the cache.
+        UsageError: snapshots of a model without states.
     """
     spec = published_spec(engine.spec, group_tokens, snapshots_every)
     needing = needs_profile(tracks)
@@ -216,13 +210,13 @@ def publish(
     if needing and profile is None:
         profile = own_profile(spec, exact if passage is None else (passage.at(0, spec),))
         tell(
-            f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
-            "times the bytes; `kvabr calibrate` makes a profile"
+            f"no profile of {spec.model}: the AC tracks use tables of this asset alone and take two to three "
+            "times the bytes; make a profile with `kvabr calibrate`"
         )
     coded = exact if passage is None else (passage.kv,)
-    held = holding(tracks, spec, [largest(kv, part) for kv, part in zip(coded, spec.parts, strict=True)])
+    held = holding_tracks(tracks, spec, [largest(kv, part) for kv, part in zip(coded, spec.parts, strict=True)])
     if left_out := [track for track in tracks if track not in held]:
-        tell(f"the cache has numbers that {', '.join(left_out)} cannot hold; it is published without them")
+        tell(f"the cache has numbers that {', '.join(left_out)} cannot hold; publishing without these tracks")
     tracks = held
     frames = FrameEncoder(
         spec,
@@ -234,7 +228,7 @@ def publish(
         position=0 if passage is None else passage.before.shape[3],
         passage=None if passage is None else passage.notes,
         digest=digest,
-        finer_end=passage is None and estimate is None,  # as engines publish, who take such groups over
+        finer_end=passage is None and estimate is None,  # engines reuse the last groups of estimated assets
     )
     frames.encode(coded, partial(progress, "encode"))
     del coded
@@ -280,7 +274,7 @@ def publish(
         asked=tuple(map(six, measured.asked)),
     )
     if not catalog.every_token or passage is not None:
-        return catalog  # its groups cannot be recomputed one by one, which is what mixes are about
+        return catalog  # groups cannot be recomputed singly, as mixes require
     mixes = measure_mixes(
         catalog, sample_mixes(catalog), reference, prompt.tokens, frames.decode, progress=partial(progress, "mix")
     )
@@ -298,17 +292,19 @@ def _exact(
     spec: KVSpec,
     progress: Callable[[int, int], None],
 ) -> tuple[torch.Tensor, ...]:
-    """Return what losses are measured against."""
     if passage is None:
         return compute_cache(engine, prompt.tokens, progress, spec=spec)
     check_movable(spec)
     if not prompt.tokens or passage.kv.shape[3] != len(prompt.tokens):
-        raise UsageError(f"a passage of {len(prompt.tokens)} tokens, with a cache of {passage.kv.shape[3]}")
+        raise UsageError(
+            f"a passage and its cache must have the same number of tokens, at least 1; got {len(prompt.tokens)} and "
+            f"{passage.kv.shape[3]}"
+        )
     return (passage.at(passage.before.shape[3], spec),)
 
 
 def published_spec(spec: KVSpec, group_tokens: int | None, snapshots_every: int | None) -> KVSpec:
-    """Return the spec of what is published of a model with this one."""
+    """Return ``spec`` with the given group size and snapshot interval."""
     if group_tokens is not None:
         spec = replace(spec, group_tokens=group_tokens)
     if snapshots_every is None:
@@ -323,12 +319,12 @@ def published_spec(spec: KVSpec, group_tokens: int | None, snapshots_every: int 
 
 
 def needs_raw(spec: KVSpec) -> bool:
-    """Return whether only `RAW` keeps a cache as it is: one that is quantised, or has states in float32."""
+    """Return True if only `RAW` is exact: for quantised caches and float32 states."""
     return any(each.scales is not None or (each.kind == "state" and each.dtype == "float32") for each in spec.classes)
 
 
-def pointless(spec: KVSpec | None) -> tuple[str, ...]:
-    """Return the tracks that add nothing to others for these layer classes; None: for those of 16 bits."""
+def redundant_tracks(spec: KVSpec | None) -> tuple[str, ...]:
+    """Return the tracks that add nothing for these layer classes (None: of 16 bits)."""
     if spec is None or not needs_raw(spec):
         return (RAW,)
     return NO_SMALLER if any(each.scales is not None for each in spec.classes) else ()

@@ -1,4 +1,4 @@
-"""Encodes a cache into frames, group by group and track by track, and says what a catalog says of them."""
+"""Encodes a cache into frames, and lists them in a catalog."""
 
 from __future__ import annotations
 
@@ -39,23 +39,21 @@ from kvabr.types.tails import TailLoss
 from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
-"""Groups whose decoding is timed; the median counts."""
-_TOKENS_PER_FINER, _MOST_FINER = 128, 4
-"""Tokens of a prompt for each of its last ones that is stored finer, and the most of these: beyond them the next layer
-of the last group saves more for its bytes."""
+_TOKENS_PER_FINER, _MAX_FINER = 128, 4
+"""Tokens of a prompt per finely stored token at its end, and their maximum: beyond it, layers save more per byte."""
 _TOGETHER, _TOGETHER_ELEMENTS = 32, 1 << 28
-"""Groups that are encoded at once on a GPU, and their elements: each element takes some 16 bytes of its memory."""
+"""Groups encoded together on a GPU, and their elements at about 16 bytes each."""
 
 
 @dataclass(slots=True)
 class MemoryFrames:
-    """A `FrameStore` for measurements that leave nothing behind."""
+    """A `FrameStore` in memory, for measurements."""
 
     frames: dict[tuple[int, str], bytes] = field(default_factory=dict)
     profile_data: bytes | None = None
 
     def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
-        """Prepare nothing."""
+        pass
 
     def frame(self, group: int, track: str, frame: bytes, digest: str) -> None:
         del digest
@@ -69,15 +67,12 @@ class MemoryFrames:
 
 
 def finer_tokens(tokens: int) -> int:
-    """Return how many of a prompt's last tokens AC's tracks store finer, see `GroupContext.finer`."""
-    return max(1, min(tokens // _TOKENS_PER_FINER, _MOST_FINER))
+    """Return the number of last tokens that AC tracks store finer."""
+    return max(1, min(tokens // _TOKENS_PER_FINER, _MAX_FINER))
 
 
 def finer_in(first: int, end: int, tokens: int, most: int | None = None) -> int:
-    """Return how many of these are in a group, from its first token to its end, of a prompt of ``tokens`` tokens.
-
-    ``most`` stands for `finer_tokens`.
-    """
+    """Return the number of finer tokens in a group from ``first`` to ``end``; ``most`` overrides `finer_tokens`."""
     most = finer_tokens(tokens) if most is None else most
     return max(0, min(end - tokens + most, end - first))
 
@@ -105,14 +100,14 @@ class FrameEncoder:
             spec: the cache's spec.
             chunks: chained prompt digest of every group.
             tokens: tokens in the cache.
-            tracks: names of the tracks, see `ordered_tracks`.
-            profile: side information; it is kept only if a track needs it.
+            tracks: see `ordered_tracks`.
+            profile: ignored if no track needs it.
             store: keeps the frames.
-            position: tokens of the prompt that come before the cache; of a passage, where `decode` places it.
-            passage: what the catalog says of a passage, whose cache has keys before rotation; None: it is none.
-            digest: kind of the frames' digests, see `kvabr.types.digests`.
-            finer_end: whether the last tokens are stored finer, for players whose engine computes nothing behind them.
-                Its last group then differs from that of a longer prompt that begins alike.
+            position: tokens before the cache; for a passage, its position in `decode`.
+            passage: notes of a passage, whose keys are not rotated.
+            digest: kind of the frames' digests.
+            finer_end: store the last tokens finer, for players without a tail. A longer prompt then differs in that
+                group.
         """
         self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
@@ -121,11 +116,10 @@ class FrameEncoder:
         self._store, self._position, self._passage = store, position, passage
         self._finer_end = finer_end
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
-        """Size of every frame, by track and group; 0: it is not made yet."""
+        """By track and group; 0 if not encoded yet."""
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
-        """Digest of every frame, by track and group."""
         self.outliers: dict[str, int] = dict.fromkeys(tracks, 0)
-        """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.outliers`."""
+        """Tokens stored uncoded, see `Codec.outliers`."""
         levels = [Level(track, refines=codec(track).refines) for track in tracks]
         digest_of_profile = None if self._profile is None else self._profile.digest
         plain = passage is None and not position and not finer_end
@@ -134,10 +128,10 @@ class FrameEncoder:
     def encode(
         self, cache: Sequence[torch.Tensor], progress: Callable[[int, int], None] = lambda _done, _all: None
     ) -> None:
-        """Encode every group of a cache on every track, groups in order.
+        """Encode every group on every track, groups in order.
 
-        ``cache`` is a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; that of a state holds its
-        snapshots one behind the other, with rows in the place of tokens (`kvabr.types.units.cache_length`).
+        ``cache`` has one tensor per layer class, [layer, K/V, head, token, dim]; that of a state has rows of its
+        snapshots.
         """
         for tensor, part in zip(cache, self.spec.parts, strict=True):
             due = part.shape(cache_length(part, self.tokens))
@@ -155,12 +149,12 @@ class FrameEncoder:
 
     @property
     def together(self) -> int:
-        """How many groups to encode together on a GPU, which one does not fill."""
+        """Number of groups to encode together on a GPU."""
         largest = max(part.group_tokens * part.elements_per_token for part in self.spec.parts)
         return max(1, min(_TOGETHER, _TOGETHER_ELEMENTS // largest))
 
     def encoders(self, groups: Iterable[tuple[int, torch.Tensor]]) -> Iterator[GroupEncoder]:
-        """Yield encoders of groups (units), see `group`, for all tracks; those on a GPU have been prepared together."""
+        """Yield encoders of groups (units); groups on a GPU are encoded together beforehand."""
         left = iter(groups)
         for group, kv in left:
             some = [self.group(group, kv)]
@@ -168,7 +162,7 @@ class FrameEncoder:
                 some += [self.group(*each) for each in islice(left, self.together - 1)]
                 _prepare([encoder for encoder in some if gpu.runs_on(encoder.kv.device)], self.tracks)
             while some:
-                yield some.pop(0)  # what is encoded can be forgotten
+                yield some.pop(0)  # free each group once encoded
 
     def write_profile(self) -> None:
         """Write the codec profile, if a track needs it."""
@@ -176,15 +170,13 @@ class FrameEncoder:
             self._store.profile(self._profile.to_bytes())
 
     def group(self, group: int, kv: torch.Tensor) -> GroupEncoder:
-        """Begin to encode one group (unit), [layer, K/V, head, token, dim], of any track that is not made yet."""
+        """Return an encoder for one group (unit), [layer, K/V, head, token, dim]."""
         return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
 
     def take_over(self, asset: Asset, group: int, store: FrameStore) -> bool:
-        """Take a group as another asset of an engine has it, on all tracks; return whether it is the same there.
+        """Reuse a group of another estimated asset on all tracks; return False if it differs.
 
-        States have units that are not groups of tokens, and none in common. What was measured may end finer.
-
-        Raises `AssetError` or `FormatError` if a frame there is missing or damaged; then nothing counts as made.
+        Raise `AssetError` or `FormatError` for missing or damaged frames, before writing any.
         """
         catalog = asset.catalog
         same = self.spec.even_groups and catalog.estimated and catalog.spec.digest() == self.spec.digest()
@@ -210,10 +202,7 @@ class FrameEncoder:
         decode_group(frame, track, self._context(group), self.chunks[unit.chunk], unit.group, out, below)
 
     def decode_seconds(self, track: str) -> float:
-        """Return the median seconds that one thread takes to check and decode a full group, as a player does.
-
-        This is processor time, so that other work on the publisher's machine does not count.
-        """
+        """Return the median processor seconds to check and decode a full group on one thread."""
         threads = torch.get_num_threads()
         sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
         groups = [group for group, size in enumerate(sizes) if size == max(sizes)][:_TIMED_GROUPS]
@@ -222,7 +211,7 @@ class FrameEncoder:
         times = []
         torch.set_num_threads(1)
         try:
-            self.decode(groups[0], track, out)  # the first use builds tables that a player would have by then
+            self.decode(groups[0], track, out)  # builds tables that a player has by then
             for group in groups:
                 frame, below = self._read(group, track)
                 context, digest, unit = self._context(group), self.digests[track][group], self.units[group]
@@ -236,7 +225,7 @@ class FrameEncoder:
         return statistics.median(times)
 
     def spread(self, losses: Sequence[float]) -> tuple[float, ...]:
-        """Return the losses of all units from those of the groups of tokens: each group's, split by size."""
+        """Split the losses of token groups among their units by size."""
         sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
         whole = [0] * len(self.chunks)
         for unit, size in zip(self.units, sizes, strict=True):
@@ -255,10 +244,9 @@ class FrameEncoder:
         expected: Mapping[str, Sequence[int]] | None = None,
         **facts: Any,
     ) -> Catalog:
-        """Return the catalog of what was encoded, with these losses and decode times by track.
+        """Return the catalog of the tracks in ``loss``, with ``facts`` as further fields.
 
-        It has the tracks that ``loss`` has, and ``facts`` are further fields of `Catalog`. With ``expected`` it is that
-        of a cache to come: these are the sizes, and the digests are unknown.
+        ``expected`` gives the sizes of a cache that is not encoded yet.
         """
         listed = [track for track in self.tracks if track in loss]
         profile = self._profile if needs_profile(listed) else None
@@ -293,7 +281,7 @@ class FrameEncoder:
 
     def _read(self, group: int, track: str) -> tuple[bytes | memoryview, list[memoryview]]:
         unit, part = self.units[group], self._context(group).spec
-        names = [part.track_name(name) for name in (*_below(track), track)]
+        names = [part.track_name(name) for name in (*_bases(track), track)]
         *below, frame = (self._store.read_frame(unit.group, name) for name in names)
         return frame, [payload_of(each) for each in below]
 
@@ -307,19 +295,19 @@ class FrameEncoder:
 
 
 class GroupEncoder:
-    """Encodes one group on its tracks, each after those that it refines; what the tracks share is computed once."""
+    """Encodes one group on its tracks, each after its base; shared work is done once."""
 
     def __init__(
         self, frames: FrameEncoder, store: FrameStore, group: int, kv: torch.Tensor, context: GroupContext
     ) -> None:
-        """See `FrameEncoder.group`; raises `NotFiniteError` if a number is NaN or infinite."""
+        """See `FrameEncoder.group`; raises `NotFiniteError` for NaN or infinity."""
         check_shape(kv, context, f"group {group}: cannot encode")
         self._frames, self._store, self._group, self.context = frames, store, group, context
         self.kv, self._largest = kv, largest(kv, context.spec, context.first_token)
         self._payloads: dict[str, bytes] = {}
 
     def encode(self, track: str) -> None:
-        """Encode the group on a track, unless that is prepared, and write the frame."""
+        """Encode the group on a track, unless prepared, and write the frame."""
         frames, unit, name = self._frames, self._frames.units[self._group], self.context.spec.track_name
         if track not in self._payloads:
             self.make(track)
@@ -331,22 +319,19 @@ class GroupEncoder:
         frames.bytes[track][self._group], frames.digests[track][self._group] = len(frame), digest
 
     def make(self, track: str) -> None:
-        """Encode the group on a track, for `encode` to write; `FormatError` if the track does not hold its numbers."""
+        """Encode the group for `encode`; raise `FormatError` if the track cannot hold its numbers."""
         check_holds(track, self.context.spec, self._largest)
         unit, name = self._frames.units[self._group], self.context.spec.track_name
-        for lower in _below(track):
-            if lower not in self._payloads:  # it was made before
+        for lower in _bases(track):
+            if lower not in self._payloads:  # encoded earlier
                 made = self._store.read_frame(unit.group, name(lower))
                 self._payloads[lower] = bytes(payload_of(made))
-        below = [self._payloads[lower] for lower in _below(track)]
+        below = [self._payloads[lower] for lower in _bases(track)]
         self._payloads[track] = encode_payload(self.kv, track, self.context, below)
 
 
 def _prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str]) -> None:
-    """Encode groups that lie on GPUs on tracks, together, for `GroupEncoder.encode` to write.
-
-    It happens on a stream of the lowest priority, behind what the current one is at.
-    """
+    """Encode groups on GPUs together, on a low-priority stream after the current one."""
     for device in {group.kv.device for group in groups}:
         own = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if own is not None:
@@ -354,23 +339,21 @@ def _prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str]) -> None:
         some = [group for group in groups if group.kv.device == device]
         with nullcontext() if own is None else torch.cuda.stream(own):
             for track in tracks:
-                with suppress(torch.OutOfMemoryError):  # beside an engine; one by one they need less
+                with suppress(torch.OutOfMemoryError):  # too little memory: encode them singly
                     codec(track).prepare([(group.kv, group.context) for group in some])
                 for group in some:
                     group.make(track)
 
 
 def needs_profile(tracks: Sequence[str]) -> bool:
-    """Return whether any of these tracks needs a codec profile."""
+    """Return True if any of these tracks needs a codec profile."""
     return any(codec(track).needs_profile for track in tracks)
 
 
-def holding(tracks: Sequence[str], spec: KVSpec, magnitudes: Sequence[float]) -> tuple[str, ...]:
-    """Return the tracks that keep the numbers of a cache, and of layers those whose base does.
+def holding_tracks(tracks: Sequence[str], spec: KVSpec, magnitudes: Sequence[float]) -> tuple[str, ...]:
+    """Return the tracks that can hold a cache and whose bases can; raise `FormatError` if there are none.
 
-    ``magnitudes`` are the largest ones of each layer class (`kvabr.codec.group.largest`).
-
-    Raises `FormatError` if there is none.
+    ``magnitudes`` are the largest per layer class.
     """
     pairs = tuple(zip(spec.parts, magnitudes, strict=True))
     kept = {track for track in tracks if all(holds(track, part, most) for part, most in pairs)}
@@ -378,10 +361,10 @@ def holding(tracks: Sequence[str], spec: KVSpec, magnitudes: Sequence[float]) ->
         for track in tracks:
             for part, most in pairs:
                 check_holds(track, part, most)
-    return tuple(track for track in tracks if kept.issuperset((track, *_below(track))))
+    return tuple(track for track in tracks if kept.issuperset((track, *_bases(track))))
 
 
-def _below(track: str) -> list[str]:
+def _bases(track: str) -> list[str]:
     below: list[str] = []
     lower = codec(track).refines
     while lower is not None:

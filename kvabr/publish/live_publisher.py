@@ -1,12 +1,7 @@
-"""Publishes a cache while it is being computed, so that players have most of it when the prefill ends.
+"""Publishes a cache during its prefill, so that players have most of it when the prefill ends.
 
-An engine begins with the tokens alone and hands over their cache as it is computed; what `kvabr serve` serves grows
-with it (`kvabr.store.live_folder`). A group of tokens is told of as soon as its cheapest track is encoded. Its other
-tracks follow, with news of their own, when no group waits for its cheapest one. So if encoding lags behind the engine
-it is they that come later, possibly only after the last token.
-
-Encoding delays the engine by no more than a small share of its time (`kvabr.publish.encoding_threads`): beyond that it
-takes idle processor time, and after the last token all that it can get.
+The asset that `kvabr serve` serves grows as the engine hands over its cache. A group of tokens is announced once its
+cheapest track is encoded. Its other tracks are announced when no group waits for its cheapest one, so they lag first.
 """
 
 from __future__ import annotations
@@ -39,14 +34,14 @@ from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, PublishedFrames,
 from kvabr.types.naming import LAYERS
 
 Pace = Sequence[float] | PrefillCost
-"""When groups of tokens will have been computed: seconds since the beginning for each, or what a prefill costs."""
+"""Seconds from the start of the prefill to each group of tokens, or the cost model."""
 
-_MOST_HELD = 4
-"""Units whose transformed numbers are kept until their further tracks are made."""
+_MAX_HELD = 4
+"""Units kept with their transformed numbers."""
 
 
 class LivePublisher:
-    """Publishes caches that can be played while they grow, in the queue and the thread of a `Publisher`."""
+    """Publishes growing caches, with the queue and the threads of a `Publisher`."""
 
     def __init__(
         self,
@@ -55,35 +50,35 @@ class LivePublisher:
         edge: Sequence[str] | None = None,
         share: float = SHARE,
         clock: Callable[[], float] = time.monotonic,
-        on_told: Callable[[PublishedFrames], object] = lambda _: None,
+        on_announced: Callable[[PublishedFrames], object] = lambda _: None,
     ) -> None:
-        """Take a publisher into a folder, which goes on publishing finished caches, too.
+        """Take a publisher into a folder; it also continues to publish finished caches.
 
         Args:
-            publisher: says which tracks there are.
-            edge: tracks that are made while an asset grows; the others are made at the end. None: the AC layers if they
-                are among the tracks, as they are what a link that is slower than the prefill can carry; else all.
-            share: of the time of a prefill, by which encoding may delay it where all processors are busy.
+            publisher: has the tracks.
+            edge: tracks made while an asset grows; the others follow at the end. Default: the AC layers, which suit
+                slow links, else all.
+            share: maximum delay of a prefill by encoding, as a share of its time.
             clock: seconds.
-            on_told: called with all news, in an encoding thread.
+            on_announced: takes every announcement, in an encoding thread.
 
         Raises:
-            UsageError: its store is no folder, the tracks of the edge are not among all, or the share is none.
+            UsageError: not a folder, unknown edge tracks, or a share outside 0 to 1.
         """
         offer, store = publisher.offer, publisher.store
         if not isinstance(store.store, LocalStore):
-            raise UsageError(f"{store.location}: only what lies in a folder can be played while it grows")
+            raise UsageError(f"{store.location}: growing caches need a folder as their store")
         if not 0 <= share <= 1:
-            raise UsageError(f"encoding may delay a prefill by a share of it from 0 to 1, not {share}")
+            raise UsageError(f"share (delay of a prefill by encoding) must be 0 to 1, got {share}")
         self.publisher, self.store, self.clock = publisher, store.store, clock
-        self.share, self.on_told = share, on_told
+        self.share, self.on_announced = share, on_announced
         layers = tuple(track for track in offer.tracks if track in LAYERS)
         self.edge = ordered_tracks(edge) if edge is not None else layers or offer.tracks
-        """Tracks that are made while an asset grows."""
         if absent := [track for track in self.edge if track not in offer.tracks]:
-            raise UsageError(f"track {absent[0]} cannot be made while a cache grows: it is none of the publisher's")
+            raise UsageError(
+                f"edge track {absent[0]} is not a track of the publisher, which has {', '.join(offer.tracks)}"
+            )
         self.costs = TrackCosts()
-        """What encoding takes here."""
         self._growing: set[LiveProduction] = set()
         publisher.prepare()
 
@@ -96,17 +91,17 @@ class LivePublisher:
         model: str | None = None,
         done: Callable[[PublishOutcome], object] = lambda _outcome: None,
     ) -> LiveSlot | PublishVerdict:
-        """Announce the cache of a prompt whose prefill begins now; return why not if it cannot be published.
+        """Announce the cache of a prompt whose prefill begins now, or return why it cannot be published.
 
         Args:
             tokens: ids of the prompt.
             pace: when its groups will have been computed.
             salt: a tenant's secret, see `kvabr.types.naming.chain`.
-            model: the name of the model with an adapter; None: without one.
-            done: called with the outcome, in an encoding thread.
+            model: name of the model with an adapter.
+            done: takes the outcome, in an encoding thread.
 
         Raises:
-            UsageError: these are no token ids, or the pace is not that of their groups.
+            UsageError: invalid token ids, or a pace that does not fit their groups.
         """
         slot = self.publisher.reserve(tokens, salt, model)
         if not isinstance(slot, Slot):
@@ -117,7 +112,7 @@ class LivePublisher:
             slot.leave()
             raise
         claim = NameClaim(self.store.folder / slot.chunks[-1])
-        if not claim.take():  # by another process, or another publisher of this one
+        if not claim.take():  # taken by another process or publisher
             slot.leave()
             return "known"
 
@@ -131,7 +126,7 @@ class LivePublisher:
         return LiveSlot(self.publisher, made)
 
     def close(self) -> None:
-        """End what is still growing, and close the publisher; in a forked child do nothing."""
+        """End growing caches, and close the publisher; a no-op in a forked child."""
         if not self.publisher.home.here:
             return
         for production in tuple(self._growing):
@@ -143,11 +138,7 @@ class LivePublisher:
 
 @dataclass(frozen=True, slots=True)
 class LiveSlot:
-    """A cache that is being computed. All methods return at once, and may be called from any thread.
-
-    They raise `ForkedError` in a forked child, and nothing else: what is wrong with a cache, or with the store, is told
-    by the outcome.
-    """
+    """A cache being computed. Thread-safe; methods return at once, and raise only `ForkedError`."""
 
     publisher: Publisher
     production: LiveProduction
@@ -163,29 +154,26 @@ class LiveSlot:
         return self.production.tokens
 
     def groups(self, first_token: int, kv: torch.Tensor | Sequence[torch.Tensor], tokens: int | None = None) -> None:
-        """Hand over the cache of the next tokens, any number of them, from ``first_token`` on.
+        """Hand over the cache of the next tokens, from ``first_token`` on.
 
-        Args:
-            first_token: number of tokens handed over before.
-            kv: [layer, K/V, head, token, dim] of any float dtype, which must not change any more; of several layer
-                classes a tensor each. That of a state has the snapshots behind some of these tokens
-                (`kvabr.types.units.snapshot_ends`) one behind the other, possibly none.
-            tokens: their number, where it cannot be seen: of a model that has only states.
+        ``kv`` has one tensor per layer class, [layer, K/V, head, token, dim] of any float dtype, never changed
+        afterwards; that of a state has its snapshots within these tokens. ``tokens`` is required only for models with
+        states alone.
         """
         self.publisher.home.check()
         self.production.append(first_token, (kv,) if isinstance(kv, torch.Tensor) else kv, tokens)
         self._wake()
 
     def end(self) -> None:
-        """Say that this was all; if tokens are missing, the asset is that of the shorter prompt."""
+        """End the cache; if tokens are missing, the asset is that of the shorter prompt."""
         self.publisher.home.check()
         self.production.end()
         self._wake()
 
     def fail(self, reason: str) -> None:
-        """Say that no more tokens come. What was handed over becomes the asset of a shorter prompt.
+        """End the cache early; the tokens so far become the asset of a shorter prompt.
 
-        After `end`, or another `fail`: leave the rest of the work. What was published so far is the asset.
+        After `end` or another `fail`, abandon the remaining work.
         """
         self.publisher.home.check()
         self.production.fail(reason)
@@ -196,38 +184,34 @@ class LiveSlot:
 
 
 class TrackCosts:
-    """What encoding takes: processor time per element, by track."""
+    """Processor time of encoding per element, by track."""
 
     def __init__(self) -> None:
-        """Begin without knowing any."""
         self._spent: dict[str, tuple[float, int]] = {}
 
     def add(self, track: str, seconds: float, elements: int) -> None:
-        """Handle one measurement."""
+        """Record one measurement."""
         before, of = self._spent.get(track, (0.0, 0))
         self._spent[track] = before + seconds, of + elements
 
     def of(self, track: str) -> float:
-        """Return the seconds per element; 0 if they are not known."""
+        """Return the seconds per element; 0 if unknown."""
         seconds, elements = self._spent.get(track, (0.0, 0))
         return seconds / elements if elements else 0.0
 
 
 @dataclass(slots=True)
-class _PutOff:
-    """Tracks of a unit that are still to be made."""
-
+class _Pending:
     chunk: int
-    """The group of tokens that the unit ends with."""
     index: int
     kv: torch.Tensor
     tracks: tuple[str, ...]
     encoder: GroupEncoder | None = None
-    """The one that made its cheapest track, which knows the rest half; None: begin anew."""
+    """The encoder of its cheapest track, with shared results."""
 
 
 class LiveProduction(Production):
-    """An asset that is played while it is made."""
+    """An asset that is played while it grows."""
 
     def __init__(
         self,
@@ -237,31 +221,28 @@ class LiveProduction(Production):
         seconds: Sequence[float],
         done: Callable[[PublishOutcome], object],
     ) -> None:
-        """Begin; ``seconds`` says when each group of tokens should be published."""
         self._store, self._replaces = publisher.store, slot.replaces
         offer, tokens, position = slot.offer, slot.tokens, slot.position
         super().__init__(offer, self._make_live_writer, slot.chunks, tokens, position, done, prompt=slot.prompt)
         self._stack.callback(claim.release)
         self._costs, self._clock, self._tracks = publisher.costs, publisher.clock, publisher.edge
         self._seconds, self._key, self._began_s = tuple(seconds), new_key(), self._clock()
-        self._budget, self._on_told = EncodingBudget(publisher.share), publisher.on_told
+        self._budget, self._on_announced = EncodingBudget(publisher.share), publisher.on_announced
         self._live_writer: LiveWriter | None = None
         self._base = ""
-        self._layers: deque[_PutOff] = deque()
-        """Further tracks of the edge, of groups that were told of."""
-        self._late: deque[_PutOff] = deque()
-        """The other tracks."""
+        self._layers: deque[_Pending] = deque()
+        """Remaining edge tracks of announced groups."""
+        self._late: deque[_Pending] = deque()
         self._left_out, self._encoding_s, self._idle_s = 0, 0.0, 0.0
-        self._over = False
-        """Whether the end was told."""
+        self._end_announced = False
 
     @property
     def _computed(self) -> bool:
-        """Whether the prefill is over; the engine may say so a little later than it hands over the last tokens."""
+        """The engine may report the end later than the last tokens."""
         return self._ended or self._pieces.tokens == self.tokens
 
     def patient(self) -> bool:
-        """See `Production.patient`: once the budget is spent, until the last token is there."""
+        """Return True while the prefill runs and its budget is spent."""
         return not self._computed and not self._budget.allows(self._clock() - self._began_s)
 
     def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
@@ -277,7 +258,7 @@ class LiveProduction(Production):
         return super().has_work() or (self.outcome is None and bool(self._layers))
 
     def step(self) -> None:
-        """See `Production.step`; after the last token on all cores."""
+        """After the last token, use all cores."""
         with encoding_on(len(os.sched_getaffinity(0)) if self._computed else None):
             super().step()
 
@@ -286,7 +267,7 @@ class LiveProduction(Production):
         return self._live_writer
 
     def _magnitudes(self) -> None:
-        """Announce all tracks: the asset ends before a group that one of them does not hold."""
+        """Announce all tracks: the asset ends before a group that one of them cannot hold."""
 
     def _begin(self, frames: FrameEncoder) -> None:
         live = self._live(frames, self._tracks)
@@ -300,7 +281,7 @@ class LiveProduction(Production):
 
     def _at_once(self, frames: FrameEncoder) -> int:
         del frames
-        return 1  # it is told of at once
+        return 1  # announced one by one
 
     def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]]) -> None:
         layers = tuple(track for track in self._tracks if track != self._base)
@@ -309,10 +290,10 @@ class LiveProduction(Production):
             encoder = frames.group(index, kv)
             self._make(encoder, self._base, kv.numel())
             if layers:
-                held = encoder if len(self._layers) < _MOST_HELD else None
-                self._layers.append(_PutOff(chunk, index, kv, layers, held))
+                held = encoder if len(self._layers) < _MAX_HELD else None
+                self._layers.append(_Pending(chunk, index, kv, layers, held))
             if late:
-                self._late.append(_PutOff(chunk, index, kv, late))
+                self._late.append(_Pending(chunk, index, kv, late))
         self._publish(frames, chunk, (self._base,), self._rest_s(layers) if layers else None)
 
     def _catch_up(self, frames: FrameEncoder) -> None:
@@ -321,14 +302,13 @@ class LiveProduction(Production):
         first = self._layers[0].chunk
         while self._layers and self._layers[0].chunk == first:
             self._finish(frames, self._layers.popleft())
-        if not self._over:
+        if not self._end_announced:
             self._publish(frames, first, [track for track in self._tracks if track != self._base], None)
 
-    def _finish(self, frames: FrameEncoder, put_off: _PutOff) -> None:
-        """Make what was put off."""
-        encoder = put_off.encoder or frames.group(put_off.index, put_off.kv)
-        for track in put_off.tracks:
-            self._make(encoder, track, put_off.kv.numel())
+    def _finish(self, frames: FrameEncoder, pending: _Pending) -> None:
+        encoder = pending.encoder or frames.group(pending.index, pending.kv)
+        for track in pending.tracks:
+            self._make(encoder, track, pending.kv.numel())
 
     def _make(self, encoder: GroupEncoder, track: str, elements: int) -> None:
         began_s = time.thread_time()
@@ -336,26 +316,23 @@ class LiveProduction(Production):
         self._costs.add(track, time.thread_time() - began_s, elements)
 
     def _rest_s(self, tracks: Sequence[str]) -> float:
-        """Return the seconds after which all that was put off should be made: these tracks."""
-        return sum(put_off.kv.numel() for put_off in self._layers) * sum(map(self._costs.of, tracks))
+        return sum(pending.kv.numel() for pending in self._layers) * sum(map(self._costs.of, tracks))
 
     def _news(self, frames: FrameEncoder, chunk: int) -> PublishedFrames:
-        """Return news of all frames of a group of tokens that are made."""
         units = self._pieces.units(chunk)
         whole = all(frames.bytes[track][index] for index, _ in units for track in self._tracks)
         return PublishedFrames(self._key, chunk, 0.0, self._made(frames, chunk, frames.tracks), None if whole else 0.0)
 
     def _publish(self, frames: FrameEncoder, chunk: int, tracks: Collection[str], rest_s: float | None) -> None:
-        """Tell of these tracks of a group of tokens."""
         made = self._made(frames, chunk, tracks)
         if self._computed and self._pieces.lag(chunk):
             self._left_out += len(made)
         ready_s = max(0.0, self._clock() - self._began_s)
-        self._tell(message := PublishedFrames(self._key, chunk, ready_s, made, rest_s))
-        self._on_told(message)
+        self._announce(message := PublishedFrames(self._key, chunk, ready_s, made, rest_s))
+        self._on_announced(message)
 
     def _made(self, frames: FrameEncoder, chunk: int, tracks: Collection[str]) -> dict[str, tuple[int, str]]:
-        """Return the frames of a group of tokens that are made, of some tracks, by their published names."""
+        """Return size and digest of a group's encoded frames, by published track names."""
         parts = self.offer.spec.parts
         return {
             parts[unit.part].track_name(track): (frames.bytes[track][index], frames.digests[track][index])
@@ -364,16 +341,16 @@ class LiveProduction(Production):
             if frames.bytes[track][index]
         }
 
-    def _tell(self, message: EdgeMessage) -> None:
+    def _announce(self, message: EdgeMessage) -> None:
         assert self._live_writer is not None  # noqa: S101  # `_begin` came first
         self._live_writer.tell(message)
 
     def _end(self, frames: FrameEncoder, writer: AssetWriter, reason: str) -> None:
         if self._layers and not reason:
             self._catch_up(frames)
-        elif not self._over:
-            self._over = True
-            self._tell(LiveEnd(self._key, reason))
+        elif not self._end_announced:
+            self._end_announced = True
+            self._announce(LiveEnd(self._key, reason))
         elif self._layers and not self._hurry:
             self._catch_up(frames)
         elif self._late and not self._hurry:
@@ -390,14 +367,13 @@ class LiveProduction(Production):
             self.close(self._outcome("published", total_bytes(frames), tokens=self.tokens))
 
     def _broken(self, why: str) -> None:
-        if self._live_writer is not None and not self._over:
-            self._over = True
-            with contextlib.suppress(Exception):  # a full disk, as a rule: then followers see that the writer is gone
-                self._tell(LiveEnd(self._key, why))
+        if self._live_writer is not None and not self._end_announced:
+            self._end_announced = True
+            with contextlib.suppress(Exception):  # usually a full disk; followers notice that the writer is gone
+                self._announce(LiveEnd(self._key, why))
         self._shorten(self._frames, why)
 
     def _shorten(self, frames: FrameEncoder | None, why: str) -> None:
-        """Make what was published the asset of a shorter prompt, if it can be."""
         size = tokens = 0
         if frames is not None and self._live_writer is not None:
             with contextlib.suppress(Exception):
@@ -414,7 +390,7 @@ class LiveProduction(Production):
         return PublishOutcome(verdict, size, why, tokens, self._left_out, self._encoding_s, self._idle_s)
 
     def _discard(self, writer: LiveWriter, frames: FrameEncoder) -> None:
-        """Remove the frames of a group that was not told: the disk may be full."""
+        """Remove frames that were not announced: the disk may be full."""
         for unit in frames.units:
             if unit.chunk >= self._next:
                 for track in frames.tracks:
@@ -422,9 +398,10 @@ class LiveProduction(Production):
 
 
 def _seconds(pace: Pace, tokens: int, spec: KVSpec) -> tuple[float, ...]:
-    """Return when each group of tokens should be there."""
     ends = [spec.group_range(group, tokens)[1] for group in range(spec.groups(tokens))]
     found = tuple(pace.seconds(0, end) for end in ends) if isinstance(pace, PrefillCost) else tuple(map(float, pace))
     if len(found) != len(ends) or any(not 0 <= one <= two < float("inf") for one, two in pairwise((0.0, *found))):
-        raise UsageError(f"the pace of a prefill is a time for each of its {len(ends)} groups, ascending from zero")
+        raise UsageError(
+            f"pace must have an ascending time from 0 for each of the {len(ends)} groups, got {len(found)} times"
+        )
     return found

@@ -1,4 +1,4 @@
-"""Protocols of the models that can be published with; `kvabr.engines` loads such models."""
+"""Protocols of models to publish with; `kvabr.engines` loads such models."""
 
 from __future__ import annotations
 
@@ -12,26 +12,21 @@ if TYPE_CHECKING:
 
 
 class ScoringEngine(Engine, Protocol):
-    """An engine that can also score a continuation: enough to measure losses."""
+    """An engine that can score a continuation."""
 
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
-        """Return log-probabilities of the next token after each of ``tokens`` behind the cache ``kv``.
+        """Return log-probabilities of the next token after each of ``tokens``, given the cache ``kv`` (None: no cache).
 
-        Args:
-            kv: [layer, K/V, head, token, dim]; read, never written. None for no cache at all.
-            tokens: ids of the continuation.
-
-        Returns:
-            [len(tokens), vocabulary] float64.
+        ``kv`` is [layer, K/V, head, token, dim] and not modified; the result is [len(tokens), vocabulary] float64.
         """
 
 
 @runtime_checkable
 class ScoringClassEngine(ScoringEngine, ClassEngine, Protocol):
-    """A scoring engine whose cache may have several layer classes."""
+    """A scoring engine for several layer classes."""
 
     def score_classes(self, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:
-        """As `score`, with a tensor per layer class, see `kvabr.types.engine.ClassEngine.prefill_classes`."""
+        """As `score`, with one tensor per layer class."""
 
 
 def score_classes(engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:
@@ -43,16 +38,16 @@ def score_classes(engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, to
 
 @runtime_checkable
 class AnsweringEngine(ScoringEngine, Protocol):
-    """A scoring engine that generates faster than `answer_of` would with its scores."""
+    """A scoring engine with its own, faster generation."""
 
     def answer(self, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int) -> list[int]:
-        """Return the most likely ``tokens`` ids behind a cache, a tensor per layer class, and a question."""
+        """Return the ``tokens`` most likely ids after a cache and a question."""
 
 
 def answer_of(
     engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int
 ) -> list[int]:
-    """Return what any engine answers to a question, see `AnsweringEngine.answer`."""
+    """Return any engine's answer to a question, see `AnsweringEngine.answer`."""
     if isinstance(engine, AnsweringEngine):
         return engine.answer(kv, question, tokens)
     said: list[int] = []
@@ -62,64 +57,58 @@ def answer_of(
 
 
 class CalibrationEngine(ScoringEngine, Protocol):
-    """An engine that can also say how sensitive a continuation is to each number of a cache."""
+    """An engine that can differentiate a continuation by its cache."""
 
     @property
     def context(self) -> int:
-        """Tokens that the model can see."""
+        """Context length in tokens."""
 
     def check_weights(self) -> None:
-        """Raise a `ModelError` that names the weights that are NaN or infinite, if any in memory are."""
+        """Raise `ModelError`, naming the weights, if any in memory are NaN or infinite."""
 
     def gradient_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Return how the log-probability of sampled next tokens changes with a cache.
+        """Return the gradient of the summed log-probability of sampled next tokens by a cache: float32, of its shapes.
 
-        The expectation of its square is the Fisher information: how fast the KL divergence grows with an error.
-
-        Args:
-            kv: a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; read, never written.
-            tokens: ids of the continuation; a next token is sampled behind each.
-            seed: of the sampling.
-
-        Returns:
-            Of the shapes of ``kv``, float32: the gradient of the summed log-probability of the sampled tokens.
+        The expectation of its square is the Fisher information, the growth of the KL divergence with an error. ``kv``
+        has one tensor per layer class, [layer, K/V, head, token, dim], and is not modified; one token is sampled after
+        each of ``tokens``.
         """
 
     def continue_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return the KV of ``tokens`` behind ``kv``, and what `gradient_classes` returns."""
+        """Return the KV of ``tokens`` after ``kv``, and the result of `gradient_classes`."""
 
     @property
     def concurrent(self) -> bool:
-        """Whether two threads may compute at once, and are the faster for it."""
+        """True if two threads may compute at once, and are faster."""
 
 
 class LayerSink(Protocol):
-    """Where an engine that runs layer by layer leaves caches and gradients, and finds the caches again."""
+    """Storage of a `LayerEngine` for caches and gradients."""
 
     def put_cache(self, context: int, layer: int, kv: torch.Tensor) -> None:
         """Take one layer of a context's cache, [K/V, head, token, dim]."""
 
     def kept(self, context: int, layer: int) -> torch.Tensor:
-        """Return one layer of the cache of a context without its scored tokens, [K/V, head, token, dim]."""
+        """Return one layer of a context's cache without its scored tokens."""
 
     def put_gradient(self, context: int, layer: int, gradient: torch.Tensor) -> None:
-        """Take the gradient with respect to what `kept` returned, float32."""
+        """Take the gradient by the result of `kept`, float32."""
 
 
 @runtime_checkable
 class LayerEngine(CalibrationEngine, Protocol):
-    """An engine that holds one layer of its model at a time, and therefore does all contexts layer by layer."""
+    """An engine that holds one layer at a time, and runs all contexts layer by layer."""
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of a temporary file that each scored token takes in `by_layer`."""
+        """Bytes per scored token in the temporary file of `by_layer`."""
 
     def places(self) -> list[tuple[int, int]]:
-        """Return of every layer the number of its class, and its place in the class's tensor."""
+        """Return each layer's class and its index in the class's tensor."""
 
     def by_layer(
         self,
@@ -128,17 +117,17 @@ class LayerEngine(CalibrationEngine, Protocol):
         sink: LayerSink,
         progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
     ) -> None:
-        """Compute the caches of contexts, and gradients as `gradient_classes` does, with the context's number as seed.
+        """Compute the caches of contexts, and gradients as `gradient_classes`, seeded by the context's number.
 
         Args:
             contexts: token ids of each.
-            scored: how many of a context's last tokens are the continuation; 0: no gradient is needed.
+            scored: number of last tokens that are the continuation; 0: no gradient.
             sink: takes the caches of all tokens, then gradients.
-            progress: called with the stages "forward" and "backward", and their steps: contexts times layers.
+            progress: takes the stages "forward" and "backward".
 
         Raises:
             ModelError: the tokens do not fit the model, or weights or outputs are not finite.
-            OSError: the disk has no room for what enters the layers.
+            OSError: no disk space.
         """
 
 
@@ -151,16 +140,13 @@ class TextModel(Protocol):
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """Special tokens that every prompt of this model begins with; empty for many models."""
+        """Special tokens at the start of every prompt of this model, often none."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, without any added around it."""
+        """Return the token ids of ``text``, without added ones."""
 
 
 def opened(model: TextModel, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return a prompt that begins as prompts of this model do: with `TextModel.opening`, once.
-
-    A model that learned to find it at position 0 says other, less likely things without it, and has other sinks.
-    """
+    """Prepend `TextModel.opening` once: without it, a model predicts worse and has other attention sinks."""
     opening = model.opening
     return tuple(tokens) if tuple(tokens[: len(opening)]) == opening else (*opening, *tokens)

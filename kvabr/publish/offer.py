@@ -1,8 +1,7 @@
-"""What an engine's publisher offers of its caches: the tracks, and catalogs whose losses are not measured.
+"""The tracks of an engine's publisher, and catalogs with estimated losses.
 
-An engine has no time for the forward passes of `kvabr encode`. Losses, also those behind tails, decode times and, of a
-cache that is still being computed, sizes are those of another catalog, the *prior*, best of the same model, laid out
-over the groups.
+An engine has no time for the measurements of `kvabr encode`. Losses, decode times and expected sizes are those of
+another catalog, the *prior* (ideally of the same model), spread over the groups.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from kvabr.codec.base import codec
 from kvabr.codec.columns import check_class
 from kvabr.codec.profile import Profile
 from kvabr.data.profiles import rebound
-from kvabr.publish.encoder import RAW, needs_raw, ordered_tracks, pointless
-from kvabr.publish.frames import FrameEncoder, holding, six
+from kvabr.publish.encoder import RAW, needs_raw, ordered_tracks, redundant_tracks
+from kvabr.publish.frames import FrameEncoder, holding_tracks, six
 from kvabr.store.asset import FrameStore
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import SHA256, check_kind
@@ -26,24 +25,22 @@ from kvabr.types.naming import LAYERS
 from kvabr.types.passage import PassageNotes
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
-"""Default tracks; the AC layers are added if there is a profile."""
+"""Default tracks; a profile adds the AC layers."""
 CASTS = ("FP16", "BF16")
-"""Tracks that take as long to decode as Raw."""
+"""Tracks that decode as fast as Raw."""
 
 _MAX_LAYER_LOSS = 0.9
-"""Maximum share of a group's loss that a layer leaves, whatever the prior says."""
+"""Maximum loss of a layer as a share of its base's."""
 _LAST_GROUPS = 4
-"""Number of groups at the end whose share of the loss is taken as it was."""
 _EVEN_SHARE = 0.05
-"""Share of the loss that is spread evenly: no group is without any."""
-_MOST_NAMED = 64
-"""Models with adapters whose offers are kept; a profile takes a second to prepare."""
+"""Share of the loss that is spread evenly."""
+_MAX_NAMED = 64
+"""Cached offers for adapters."""
 _FRAME_BYTES = 256
-"""Bytes that a frame may have besides its numbers."""
 
 
 class TrackOffer:
-    """The tracks of one model's caches, and what is expected of them."""
+    """The tracks of one model's caches, and their estimates."""
 
     def __init__(
         self,
@@ -55,18 +52,22 @@ class TrackOffer:
         source: str,
         digest: str = SHA256,
     ) -> None:
-        """Choose the tracks; the arguments are those of `kvabr.publish.publisher.Publisher`."""
+        """Choose the tracks; arguments as of `Publisher`."""
         if tracks is None:
             plain = (*((RAW,) if needs_raw(spec) else ()), *PLAIN_TRACKS, *(LAYERS if profile is not None else ()))
-            tracks = [track for track in plain if track not in pointless(spec)]
+            tracks = [track for track in plain if track not in redundant_tracks(spec)]
         self.tracks = ordered_tracks(tracks)
         for track in self.tracks:
             if codec(track).needs_profile:
                 check_class(spec, track)
             if codec(track).needs_profile and profile is None:
-                raise UsageError(f"track {track} needs a codec profile of {spec.model}: `kvabr calibrate` makes one")
+                raise UsageError(
+                    f"track {track} needs a codec profile of {spec.model}: make one with `kvabr calibrate`"
+                )
             if track not in prior.by_name and track != RAW:
-                raise UsageError(f"what track {track} loses is not known: the prior catalog does not have it")
+                raise UsageError(
+                    f"unknown loss of track {track}: the prior catalog has only {', '.join(prior.by_name)}"
+                )
         if profile is not None:
             profile.check(spec)
         self.spec, self.prior, self.profile, self._source = spec, prior, profile, source
@@ -74,7 +75,7 @@ class TrackOffer:
         self._named: dict[str, TrackOffer] = {}
 
     def named(self, model: str) -> TrackOffer:
-        """Return the same offer of the model with an adapter, given its name: the profile is taken for it, too."""
+        """Return this offer for the model with an adapter."""
         if model == self.spec.model:
             return self
         if model not in self._named:
@@ -83,13 +84,13 @@ class TrackOffer:
             if self.profile is not None:
                 theirs = replace(self.profile.spec, model=model)
                 made.profile = Profile.from_bytes(rebound(self.profile.to_bytes(), self.profile.spec, theirs))
-            while len(self._named) >= _MOST_NAMED:
+            while len(self._named) >= _MAX_NAMED:
                 self._named.pop(next(iter(self._named)), None)
             self._named[model] = made
         return self._named[model]
 
     def prepare(self) -> None:
-        """Compute what the first group would otherwise wait for: the matrices of the AC tracks take a second."""
+        """Compute the matrices of the AC tracks, which take a second."""
         if self.profile is not None and any(codec(track).needs_profile for track in self.tracks):
             for part in self.spec.parts:
                 self.profile.of(part).analysis.prepare()
@@ -103,15 +104,15 @@ class TrackOffer:
         passage: PassageNotes | None = None,
         magnitudes: Sequence[float] | None = None,
     ) -> FrameEncoder:
-        """Return an encoder of one cache, of a ``passage`` or not; without a position it needs no profile.
+        """Return an encoder of one cache.
 
-        Tracks that do not hold numbers of these ``magnitudes`` are left out, see `holding`; None: they are not known.
+        A position of None excludes tracks with a profile, ``magnitudes`` tracks that cannot hold them.
         """
         tracks = self.tracks
         if position is None:
             tracks = tuple(track for track in tracks if not codec(track).needs_profile)
         if magnitudes is not None:
-            tracks = holding(tracks, self.spec, magnitudes)
+            tracks = holding_tracks(tracks, self.spec, magnitudes)
         return FrameEncoder(
             self.spec,
             chunks,
@@ -125,7 +126,7 @@ class TrackOffer:
         )
 
     def catalog(self, frames: FrameEncoder, expected: Sequence[str] | None = None) -> Catalog:
-        """Return the catalog of what was encoded; with ``expected``, of these tracks of a cache to come."""
+        """Return the catalog of encoded frames, or of the ``expected`` tracks of a cache to be encoded."""
         spec, prior = self.spec, self.prior
         own, others = spec.largest, prior.spec.largest
         larger = (own.elements_per_token * own.rows) / (others.elements_per_token * others.rows)
@@ -133,7 +134,7 @@ class TrackOffer:
         for track in frames.tracks if expected is None else expected:
             losses[track] = self._losses(frames, track)
             if (base := codec(track).refines) is not None:
-                # By themselves, a layer's losses may seem to make a group worse, and would then never be used.
+                # A layer that seems to make a group worse would never be used.
                 pairs = zip(losses[track], losses[base], strict=True)
                 losses[track] = tuple(min(loss, _MAX_LAYER_LOSS * below) for loss, below in pairs)
         return frames.catalog(
@@ -148,14 +149,13 @@ class TrackOffer:
         )
 
     def _of_prior(self, name: str) -> Track:
-        """Return the prior's track of a name; of Raw one without a loss, which takes as long as casting."""
+        """Return a track of the prior; Raw may be absent."""
         if name in self.prior.by_name:
             return self.prior.track(name)
         cast = next((self.prior.track(each) for each in CASTS if each in self.prior.by_name), self.prior.tracks[0])
         return replace(cast, loss=(0.0,) * len(cast.loss))
 
     def _losses(self, frames: FrameEncoder, track: str) -> tuple[float, ...]:
-        """Return what every unit loses on a track: class by class if the prior has the same classes."""
         spec, prior, theirs = self.spec, self.prior, self._of_prior(track).loss
         if len(spec.classes) == 1 or prior.spec.names != spec.names:
             return frames.spread(expected_losses(theirs, len(frames.chunks)))
@@ -167,14 +167,13 @@ class TrackOffer:
                 made: Sequence[float] = [given[-1]] * len(own)  # a prompt needs one of them
             elif only.kind in ("full", "latent"):
                 made = expected_losses(given, len(own))
-            else:  # what a group of a window loses depends on its distance from the end
+            else:  # in a window, the loss depends on the distance from the end
                 made = [0.0] * (len(own) - len(given)) + given[-len(own) :]
             for index, loss in zip(own, made, strict=True):
                 losses[index] = loss
         return tuple(losses)
 
     def _sizes(self, frames: FrameEncoder, track: str) -> list[int]:
-        """Return the bytes that every unit should have: with as many per element as in the prior."""
         spec, prior = self.spec, self.prior
         alike = len(spec.classes) > 1 and prior.spec.names == spec.names
         rates = [self._rate(track, part if alike else None) for part in range(len(spec.classes))]
@@ -184,9 +183,8 @@ class TrackOffer:
         ]
 
     def _rate(self, track: str, part: int | None) -> float:
-        """Return the bytes per element that a track has in the prior, in one layer class or in all."""
         prior = self.prior
-        if track not in prior.by_name:  # Raw, as only that need not be there
+        if track not in prior.by_name:  # only Raw may be absent
             return float(max(ITEM_BYTES[each.dtype] for each in self.spec.classes))
         total = elements = 0
         for group, size in enumerate(prior.track(track).bytes):
@@ -198,10 +196,9 @@ class TrackOffer:
 
 
 def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
-    """Return the losses of ``groups`` groups from those of another cache: the same sum, distributed as may be expected.
+    """Return the losses of ``groups`` groups from those of another cache, with the same sum.
 
-    The loss of a whole cache hardly grows with its length. Most of it lies in the last groups and in the first. Which
-    groups matter between them depends on the text.
+    The loss of a cache hardly grows with its length, and is mostly in its last groups and the first.
     """
     total, last = sum(losses), min(_LAST_GROUPS, len(losses) - 1, groups - 1)
     made = [total / groups] * groups

@@ -1,4 +1,4 @@
-"""Publishes passages with an application's own model, a few prefills each."""
+"""Publishes passages with an application's own model, in a few prefills each."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ def publish_passage(
     fusion: FusionLosses | None = None,
     salt: bytes = b"",
 ) -> Future[PublishOutcome]:
-    """Publish a passage. Its cache is computed at once, behind several texts; encoding goes on in the background.
+    """Publish a passage: compute its cache now, after several texts, and encode it in the background.
 
     Args:
-        publisher: of this model's caches, as `kvabr.engines.transformers.cache_publisher` makes it.
-        model: the model and its tokenizer, as `kvabr.engines.transformers.model_loader.load_model` returns them.
-        tokens: ids of the passage, as they will stand in prompts: without the special tokens that begin these.
-        contexts: texts whose mean it is, see `contexts_for`; 0: it is computed alone.
-        fusion: what joining passages costs the model, of the same number of contexts (`kvabr calibrate --blend`). None:
-            it is not known, and a player computes the passage, unless it accepts any loss.
+        publisher: of this model's caches, see `kvabr.engines.transformers.cache_publisher`.
+        model: see `kvabr.engines.transformers.model_loader.load_model`.
+        tokens: ids of the passage, without special tokens at the start.
+        contexts: number of texts to average over; 0: compute it alone.
+        fusion: the model's loss from joining passages (`kvabr calibrate --blend`). Without it, a player computes the
+            passage unless it accepts any loss.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
 
     Returns:
-        The outcome: ``published``, ``known`` (published before), ``full`` (too many wait) or ``failed``.
+        The outcome: ``published``, ``known`` (published before), ``full`` (queue full) or ``failed``.
 
     Raises:
-        FormatError: the model can have no passages.
+        FormatError: the model cannot have passages.
         ForeignError: the losses are of another model.
-        UsageError: these are no tokens of a passage, it does not fit the model's context, or the losses are of passages
-            that were computed in another way.
+        UsageError: invalid tokens, a passage too long for the model, or losses of another base.
     """
     engine, ids = model.engine, Passage(tuple(tokens)).ids
     check_movable(engine.spec)
@@ -50,7 +49,7 @@ def publish_passage(
     before = contexts_for(model, calibration_texts(), contexts) if contexts else [list(opened(model, ()))]
     if (longest := max(map(len, before)) + len(ids)) > engine.context:
         raise UsageError(
-            f"with a text before it the passage has {longest} tokens, and {engine.spec.model} sees {engine.context}"
+            f"passage too long: {longest} tokens with a text before it, but {engine.spec.model} sees {engine.context}"
         )
     done: Future[PublishOutcome] = Future()
     slot = publisher.reserve_passage(ids, notes, salt)

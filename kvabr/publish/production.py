@@ -1,7 +1,7 @@
-"""One cache on its way into a store: it comes in runs of tokens, and is encoded step by step, group by group.
+"""The production of one asset: an engine hands over runs of tokens, and an encoding thread takes steps.
 
-An engine's threads hand over what they have computed; an encoding thread takes the steps. A `Production` writes an
-asset that appears at the end. `kvabr.publish.live_publisher` makes it one that is played while it grows.
+A `Production` writes an asset that appears at the end; `kvabr.publish.live_publisher` has one that is played while it
+grows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from kvabr.types.passage import PassageNotes
 from kvabr.types.units import Unit, snapshot_ends, units_by_chunk, units_of
 
 PublishVerdict = Literal["full", "known", "published", "failed"]
-"""The queue was full; the cache was published before; it is published now; or it could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +37,22 @@ class PublishOutcome:
 
     verdict: PublishVerdict
     bytes: int = 0
-    """Of all tracks together, if it was published."""
+    """Of all tracks."""
     why: str = ""
-    """Why it failed."""
     tokens: int = 0
-    """Tokens whose cache was published, if it was; of one that failed after it could be played, those of the shorter
-    prompt that is left."""
+    """After a failure, those of the shorter prompt that remains."""
     left_out: int = 0
-    """Frames that were offered only after the last token, although their group was not among the last ones, because
-    encoding was too slow."""
+    """Frames announced only after the last token because encoding was too slow."""
     encoding_s: float = 0.0
-    """Processor time that encoding took until the last token was there."""
+    """Processor time until the last token."""
     idle_s: float = 0.0
-    """What of it was taken at idle priority."""
+    """Part of it taken at idle priority."""
     not_finite: bool = False
-    """Whether it failed because a number of the cache is NaN or infinite."""
+    """Failed because of NaN or infinity in the cache."""
 
 
 class Production:
-    """One asset in the making. `append`, `end` and `fail` may be called from any thread and return at once."""
+    """One asset in production. `append`, `end` and `fail` are thread-safe and return at once."""
 
     def __init__(
         self,
@@ -71,33 +67,22 @@ class Production:
         prompt: Prompt | None = None,
         begun: Callable[[], tuple[Asset, int] | None] | None = None,
     ) -> None:
-        """Begin without any token.
+        """Create a production without tokens.
 
-        Args:
-            offer: the tracks.
-            make_writer: called in the first step.
-            chunks: chained prompt digest of every group of tokens.
-            tokens: tokens that the cache will have.
-            position: of the first token in the prompt, see `kvabr.publish.publisher.Publisher.reserve_named`.
-            done: called with the outcome, by `finish`.
-            passage: of a passage, whose cache has keys before rotation, what the catalog says of it.
-            prompt: the token ids, if they are kept beside the asset.
-            begun: called in the first step; returns an asset that begins alike, and how many groups of tokens they
-                share: these are taken from it, not encoded again. None: there is none.
+        ``position`` and ``passage`` are as in `Publisher.reserve_named` and `reserve_passage`; ``prompt`` is kept with
+        the asset. The first step calls ``make_writer``, and ``begun``, which returns an asset with the same beginning
+        and the number of groups to copy from it. ``done`` takes the outcome.
         """
         self.offer, self.chunks, self.tokens, self.done = offer, tuple(chunks), tokens, done
         self.lock = threading.Lock()
         self.outcome: PublishOutcome | None = None
-        """Set when nothing is left to do."""
         self.published: str | None = None
-        """Name of the asset that was published."""
         self.waits_for: bool | None = None
-        """Whether a step is in the queue of the patient encoding thread, or of the other; None: in none. Guarded by
-        `lock`."""
+        """Queue of the next step: patient or not; None: not queued. Guarded by `lock`."""
         self.stepping = False
-        """Whether a thread is at it; guarded by `lock`."""
+        """Guarded by `lock`."""
         self.patient_thread: int | None = None
-        """Native number of the patient thread while that is at it; guarded by `lock`."""
+        """Native number of the patient thread in a step. Guarded by `lock`."""
         self._make_writer, self._position, self._passage = make_writer, position, passage
         self._prompt, self._begun = prompt, begun
         self._stack = contextlib.ExitStack()
@@ -106,24 +91,21 @@ class Production:
         self._pieces = _Pieces(offer.spec, tokens)
         self._ended, self._reason, self._hurry = False, "", False
         self._next = 0
-        """The group of tokens that is encoded next."""
         self._source: tuple[Asset, int] | None = None
-        """What `begun` returned, as long as groups are taken from it."""
+        """Result of `begun` while groups are copied."""
         self._not_finite = False
 
     @property
     def covers_beginnings(self) -> bool:
-        """Whether players find in this asset all that one of a shorter prompt would have, which it begins with."""
+        """True if this asset serves every prefix of its prompt."""
         return self._passage is None and self._position == 0 and self.offer.spec.even_groups
 
     # ------------------------------------------------------- any thread
 
     def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None = None) -> None:
-        """Take the cache of the next tokens, which are published unless something is wrong with it.
+        """Take the cache of the next tokens; publishing fails if it is malformed.
 
-        ``kv`` is a tensor per layer class, [layer, K/V, head, token, dim], which must not change any more. That of a
-        state has the snapshots that belong to these tokens one behind the other, possibly none. ``tokens`` is their
-        number; it need not be given unless there are only states.
+        See `LiveSlot.groups`; ``kv`` always has one tensor per layer class.
         """
         with self.lock:
             if self._ended:
@@ -134,7 +116,7 @@ class Production:
                 self._ended, self._reason = True, str(error)
 
     def end(self) -> None:
-        """Say that all tokens were handed over."""
+        """Mark the cache as complete."""
         with self.lock:
             if not self._ended and self._pieces.tokens < self.tokens:
                 self._reason = f"the cache ended after {self._pieces.tokens} of {self.tokens} tokens"
@@ -142,30 +124,30 @@ class Production:
 
     @property
     def ended(self) -> bool:
-        """Whether no more tokens come."""
+        """True if no further tokens follow."""
         return self._ended
 
     def fail(self, reason: str) -> None:
-        """Say that no more tokens come, and why; after `end` or another `fail`, that the rest of the work is left."""
+        """End the cache early with a reason; after `end` or another `fail`, abandon the remaining work."""
         with self.lock:
             self._hurry = self._ended
-            self._ended, self._reason = True, self._reason or reason or "it was given up"
+            self._ended, self._reason = True, self._reason or reason or "given up"
 
     def has_work(self) -> bool:
-        """Return whether a step would do anything; under `lock`."""
+        """Return True if a step would do anything; under `lock`."""
         return self.outcome is None and (self._frames is None or self._ended or self._next < self._pieces.whole)
 
     def patient(self) -> bool:
-        """Return whether the next step is for the thread that runs at idle priority; under `lock`."""
+        """Return True if the next step is for the idle-priority thread; under `lock`."""
         return False
 
     # ------------------------------------------------------- the encoding threads, one at a time
 
     def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
-        """Note what a step took: processor time, and time; ``patient``: in the patient thread."""
+        """Record the times of a step."""
 
     def step(self) -> None:
-        """Do one group's work; the outcome is there once all is done. Never raises."""
+        """Do one group's work, and set the outcome at the end; never raise."""
         try:
             self._step()
         except KvabrError as error:
@@ -175,8 +157,8 @@ class Production:
             self._broken(repr(error))
 
     def close(self, outcome: PublishOutcome) -> None:
-        """Leave the store, and set the outcome."""
-        with contextlib.suppress(Exception):  # what was published is
+        """Close the writer, and set the outcome."""
+        with contextlib.suppress(Exception):  # the published part stays
             self._stack.close()
         with self.lock:
             self._ended, self.outcome = True, replace(outcome, not_finite=self._not_finite)
@@ -194,7 +176,7 @@ class Production:
             )
             frames.write_profile()
             self._begin(frames)
-            with contextlib.suppress(KvabrError):  # it was removed, or is damaged
+            with contextlib.suppress(KvabrError):  # removed or damaged
                 self._source = None if self._begun is None else self._begun()
             self._frames = frames
             return
@@ -213,37 +195,34 @@ class Production:
             self._catch_up(self._frames)
 
     def _take_over(self, frames: FrameEncoder, writer: AssetWriter, asset: Asset, shared: int) -> None:
-        """Take the next group from an asset that begins alike; what is not sound there is encoded."""
+        """Copy the next group from an asset with the same beginning."""
         sound = False
-        with contextlib.suppress(KvabrError):  # it was removed, or is damaged
+        with contextlib.suppress(KvabrError):  # removed or damaged
             sound = frames.take_over(asset, self._next, writer)
         self._next += sound
         if not sound or self._next == shared:
             self._source = None
 
     def _magnitudes(self) -> list[float] | None:
-        """Return the largest magnitude in each layer class; None: tokens are still to come."""
         return self._pieces.magnitudes()
 
     def _begin(self, frames: FrameEncoder) -> None:
-        """Prepare for the first group."""
+        pass
 
     def _at_once(self, frames: FrameEncoder) -> int:
-        """Return how many groups of tokens a step takes, if as many are there."""
+        """Return the maximum number of token groups per step."""
         return frames.together if gpu.runs_on(self._pieces.device) else 1
 
     def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Encode groups of tokens, from one on, whose units are given by their index."""
         del chunk
         for encoder in frames.encoders(units):
             for track in frames.tracks:
                 encoder.encode(track)
 
     def _catch_up(self, frames: FrameEncoder) -> None:
-        """Do what was put off while there is nothing else to do."""
+        pass
 
     def _end(self, frames: FrameEncoder, writer: AssetWriter, reason: str) -> None:
-        """Publish the asset, unless there is a reason not to."""
         if reason:
             self._broken(reason)
             return
@@ -257,53 +236,48 @@ class Production:
         writer.commit(self.offer.catalog(frames))
 
     def _broken(self, why: str) -> None:
-        """Give up."""
         self.close(PublishOutcome("failed", why=why))
 
 
 class _Pieces:
-    """Runs of tokens as they were handed over, until they are taken as groups."""
-
     def __init__(self, spec: KVSpec, tokens: int) -> None:
         self._spec, self._all = spec, tokens
         self._ends = [snapshot_ends(part, tokens) for part in spec.parts]
         self._held: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in spec.parts]
-        """By layer class: pieces, and the place of their first token (row of a state)."""
+        """Pieces of a layer class, with their first token (or row of a state)."""
         self._done = [0] * len(spec.parts)
-        """By layer class, tokens (rows) that were handed over."""
         units = units_by_chunk(units_of(spec, tokens), spec.groups(tokens))
         numbers = count()
         self._units = [[(next(numbers), unit) for unit in each] for each in units]
-        """By group of tokens, the units that end with it, and their indices."""
+        """By group of tokens: the units that end in it."""
         self._runs: list[int] = []
-        """Tokens up to the end of each run."""
         self.tokens = 0
-        """Tokens that were handed over."""
 
     @property
     def device(self) -> torch.device:
-        """Where what is held lies; pieces of one cache lie on one device, as a rule."""
+        """Device of the pieces, usually the same for all."""
         return next((held[0][1].device for held in self._held if held), torch.device("cpu"))
 
     @property
     def whole(self) -> int:
-        """Groups of tokens that were handed over as a whole."""
+        """Number of complete groups of tokens."""
         return len(self._units) if self.tokens == self._all else self.tokens // self._spec.group_tokens
 
     def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None) -> None:
-        """See `Production.append`; raises `FormatError`."""
         spec = self._spec
         if len(kv) != len(spec.parts):
-            raise FormatError(f"{spec.model}: {len(kv)} tensors came for {len(spec.parts)} layer classes")
+            raise FormatError(
+                f"{spec.model}: a cache needs {len(spec.parts)} tensors, one per layer class, got {len(kv)}"
+            )
         if tokens is None:
             pairs = zip(kv, spec.parts, strict=True)
             tokens = next((int(one.shape[3]) for one, part in pairs if not _is_state(part) and one.dim() == 5), None)
         if tokens is None:
-            raise FormatError(f"{spec.model}: say how many tokens these are: their states do not")
+            raise FormatError(f"{spec.model}: pass tokens=, as states do not show the number of tokens")
         last = first + tokens
         if first != self.tokens or not first <= last <= self._all:
             raise FormatError(
-                f"{spec.model}: tokens {first} to {last} came; token {self.tokens} of {self._all} is next"
+                f"{spec.model}: expected token {self.tokens} of {self._all} next, got tokens {first} to {last}"
             )
         for part, tensor, ends in zip(spec.parts, kv, self._ends, strict=True):
             rows = sum(first < end <= last for end in ends) * part.rows if _is_state(part) else tokens
@@ -319,21 +293,18 @@ class _Pieces:
         self._runs.append(last)
 
     def magnitudes(self) -> list[float]:
-        """Return the largest magnitude in each layer class of what is held; raises `NotFiniteError`."""
         pairs = zip(self._spec.parts, self._held, strict=True)
         return [max((largest(kv, part, at) for at, kv in held), default=0.0) for part, held in pairs]
 
     def lag(self, chunk: int) -> int:
-        """Return how many runs of tokens came after the one that made a group of tokens whole."""
+        """Return the number of runs received after the one that completed a group."""
         end = min((chunk + 1) * self._spec.group_tokens, self._all)
         return sum(last >= end for last in self._runs) - 1
 
     def units(self, chunk: int) -> list[tuple[int, Unit]]:
-        """Return the units that end with a group of tokens, and their indices."""
         return self._units[chunk]
 
     def take(self, chunk: int) -> list[tuple[int, torch.Tensor]]:
-        """Return the units of a group of tokens, by index, and forget those of the groups before."""
         return [(index, self._cut(unit)) for index, unit in self._units[chunk]]
 
     def _cut(self, unit: Unit) -> torch.Tensor:
@@ -345,7 +316,6 @@ class _Pieces:
         return found[0] if len(found) == 1 else torch.cat(found, dim=3)
 
     def drop(self) -> None:
-        """Forget all."""
         for held in self._held:
             held.clear()
 

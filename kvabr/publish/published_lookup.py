@@ -1,8 +1,7 @@
-"""Finds out whether an asset is in a store already, and as it was published; an engine never waits for a silent store.
+"""Looks up whether a store has an undamaged asset, without making an engine wait for a slow store.
 
-A damaged asset is published anew when it is computed again, which is when each is checked: that all parts are there,
-and on a local disk also every byte. That is done once an hour at most, of one asset at a time, at a low priority; what
-is told meanwhile is that it is sound. Buckets check their objects themselves, so their bytes are not read.
+An asset that is computed again is checked (all parts present; in a folder also every byte), and replaced if damaged.
+Checks run at most hourly per asset, one at a time, at a low priority; until then an asset counts as undamaged.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from kvabr.store.local import LocalStore
 from kvabr.types.errors import KvabrError
 
 WAIT_S = 0.5
-"""Seconds that an engine waits for the answer at most."""
+"""Time limit of a lookup."""
 CHECK_S = 0.03
-"""Seconds that it waits besides for a check of what was found; a later answer counts the next time."""
+"""Additional time limit of a check; a later result counts for the next lookup."""
 PAUSE_S = 5.0
-"""Seconds in which a store is left alone that did not answer in time."""
+"""Pause after a store that did not answer in time."""
 
 
 class PublishedLookup:
-    """Asks a store, from any thread."""
+    """Looks up assets in a store; thread-safe."""
 
     def __init__(
         self,
@@ -44,25 +43,24 @@ class PublishedLookup:
         check_s: float = CHECK_S,
         pause_s: float = PAUSE_S,
     ) -> None:
-        """Ask for nothing yet.
+        """Create a lookup; the functions may block.
 
         Args:
-            published: returns whether the store has an asset of this name; may take long, and raise `KvabrError`.
-            touch: notes that an asset was looked for, once the answer is known; may take long.
-            sound: returns whether an asset is undamaged, as far as it knows; may take long.
-            wait_s: seconds that `ask` waits.
-            check_s: seconds that it waits for ``sound``.
-            pause_s: seconds without any request after an answer that did not come in time, or was an error.
+            published: returns whether the store has an asset; may raise `KvabrError`.
+            touch: notes the use of an asset, after the answer.
+            sound: returns False for a damaged asset.
+            wait_s: time limit of `ask`.
+            check_s: time limit of ``sound``.
+            pause_s: pause after a late answer or an error.
         """
         self._published, self._touch = published, touch
         self._sound, self._wait_s, self._check_s, self._pause_s = sound, wait_s, check_s, pause_s
         self._late: threading.Thread | None = None
-        """Still waits for an answer that came too late for its caller."""
         self._again_s = 0.0
         self._lock = threading.Lock()
 
     def ask(self, name: str) -> bool | None:
-        """Return whether the store has an asset of this name, undamaged; None if it does not say so soon."""
+        """Return whether the store has an undamaged asset of this name; None without a timely answer."""
         with self._lock:
             waits = self._late is not None and self._late.is_alive()
             if waits or time.monotonic() < self._again_s:
@@ -85,7 +83,7 @@ class PublishedLookup:
     def _look(self, name: str, answer: SimpleQueue[bool | None]) -> None:
         try:
             found = self._published(name)
-        except KvabrError:  # a share that is gone, a folder that must not be entered: the engine goes on
+        except KvabrError:  # for instance an unmounted share or a forbidden folder; the engine continues
             answer.put(None)
             return
         answer.put(found)
@@ -95,7 +93,7 @@ class PublishedLookup:
         try:
             sound = self._sound(name)
         finally:
-            answer.put(sound)  # whatever happens: somebody may wait for it
+            answer.put(sound)  # always answer: a caller may wait
         if sound:
             self._touch(name)
 
@@ -103,25 +101,23 @@ class PublishedLookup:
 _log = logging.getLogger(__name__)
 
 _MAX_KNOWN = 1 << 16
-_AGAIN_S = 3600.0
+_RECHECK_S = 3600.0
 _NICENESS = 10
 
 
 class SoundAssets:
-    """What checks have found, of one store; for several threads."""
+    """Cached results of checks of one store; thread-safe."""
 
     def __init__(self, store: AssetStore) -> None:
-        """Nothing is checked yet."""
         self._store = store
-        self._sound: TTLCache[tuple[str, AssetVersion], bool] = TTLCache(_MAX_KNOWN, _AGAIN_S)
+        self._sound: TTLCache[tuple[str, AssetVersion], bool] = TTLCache(_MAX_KNOWN, _RECHECK_S)
         self._damaged: LRUCache[str, AssetVersion] = LRUCache(_MAX_KNOWN)
-        """By name, the version that is damaged."""
         self._lock, self._checking = threading.Lock(), threading.Lock()
 
     def look(self, name: str) -> bool:
-        """Return whether an asset is undamaged, as far as is known; check it if nobody has lately. May take long.
+        """Return False if an asset is damaged; check it unless a recent result exists.
 
-        Call it in a thread that does nothing else: it gets a low priority.
+        May block; lowers the priority of the calling thread.
         """
         store = self._store.store
         version = version_in(store, name) if isinstance(store, LocalStore) else AssetVersion(0, 0.0)
@@ -140,7 +136,7 @@ class SoundAssets:
             self._checking.release()
 
     def is_damaged(self, name: str) -> bool:
-        """Return whether a check has found an asset of this name damaged; it may have been replaced since."""
+        """Return True if a check found this asset damaged."""
         with self._lock:
             return name in self._damaged
 
@@ -160,7 +156,7 @@ class SoundAssets:
         except KvabrError as error:
             if is_damage(error):
                 _log.warning(
-                    "kvabr: a published cache is of no use; it is published again once it is computed: %s", error
+                    "kvabr: a published cache is damaged and will be replaced when it is computed again: %s", error
                 )
                 with self._lock:
                     self._damaged[name] = version

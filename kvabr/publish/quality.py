@@ -1,17 +1,13 @@
-"""Expected loss of every group on every track, measured by the real model.
+"""Expected loss of every group on every track, measured with the model.
 
-For every track the whole cache is decoded and the continuation scored once: that gives KL, also of the first tokens,
-change of NLL and top-1. The loss is `kvabr.types.catalog.Quality.loss`, which counts the first tokens more. Then, for a
-few tracks, one group at a time is replaced in an otherwise exact cache: the loss of that run is the group's own, with
-the same weights (by the KL over all tokens alone, the last groups would have too small a share, and caches whose end is
-better twice the loss that they have). Coding noise of groups is nearly independent, and KL is quadratic in small noise,
-so these nearly add up (SmolLM2: 3- and 4-bit caches to 0.75 to 1.3 of the loss of the whole cache, AC-L0 to half), and
-are scaled to the track's loss. Lossy tracks get shares of their own, because codecs differ in where they hurt (one that
-keeps the attention sinks exact spares the first group); a nearly lossless one takes those of the track with the nearest
-KL. `kvabr.publish.tails` measures what is left behind a tail.
+For every track, the continuation is scored after the whole decoded cache; the loss is `Quality.loss`, which weights the
+first tokens more. For a few tracks, one group at a time is then replaced in the exact cache, with the same weights: the
+KL over all tokens alone would underrate the last groups, and double the loss of caches with a better end. Coding noise
+is nearly independent across groups and KL is quadratic in small noise, so these losses nearly add up (SmolLM2: to 0.75
+to 1.3 of the whole cache's loss for 3 and 4 bits, to half for AC-L0); they are scaled to the track's loss. Other tracks
+take the shares of the track with the nearest KL. `kvabr.publish.tails` measures the loss after a tail.
 
-One forward pass is one measurement, bounded by `MAX_PASSES`. Finally a few mixed caches, as players end with, are
-scored: the catalog lists how well their losses are predicted.
+Finally a few mixed caches, as plays produce, are scored, and the catalog lists their predicted and measured losses.
 """
 
 from __future__ import annotations
@@ -37,19 +33,18 @@ Decoder = Callable[[int, str, torch.Tensor], None]
 """Decodes ``(group, track, out)`` into a tensor [layer, K/V, head, token, dim] of the group's tokens."""
 
 MAX_PASSES = 192
-"""Forward passes of the attribution beyond one per track: enough for four tracks of 48 groups. A question adds those of
-one track."""
+"""Forward passes for attribution, beyond one per track: enough for four tracks of 48 groups."""
 
 LEAST_UNITS = 16
-"""Minimum number of units into which a long cache is cut, even if tracks must then share their shares."""
+"""Minimum number of units of a long cache."""
 
 NOISE_FLOOR = 1e-4
-"""KL below which a track's groups are not measured one by one: no player could tell them apart."""
+"""KL below which single groups are not measured."""
 
 _ATTRIBUTED = 64
-"""Tokens of the continuation that single groups are measured on: the first ones bear most of the loss."""
-_LEAST_SHARE = 0.01
-"""Share of a track's loss that is spread evenly: a group is not free because one continuation ignored it."""
+"""Scored tokens for single groups: the first ones bear most of the loss."""
+_MIN_SHARE = 0.01
+"""Share of a loss that is spread evenly: one continuation may ignore a group by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +52,14 @@ class Measured:
     """Measured losses of one asset."""
 
     quality: Mapping[str, Quality]
-    """By track: the whole cache on it."""
+    """Of the whole cache, by track."""
     loss: Mapping[str, tuple[float, ...]]
-    """By track and group: expected loss, nats per token. A track's losses add up to its `Quality.loss`."""
+    """By track and group, nats per token; sums to `Quality.loss`."""
     method: str
-    """How they were attributed, in words."""
     tails: Mapping[str, tuple[TailLoss, ...]]
-    """By track, see `kvabr.types.catalog.Track.tails`; empty if they were not measured."""
+    """By track; empty if not measured."""
     asked: tuple[float, ...]
-    """By group, see `kvabr.types.catalog.Catalog.asked`; empty if it was not measured."""
+    """By group; empty if not measured."""
 
 
 def measure_quality(
@@ -80,22 +74,19 @@ def measure_quality(
     meter: TailMeter | None = None,
     progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
 ) -> Measured:
-    """Measure whole tracks and single groups, and attribute the loss.
+    """Measure whole tracks and single groups, and attribute the loss; groups outside attention lose 0.
 
     Args:
         reference: scores of the exact cache.
-        exact: that cache, a tensor per layer class, [layer, K/V, head, token, dim] of all tokens, or of all snapshots
-            of a state; read, never written.
+        exact: that cache, one tensor per layer class, [layer, K/V, head, token, dim] of all tokens, or all snapshots of
+            a state; not modified.
         spec: its shape and groups.
-        tracks: names of the tracks.
+        tracks: names.
         decode: decodes one group of one track.
-        tokens: tokens of the prompt; None: as many as the first tensor has, which is then not a state's.
-        max_passes: forward passes beyond one per track, see `MAX_PASSES`.
-        meter: measures what is left behind tails; None: nothing does.
-        progress: called after every measurement, with its stage (``measure``: whole tracks, ``tails``, ``groups``), and
-            how many of the stage's measurements are done.
-
-    Groups that the continuation cannot see lose nothing (`kvabr.types.units.needed`).
+        tokens: of the prompt; required if the first layer class is a state.
+        max_passes: see `MAX_PASSES`.
+        meter: measures losses after tails.
+        progress: takes a stage (``measure``: whole tracks, ``tails``, ``groups``), its measurements done, and all.
     """
     tokens = int(exact[0].shape[-2]) if tokens is None else tokens
     work = _Work(exact, spec, units_of(spec, tokens), decode)
@@ -132,7 +123,6 @@ def measure_quality(
             asked = behind[0]
 
     def of_units(values: Sequence[float]) -> tuple[float, ...]:
-        """Return values of the groups that are seen as values of all; the others have none."""
         given = dict(zip(seen, values, strict=True))
         return tuple(given.get(group, 0.0) for group in range(len(work.units)))
 
@@ -146,8 +136,6 @@ def measure_quality(
 
 
 class _Work:
-    """A cache whose groups (units) are put on tracks, and made exact again."""
-
     def __init__(self, exact: tuple[torch.Tensor, ...], spec: KVSpec, units: Sequence[Unit], decode: Decoder) -> None:
         self._exact, self._spec, self._decode, self.units = exact, spec, decode, units
         self.cache = tuple(part.clone() for part in exact)
@@ -169,10 +157,9 @@ def _measured_tails(
     losses: Mapping[str, float],
     progress: Callable[[str, int, int], None],
 ) -> dict[str, tuple[TailLoss, ...]]:
-    """Compute tails on whole tracks, of which the meter has seen those that lose most, if any loses much."""
 
     def decoded(track: str) -> tuple[torch.Tensor, ...]:
-        # A shorter prompt sees groups of a window that the whole one does not.
+        # A shorter prompt sees more groups of a window.
         work.put(track, range(len(work.units)))
         return work.cache
 
@@ -185,10 +172,9 @@ def _measured_tails(
 
 
 def sample_mixes(catalog: Catalog, seed: int = 0) -> list[list[str]]:
-    """Return seeded assignments of tracks to groups, like those that plays end with. A layer counts as a track.
+    """Return seeded assignments of tracks to groups like those at the end of plays.
 
-    They are two random ones; a good beginning with a cheap rest; and runs of groups that were recomputed: at the end,
-    in the middle, at the beginning, and scattered over a cheap cache.
+    Two are random, one has a good beginning, the others have recomputed runs in several places.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     groups = catalog.groups
@@ -201,7 +187,7 @@ def sample_mixes(catalog: Catalog, seed: int = 0) -> list[list[str]]:
 
     def scattered(choice: Sequence[str]) -> list[str]:
         mix = [rng.choice(choice) for _ in range(groups)]
-        if len(set(mix)) == 1:  # one track alone is no mix
+        if len(set(mix)) == 1:  # a single track is no mix
             mix[rng.randrange(groups)] = next((name for name in choice if name != mix[0]), mix[0])
         return mix
 
@@ -228,10 +214,7 @@ def measure_mixes(
     *,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Mix]:
-    """Assemble each mixed cache, recomputing groups behind those in place, and score it.
-
-    A mix has one track per group, or `RECOMPUTED`. The catalog predicts its loss, the reference's engine recomputes.
-    """
+    """Assemble each mixed cache (one track per group, or `RECOMPUTED`), and score it."""
     spec = catalog.spec
     engine = reference.engine
     work = torch.empty(spec.shape(catalog.tokens), dtype=engine.prefill(prompt[:1]).dtype)
@@ -253,7 +236,7 @@ def measure_mixes(
 
 
 def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[range], list[str]]:
-    """Return units of groups to replace together, and tracks to do it for, within ``max_passes`` forward passes."""
+    """Return units of groups to replace together, and tracks to do it for, within ``max_passes``."""
     if groups == 1:
         return [range(1)], []
     lossy = max(1, sum(value > NOISE_FLOOR for value in kl.values()))
@@ -262,11 +245,7 @@ def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[r
 
 
 def _units(groups: int, limit: int) -> list[range]:
-    """Return at most ``limit`` runs of neighbouring groups.
-
-    The first group (it holds the attention sinks) and the last ones (they are the nearest to what follows) bear most of
-    the loss: each is a unit of its own, and the middle is cut into equal runs.
-    """
+    """Return at most ``limit`` runs of neighbouring groups, single ones at the lossy ends of the prompt."""
     if groups <= limit:
         return [range(group, group + 1) for group in range(groups)]
     tail = limit // 4
@@ -277,20 +256,20 @@ def _units(groups: int, limit: int) -> list[range]:
 
 
 def _pick(kl: Mapping[str, float], most: int) -> list[str]:
-    """Return the tracks whose groups are measured one by one: evenly spread from the most to the least lossy."""
+    """Return tracks evenly spread by loss."""
     lossy = sorted((track for track in kl if kl[track] > NOISE_FLOOR), key=lambda track: -kl[track])
     return evenly(lossy or [max(kl, key=lambda track: kl[track])], most)
 
 
 def _shares(singles: Sequence[float], units: Sequence[range], sizes: Sequence[int]) -> list[float]:
-    """Return every group's share in the loss of a track: its unit's loss, split by size within the unit."""
+    """Return every group's share: its unit's, split by size."""
     everything, whole = sum(singles), sum(sizes)
     shares = []
     for unit, single in zip(units, singles, strict=True):
         size = sum(sizes[group] for group in unit)
         for group in unit:
             measured = single / everything * sizes[group] / size if everything > 0 else sizes[group] / whole
-            shares.append((1 - _LEAST_SHARE) * measured + _LEAST_SHARE * sizes[group] / whole)
+            shares.append((1 - _MIN_SHARE) * measured + _MIN_SHARE * sizes[group] / whole)
     return shares
 
 
@@ -313,5 +292,5 @@ def _in_words(continuation: int, shaped: Sequence[str], units: Sequence[range]) 
     return (
         f"{whole}; split over groups in proportion to the same mean over up to {_ATTRIBUTED} tokens, measured with "
         f"{unit} at a time on the track and all others exact, run for {', '.join(shaped)} and taken for every other "
-        f"track from the one of these with the nearest KL; {_LEAST_SHARE:.0%} of it spread evenly."
+        f"track from the one of these with the nearest KL; {_MIN_SHARE:.0%} of it spread evenly."
     )

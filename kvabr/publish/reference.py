@@ -1,4 +1,4 @@
-"""The exact cache's scores of a continuation, and what other caches lose against them."""
+"""Scores of a continuation after the exact cache, and the loss of other caches against them."""
 
 from __future__ import annotations
 
@@ -12,38 +12,30 @@ from kvabr.types.catalog import Quality
 from kvabr.types.errors import ModelError
 
 Cache = torch.Tensor | tuple[torch.Tensor, ...]
-"""A cache, [layer, K/V, head, token, dim]; a tensor per layer class where there are several."""
+"""[layer, K/V, head, token, dim], or one such tensor per layer class."""
 
 
 def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> Quality:
-    """Return what a continuation loses between two runs.
+    """Return the loss of a continuation between two runs.
 
-    Args:
-        exact: log-probabilities behind the exact cache, [token, vocabulary] float64.
-        other: the same behind the cache to measure.
-        tokens: the continuation; row i of both is the distribution of ``tokens[i + 1]``.
-
-    Returns:
-        Mean KL(exact || other) over all rows, and over the first of more than 8 and 32; top-1 agreement over all rows;
-        the change of the negative log-likelihood over the rows whose next token is known.
-
-    Raises:
-        ModelError: either run has probabilities that are not finite.
+    ``exact`` and ``other`` are log-probabilities, [token, vocabulary] float64; row i is the distribution of ``tokens[i
+    + 1]``. The result has the mean KL(exact || other) over all rows, and over the first 8 and 32; top-1 agreement; and
+    the change of the negative log-likelihood. Raise `ModelError` for probabilities that are not finite.
     """
-    # Row by row: distributions over a vocabulary take many megabytes, and fresh memory is slow.
+    # Row by row: a matrix of distributions is large, and fresh memory is slow.
     rows = [float(torch.dot(row.exp(), row - same)) for row, same in zip(exact, other, strict=True)]
     if not math.isfinite(sum(rows)):
-        raise ModelError("the model's probabilities are NaN or infinite; its weights, or its caches, are damaged")
+        raise ModelError("the model's probabilities are NaN or infinite; its weights or caches are damaged")
     following = torch.tensor(tokens[1:], dtype=torch.long)[:, None]
     gained = exact[:-1].gather(1, following) - other[:-1].gather(1, following)
     agree = (exact.numpy().argmax(axis=1) == other.numpy().argmax(axis=1)).mean()  # torch takes five times as long
-    # A KL is never negative; rounding can take one of two equal runs an ulp below.
+    # A KL is never negative; rounding may make it so.
     kl8, kl32 = (max(0.0, sum(rows[:first]) / first) if len(rows) > first else None for first in (8, 32))
     return Quality(max(0.0, sum(rows) / len(rows)), float(gained.mean()), float(agree), kl8, kl32)
 
 
 class Reference:
-    """The exact cache's scores of a continuation, which other caches are measured against at a forward pass each."""
+    """Scores of a continuation after the exact cache; measures other caches at one forward pass each."""
 
     def __init__(
         self,
@@ -54,27 +46,25 @@ class Reference:
         before: torch.Tensor | None = None,
         asked: int = 0,
     ) -> None:
-        """Score the ids of a continuation, at least two, behind the exact cache.
+        """Score a continuation of at least two ids after the exact cache.
 
-        With ``before``, [layer, K/V, head, token, dim], that comes before every cache. The first ``asked`` ids are a
-        question: only what is said behind them is compared.
-
-        Raises `ModelError` if the continuation is too short, or does not fit the model.
+        ``before``, [layer, K/V, head, token, dim], precedes every cache. The first ``asked`` ids are a question, which
+        is not compared. Raise `ModelError` if the continuation is too short, or does not fit the model.
         """
         if len(continuation) < 2 + max(0, asked - 1):
-            raise ModelError(f"measuring a loss takes a continuation of at least 2 tokens, not {len(continuation)}")
+            raise ModelError(
+                f"the continuation must have at least {2 + max(0, asked - 1)} tokens, got {len(continuation)}"
+            )
         self.engine, self.before, self.asked = engine, before, asked
         self.continuation = tuple(continuation)
         self._exact = self.score(exact)
         if asked > 1:
-            self._exact = self._exact.clone()  # or the rows of the question would stay in memory
+            self._exact = self._exact.clone()  # free the rows of the question
 
     def calibration(self) -> tuple[float, float]:
-        """Return the NLL of the continuation behind the exact cache, and what the model expects it to be, its entropy.
+        """Return the mean NLL of the continuation after the exact cache, and its expectation (entropy), in nats.
 
-        Both are means over the tokens but the first, in nats. Where they are equal, a small error changes the NLL about
-        as much as the KL says. Where they are not, the NLL has a slope at the exact cache: errors may change it many
-        times as much, in both directions.
+        If they differ, the NLL has a slope at the exact cache, and errors may change it far more than the KL suggests.
         """
         rows = self._exact[:-1]
         following = self.continuation[max(1, self.asked) :]
@@ -83,26 +73,23 @@ class Reference:
         return -float(said.mean()), -expected
 
     def measure(self, kv: Cache | None, most: int | None = None) -> Quality:
-        """Return what the continuation loses when ``kv`` replaces the exact cache; its first ``most`` tokens alone."""
+        """Return the loss of the continuation (its first ``most`` tokens) after ``kv``."""
         return self.compared(self.score(kv, most))
 
     def compared(self, scored: torch.Tensor, first: int = 0) -> Quality:
-        """Return the loss from what `score` returned, over the tokens from number ``first`` on."""
+        """Return the loss from a result of `score`, over the tokens from ``first`` on."""
         rows = slice(first, len(scored))
         return compare(self._exact[rows], scored[rows], self.continuation[max(0, self.asked - 1) :][rows])
 
     def score(self, kv: Cache | None, most: int | None = None) -> torch.Tensor:
-        """Return log-probabilities behind a cache: of what follows the question, or the first id of the continuation.
-
-        They are float64, [token, vocabulary], for the first ``most`` ids or all.
-        """
+        """Return log-probabilities after a cache, float64 [token, vocabulary], of ``most`` ids after the question."""
         skipped = max(0, self.asked - 1)
         ids = self.continuation[: None if most is None else skipped + most]
         return score_classes(self.engine, placed(kv, self.before), ids)[skipped:]
 
 
 def placed(kv: Cache | None, before: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
-    """Return a cache as an engine takes it: a tensor per layer class, with what comes ``before`` it."""
+    """Return a cache as one tensor per layer class, preceded by ``before``."""
     parts = (kv,) if isinstance(kv, torch.Tensor) else kv
     if before is not None and parts is not None:
         parts = (torch.cat((before, parts[0]), dim=3),)
@@ -110,7 +97,7 @@ def placed(kv: Cache | None, before: torch.Tensor | None) -> tuple[torch.Tensor,
 
 
 def evenly(ordered: Sequence[str], most: int) -> list[str]:
-    """Return at most so many of some names in order, with the first and the last, evenly spaced."""
+    """Return at most ``most`` of the names, evenly spaced, including the first and the last."""
     if most >= len(ordered) or most == 1:
         return list(ordered[:most])
     return [ordered[round(index * (len(ordered) - 1) / (most - 1))] for index in range(most)]

@@ -1,15 +1,11 @@
-"""Measures what is left of a track's loss behind a tail: see `kvabr.types.tails`.
+"""Measures the remaining loss of tracks after a tail, see `kvabr.types.tails`.
 
-Several continuations are scored, since a single one misleads by up to 13 times: what follows in the text, and answers
-to questions about it, as the exact cache gives them. A question is a tail by itself, and so is the beginning of the
-text's continuation. Longer tails are the last tokens of the prompt, computed on the coded cache of those before, and
-measured on a few tracks. Every other track is taken to fall as the one of these whose loss questions lessen most alike.
+Single continuations mislead by up to 13 times, so several are scored: the text's own, and the exact cache's answers to
+questions. A question is itself a tail, as is the beginning of the continuation. Longer tails are the last tokens of the
+prompt, computed on the coded cache of a few tracks; other tracks are assumed to fall like the one with the most similar
+reduction by questions. Questions depend on other groups than the continuation, so one is also scored for single groups.
 
-What a question is about lies in other groups than those that the text's continuation attends to, and in nearly the same
-for every question. So one is scored, too, where single groups are measured, which takes 3 % of the time of `encode`.
-
-The catalog keeps the geometric mean over the continuations, which the loss behind one of them exceeds about as often as
-not, and the standard deviation of their logarithms.
+The catalog keeps the geometric mean over the continuations and the standard deviation of their logarithms.
 """
 
 from __future__ import annotations
@@ -38,22 +34,21 @@ QUESTIONS = (
         "\n\nAnswer: The"
     ),
 )
-"""What readers ask about a text, in 10 to 60 tokens."""
+"""Typical questions about a text, of 10 to 60 tokens."""
 
 ANSWER_TOKENS = 24
-"""Tokens of an answer that are compared."""
+"""Compared tokens of an answer."""
 _TRACKS = 3
-"""Tracks that are measured behind tails of the prompt's own tokens."""
 _SCORED = 48
-"""Tokens of the text's continuation that are scored behind them."""
-_LEAST = 1e-12
-"""Losses below it are rounding."""
+"""Scored tokens of the text's continuation."""
+_ROUNDING = 1e-12
+"""Smaller losses are rounding errors."""
 
 
 def questions(model: TextModel, prompt: int = 0) -> list[tuple[int, ...]]:
-    """Return the token ids of those of `QUESTIONS` that the model sees, with an answer, behind so many tokens."""
-    room = model.engine.context - prompt - ANSWER_TOKENS
-    return [ids for ids in (tuple(model.encode(question)) for question in QUESTIONS) if len(ids) <= room]
+    """Return the token ids of the `QUESTIONS` that fit the model after ``prompt`` tokens, with an answer."""
+    limit = model.engine.context - prompt - ANSWER_TOKENS
+    return [ids for ids in (tuple(model.encode(question)) for question in QUESTIONS) if len(ids) <= limit]
 
 
 def answered(
@@ -63,7 +58,7 @@ def answered(
     before: torch.Tensor | None = None,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Reference]:
-    """Return what the exact cache answers to questions; arguments as those of `Reference`, and one after each."""
+    """Return references for the exact cache's answers to questions."""
     references = []
     for number, question in enumerate(asked, 1):
         answer = answer_of(engine, placed(exact, before), question, ANSWER_TOKENS)
@@ -73,46 +68,40 @@ def answered(
 
 
 class TailMeter:
-    """Collects the losses of tracks behind tails, in the course of `kvabr.publish.quality.measure_quality`."""
+    """Collects losses after tails during `kvabr.publish.quality.measure_quality`."""
 
     def __init__(self, text: Reference, asked: Sequence[Reference], prompt: Sequence[int]) -> None:
-        """Prepare to measure.
-
-        Args:
-            text: scores what follows the prompt.
-            asked: answers to questions, see `answered`.
-            prompt: its token ids.
-        """
+        """Take references of the continuation and of answers (see `answered`), and the prompt's token ids."""
         self._text, self._asked, self._prompt = text, tuple(asked), tuple(prompt)
         self._near: dict[str, list[float]] = {}
-        self._lessened: dict[str, float] = {}
-        """What a question leaves of a track's loss."""
+        self._reduction: dict[str, float] = {}
+        """Share of a track's loss that remains after a question."""
         self._far: dict[str, dict[int, list[float]]] = {}
         states = any(part.kind == "state" for part in text.engine.spec.classes)
         self.lengths = () if states else tuple(tail for tail in TAILS[1:] if tail < len(prompt))
-        """Tails of the prompt's own tokens. A state has no snapshot where they would begin."""
+        """States have no snapshots where such tails begin."""
 
     @property
     def tracks(self) -> int:
-        """How many tracks `near` has measured."""
+        """Number of tracks measured by `near`."""
         return len(self._near)
 
     @property
     def caches(self) -> int:
-        """How many caches `far` measures."""
+        """Number of caches measured by `far`."""
         return min(_TRACKS, self.tracks) * len(self.lengths)
 
     def near(self, track: str, kv: Cache, scored: torch.Tensor) -> None:
-        """Score the answers behind a track's whole cache; of the text's continuation, ``scored``, take the rest."""
+        """Score the answers after a track's whole cache; ``scored`` has the text's continuation."""
         losses = [one.measure(kv).loss for one in self._asked]
         if len(scored) > TAILS[0] + 1:
             losses.append(self._text.compared(scored, TAILS[0]).loss)
         if losses:
             self._near[track] = losses
-            self._lessened[track] = _middle(losses) / max(_LEAST, self._text.compared(scored).loss)
+            self._reduction[track] = _geometric_mean(losses) / max(_ROUNDING, self._text.compared(scored).loss)
 
     def far(self, decoded: Callable[[str], tuple[torch.Tensor, ...]], progress: Callable[[], None]) -> None:
-        """Compute longer tails on a few tracks' caches, which ``decoded`` returns, and score all continuations."""
+        """Compute longer tails on a few tracks' caches, and score all continuations."""
         for track in self._picked():
             kv = decoded(track)
             for tail in self.lengths:
@@ -126,50 +115,52 @@ class TailMeter:
                 progress()
 
     def single(self, kv: Cache) -> list[float]:
-        """Return what an answer loses behind a cache of which one group is coded; empty if there are no questions.
+        """Return the loss of an answer after a cache with one coded group.
 
-        Which groups that are depends hardly on the question, so one is enough: the second, which asks for a summary.
-        Of several layer classes, groups are parts of each, for which this was not tried: empty, too.
+        The relevant groups hardly depend on the question. Empty without questions, and for several layer classes
+        (untested).
         """
         chosen = self._asked[:2][-1:] if len(self._text.engine.spec.classes) == 1 else ()
         return [one.measure(kv).loss for one in chosen]
 
     def _picked(self) -> list[str]:
-        """Return the track that loses most behind questions, and of the others some that these lessen unlike."""
-        worst = max(self._near, key=lambda track: _middle(self._near[track]), default=None)
-        others = sorted(self._lessened.keys() - {worst}, key=self._lessened.__getitem__)
+        worst = max(self._near, key=lambda track: _geometric_mean(self._near[track]), default=None)
+        others = sorted(self._reduction.keys() - {worst}, key=self._reduction.__getitem__)
         return [] if worst is None else [worst, *evenly(others, _TRACKS - 1)]
 
     def tails(self, losses: Mapping[str, float]) -> dict[str, tuple[TailLoss, ...]]:
-        """Return what every track has left behind tails, given its loss right behind the prompt."""
+        """Return every track's loss after tails, given the losses directly after the prompt."""
         made: dict[str, tuple[TailLoss, ...]] = {}
         for track, near in self._near.items():
-            own = _middle(near) / max(_LEAST, losses[track])
+            own = _geometric_mean(near) / max(_ROUNDING, losses[track])
             like = min(self._far, key=lambda other: abs(math.log(self._ratio(track, other))), default=None)
             further = {} if like is None else self._far[like]
             made[track] = (
                 TailLoss(self._length(0), own, _spread(near)),
                 *(
-                    TailLoss(self._length(tail), own * _middle(far) / _middle(self._near[str(like)]), _spread(far))
+                    TailLoss(
+                        self._length(tail),
+                        own * _geometric_mean(far) / _geometric_mean(self._near[str(like)]),
+                        _spread(far),
+                    )
                     for tail, far in further.items()
                 ),
             )
-        # Tracks that were not measured lose nearly nothing, and so as those that lose least.
+        # Tracks that were not measured lose almost nothing, like the least lossy one.
         least = min(made, key=losses.__getitem__, default=None)
         return {} if least is None else {track: made.get(track, made[least]) for track in losses}
 
     def _ratio(self, one: str, other: str) -> float:
-        return self._lessened[one] / self._lessened[other]
+        return self._reduction[one] / self._reduction[other]
 
     def _length(self, tail: int) -> int:
-        """Return the usual length of a tail with a question, or with the beginning of the text's continuation."""
         lengths = [*(tail + one.asked for one in self._asked), tail or TAILS[0]]
         return round(math.exp(fmean(map(math.log, lengths))))
 
 
-def _middle(losses: Sequence[float]) -> float:
-    return math.exp(fmean(math.log(max(_LEAST, loss)) for loss in losses))
+def _geometric_mean(losses: Sequence[float]) -> float:
+    return math.exp(fmean(math.log(max(_ROUNDING, loss)) for loss in losses))
 
 
 def _spread(losses: Sequence[float]) -> float:
-    return stdev(math.log(max(_LEAST, loss)) for loss in losses) if len(losses) > 1 else 0.0
+    return stdev(math.log(max(_ROUNDING, loss)) for loss in losses) if len(losses) > 1 else 0.0

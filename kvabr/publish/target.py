@@ -1,12 +1,8 @@
-"""Chooses quantiser steps and gains by the loss that they cost: `kvabr calibrate --target-kl` and `--gain`.
+"""Chooses quantiser steps and gains by the loss on held-out texts: `kvabr calibrate --target-kl` and `--gain`.
 
-A relative step costs every model another loss, and every layer class of a model, too. The search codes the caches of
-texts that the profile was not fitted to, and has the model say what that loses.
-
-A coarse quantiser rounds much of a value to zero, and what is left is too small: a model that averages over such values
-hears the context too weakly. Multiplying decoded values, about their mean, by a little more than 1 mends that, costs no
-bits and no time (`kvabr.codec.transform.Transform.scale`), and helps the first tokens most. Keys must not be scaled:
-noise in them grows, too, and moves attention.
+A coarse quantiser rounds many values to zero, so that the model attends too weakly to the context. Scaling decoded
+values about their mean by slightly more than 1 repairs that at no cost. Keys must not be scaled: their noise would grow
+too, and shift attention.
 """
 
 from __future__ import annotations
@@ -29,61 +25,60 @@ from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS
 
 COARSEST, FINEST = 16.0, 1 / 64
-"""Bounds of the factors that steps are multiplied with."""
+"""Bounds of the factors of steps."""
 _ROUNDS = 3
-"""Measurements of each kind of coefficients alone."""
+"""Measurements of each kind alone."""
 _MORE_ROUNDS = 6
-"""Measurements of all together, at most."""
+"""Maximum number of measurements of all kinds together."""
 _MARGIN = 0.97
-"""Steps aim at this much less than what would just meet the target: a loss is not quite a power of its step."""
+"""Aim below the target, because loss is not exactly a power of the step."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a calibration aims at."""
+    """Loss that a calibration aims at."""
 
     kl: float
     """KL divergence, nats per token."""
     track: str = SINGLE
-    """The track that loses it; of a layer, together with those below."""
+    """A layer includes those below."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutText:
-    """A prompt that steps are tried on."""
+    """A prompt to try steps on."""
 
     cache: tuple[torch.Tensor, ...]
-    """The exact cache, a tensor per layer class, [layer, K/V, head, token, dim], of finite numbers within FP16."""
+    """One tensor per layer class, [layer, K/V, head, token, dim], finite and within FP16."""
     reference: Reference
-    """What the model says behind it."""
 
 
 Factors = tuple[tuple[float, ...], ...]
-"""What to multiply steps with, by layer class: of its keys, and of its values; one number if these are not apart."""
+"""By layer class: for keys and values, or one for both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Factors of the steps, and the loss that was measured with them."""
+    """Factors of the steps, and their loss."""
 
     factors: Factors
     kl: float
-    """KL divergence of the target's track, nats per token, mean over the samples."""
+    """Nats per token, mean over the samples."""
 
 
 class CodedClass:
-    """One layer class: what its coefficients become at a step, without the entropy coder, which loses nothing."""
+    """Simulates the coding of one layer class, without the lossless entropy coder."""
 
     kinds: int
-    """2 if keys and values are apart, else 1."""
+    """2 if keys and values are separate, else 1."""
 
     def __init__(self, transform: Transform, config: FitConfig, track: str, caches: Sequence[torch.Tensor]) -> None:
         self._transform, self._part = transform, transform.structure.spec
         self._caches = [turned(cache, self._part) for cache in caches]
         config = config.of(self._part)
-        # A layer with those below has the values of a single layer with its step.
+        # A layer on top of those below has the values of a single layer with its step.
         self._step, self._dead, self._sinks = config.steps[track], config.dead.get(track, 0.0), config.sinks
         analysis = Analysis(transform)
         self._coefficients = [analysis.analyse(cache, 0).here() for cache in self._caches]
@@ -97,7 +92,7 @@ class CodedClass:
         self._power = [power[self._kind == kind] for kind in range(self.kinds)]
 
     def coded(self, number: int, factors: Sequence[float], gains: tuple[float, ...] = ()) -> torch.Tensor:
-        """Return a cache as a player would have it, with steps times ``factors`` and gains of the decoder."""
+        """Return a decoded cache with scaled steps and gains."""
         step, cache, found = factors[0] * self._step, self._caches[number], self._coefficients[number]
         others = torch.tensor(factors)[self._kind, None] / factors[0]
         index = quantise(found.rows / others, step, self._dead).clamp_(-FARTHEST, FARTHEST)
@@ -110,13 +105,13 @@ class CodedClass:
         return turned_back(out, self._part)
 
     def slope(self, kind: int, factor: float) -> float:
-        """Return about how many bits a kind takes more, in all samples, if its step is half as long: its live rows."""
+        """Return roughly the extra bits of halving a kind's step."""
         power = self._power[kind]
         return self._tokens * float((power / (power + (factor * self._step / 2) ** 2)).sum())
 
 
 class StepSearch:
-    """The search: first the keys, and the values, of each layer class by themselves, then all together."""
+    """Searches steps: first for keys and values of each layer class alone, then together."""
 
     def __init__(
         self,
@@ -126,7 +121,7 @@ class StepSearch:
         target: Target,
         progress: Progress = lambda _done, _all: None,
     ) -> None:
-        """Take the transforms of all layer classes, in the order of `KVSpec.parts`, and samples, at least one."""
+        """Take the transforms in the order of `KVSpec.parts`, and at least one sample."""
         self._samples, self._target, self._progress = samples, target, progress
         caches = zip(*(sample.cache for sample in samples), strict=True)
         pairs = zip(transforms, caches, strict=True)
@@ -135,12 +130,10 @@ class StepSearch:
         self._done, self._all = 0, (len(self._units) * _ROUNDS if len(self._units) > 1 else 0) + _MORE_ROUNDS
 
     def choose(self) -> Chosen:
-        """Return the coarsest steps whose measured loss meets the target.
+        """Return the coarsest steps with a measured loss within the target.
 
-        Where there are several layer classes, or keys and values apart, each gets a share of the loss: as much as it
-        takes bits to have a shorter step. Moving loss from one to another then saves nothing.
-
-        Raises `UsageError` if even the finest steps lose more.
+        Each class and kind gets a share of the loss in proportion to the bits that halving its step costs; moving loss
+        between them then saves nothing. Raise `UsageError` if even the finest steps lose more.
         """
         target = self._target.kl
         balance = self._balanced()
@@ -148,15 +141,15 @@ class StepSearch:
         factors = _times(balance, scale)
         if not kl <= target:
             raise UsageError(
-                f"a KL of {target:g} cannot be met: at the finest steps that were tried, {min(map(min, factors)):.3g} "
-                f"of the usual ones, {self._target.track} loses {kl:.3g} nats per token on {len(self._samples)} "
+                f"cannot reach a KL of {target:g}: with the finest steps tried, {min(map(min, factors)):.3g} of "
+                f"the usual ones, {self._target.track} loses {kl:.3g} nats per token on {len(self._samples)} "
                 "contexts; choose a larger target, or use Int8, FP8 or BF16"
             )
         self._progress(self._all, self._all)
         return Chosen(factors, kl)
 
     def _balanced(self) -> Factors:
-        """Return factors with which every unit loses its share of the target while all others are exact."""
+        """Return factors with which every unit alone loses its share of the target."""
         factors = dict.fromkeys(self._units, 1.0)
         last: dict[tuple[int, int], tuple[float, float]] = {}
         for _ in range(_ROUNDS if len(factors) > 1 else 0):
@@ -171,14 +164,13 @@ class StepSearch:
         return self._each(factors)
 
     def _each(self, factors: Mapping[tuple[int, int], float]) -> Factors:
-        """Return factors by class, 0 for those that are not given."""
         return tuple(
             tuple(factors.get((number, kind), 0.0) for kind in range(each.kinds))
             for number, each in enumerate(self._classes)
         )
 
     def _loss(self, factors: Factors) -> float:
-        """Measure the loss with these factors; a factor of 0 leaves the keys, or values, of a class exact."""
+        """Measure the loss; a factor of 0 leaves the keys or values of a class exact."""
         losses = []
         for number, sample in enumerate(self._samples):
             coded = []
@@ -197,7 +189,7 @@ class StepSearch:
 
     @staticmethod
     def _reach(loss: Callable[[float], float], target: float, first: float, rounds: int) -> tuple[float, float]:
-        """Return the largest factor found whose loss is at most ``target``, with it; else the finest, with its loss."""
+        """Return the largest factor found within ``target``, else the finest, with its loss."""
         factor, best = first, (0.0, math.inf)
         last: tuple[float, float] | None = None
         finest = (math.inf, math.inf)
@@ -218,7 +210,7 @@ class StepSearch:
 
 
 def _next(factor: float, kl: float, last: tuple[float, float] | None, wanted: float) -> float:
-    """Return the factor that loses ``wanted`` if the loss is a power of it, of 2 or what this and the last one say."""
+    """Return the factor for a loss of ``wanted`` on a power law through the last two measurements."""
     power = 2.0
     if last is not None and last[0] != factor and min(last[1], kl) > 0:
         power = min(4.0, max(0.5, math.log(last[1] / kl) / math.log(last[0] / factor)))
@@ -231,19 +223,18 @@ def _times(factors: Factors, scale: float) -> Factors:
 
 
 TRACK = LAYERS[0]
-"""The track whose gains are chosen: at finer steps they gain nothing."""
-TRIED = 1.1
-"""The gain that is measured for each stack; with the loss without it and its square, a parabola has its minimum."""
-MOST = 1.25
-_WORTH = 0.01
-"""Share of the loss that gains must save, to be kept."""
+"""Gains do not help at finer steps."""
+TRIAL_GAIN = 1.1
+"""Measured gain of each stack; the losses at 1, this and its square define a parabola."""
+MAX_GAIN = 1.25
+_MIN_SAVING = 0.01
 
 Gains = tuple[tuple[float, ...], ...]
 """By layer class and stack."""
 
 
 def measurements(transforms: Sequence[Transform]) -> int:
-    """Return how often `choose_gains` measures a loss."""
+    """Return the number of losses that `choose_gains` measures."""
     return 2 + 2 * sum(len(_stacks(transform)) for transform in transforms)
 
 
@@ -253,15 +244,10 @@ def choose_gains(
     samples: Sequence[HeldOutText],
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> tuple[Gains, float]:
-    """Return the gains of every layer class, empty ones if they save too little, and the share of the loss they save.
+    """Return the gains of every layer class (empty if they save too little), and the share of the loss saved.
 
-    Each stack of values is measured with all others as they are; then all together.
-
-    Args:
-        transforms: of all layer classes, in the order of `KVSpec.parts`.
-        configs: of the same; the steps count.
-        samples: texts that the profile was not fitted to, at least one.
-        progress: called after every measurement.
+    Each stack of values is measured alone, then all together, on held-out samples. Transforms and configs are in the
+    order of `KVSpec.parts`.
     """
     caches = zip(*(sample.cache for sample in samples), strict=True)
     triples = zip(transforms, configs, caches, strict=True)
@@ -283,17 +269,16 @@ def choose_gains(
     best = [list(own) for own in none]
     for index, transform in enumerate(transforms):
         for stack in _stacks(transform):
-            once, twice = (loss(_changed(none, index, stack, gain)) for gain in (TRIED, TRIED**2))
+            once, twice = (loss(_changed(none, index, stack, gain)) for gain in (TRIAL_GAIN, TRIAL_GAIN**2))
             best[index][stack] = least(base, once, twice)
     chosen = tuple(map(tuple, best))
     after = loss(chosen)
-    if not after < (1 - _WORTH) * base:
+    if not after < (1 - _MIN_SAVING) * base:
         return ((),) * len(transforms), 0.0
     return tuple(own if any(gain != 1 for gain in own) else () for own in chosen), 1 - after / base
 
 
 def _stacks(transform: Transform) -> list[int]:
-    """Return the stacks of values, where these are apart from keys."""
     structure = transform.structure
     return [number for number, stack in enumerate(structure.stacks) if stack.kind == 1]
 
@@ -305,10 +290,10 @@ def _changed(gains: Gains, index: int, stack: int, gain: float) -> Gains:
 
 
 def least(base: float, once: float, twice: float) -> float:
-    """Return the gain of least loss, from 1 to `MOST`: of a parabola through those at 1, `TRIED` and its square."""
-    near, far = TRIED - 1, TRIED**2 - 1
+    """Return the gain from 1 to `MAX_GAIN` with the least loss, on a parabola through three measured losses."""
+    near, far = TRIAL_GAIN - 1, TRIAL_GAIN**2 - 1
     curve = ((twice - base) / far - (once - base) / near) / (far - near)
     slope = (once - base) / near - curve * near
     if curve <= 0:
-        return 1.0 if base <= min(once, twice) else TRIED
-    return round(min(MOST, max(1.0, 1 - slope / (2 * curve))), 3)
+        return 1.0 if base <= min(once, twice) else TRIAL_GAIN
+    return round(min(MAX_GAIN, max(1.0, 1 - slope / (2 * curve))), 3)

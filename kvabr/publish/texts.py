@@ -1,7 +1,4 @@
-"""Texts that come with every Python: a set to calibrate profiles on, and another to measure codecs on.
-
-The two sets share no text, so no codec is measured on what its profile was made from.
-"""
+"""Texts included with Python: one set to calibrate profiles, another to measure codecs; they share no text."""
 
 from __future__ import annotations
 
@@ -19,22 +16,22 @@ _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
 SYLLABLES = ("ka", "lo", "mi", "ran", "to", "vel", "zu", "shi", "ber", "dan", "gor", "hul", "ith", "jo", "nex", "pra")
 _RECORDS = 600
 _FRONT = 4
-"""More tokens than a model puts in front of a text."""
-_LEAST_CONTINUATION = 2
+"""Maximum number of tokens that a model prepends."""
+_MIN_CONTINUATION = 2
 _CHARACTERS_PER_TOKEN = 16
-"""More than any text has on average: how much of a long text is tokenised at first."""
+"""More than any text's average."""
 
 
 def calibration_texts() -> dict[str, str]:
-    """Return texts to calibrate a profile on, by name: half the topics of Python's manual, and invented records.
+    """Return texts for calibration by name: half the topics of Python's manual, and invented records.
 
-    Source code, licences and stories are left out: codecs are measured on those, and a profile must not know them.
+    Source code, licences and stories are reserved for measuring.
     """
     return {"pydoc": _topics()[0], "records": _records()}
 
 
 def _records() -> str:
-    """Return invented names, numbers, addresses and codes, which no model can guess and prompts may be full of."""
+    """Return invented names, numbers and codes, which no model can predict."""
     dice = random.Random(7)  # noqa: S311 - reproducible, not secret
 
     def name() -> str:
@@ -59,17 +56,14 @@ def _records() -> str:
 
 
 def measuring_texts() -> dict[str, str]:
-    """Return texts to measure codecs on, by name: other topics of the manual, source code, and Python's licence."""
+    """Return texts for measuring by name: other topics of the manual, source code, and Python's licence."""
     texts = {"manual": _topics()[1], "source": "\n\n".join(_source(module) for module in _MEASURING_MODULES)}
     licence = _licence()
     return texts if licence is None else texts | {"licence": licence}
 
 
 def _topics() -> tuple[str, str]:
-    """Return the language reference that `pydoc` shows, topics in alphabetical order, in two halves.
-
-    Topics repeat each other, so the second half has only topics that share no paragraph with the first.
-    """
+    """Return the language reference of `pydoc` in two halves without common paragraphs."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     every = [topics[name] for name in sorted(topics)]
     first = every[::2]
@@ -79,7 +73,7 @@ def _topics() -> tuple[str, str]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """Return the paragraphs, without layout, that are too long for two texts to share by chance."""
+    """Return the paragraphs, without layout, that are too long to be shared by chance."""
     every = (" ".join(part.split()) for part in text.split("\n\n"))
     return [part for part in every if len(part) >= 160]
 
@@ -87,7 +81,7 @@ def paragraphs(text: str) -> list[str]:
 def _source(module: str) -> str:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        raise AssetError(f"this Python has no source of its module {module}; give texts of your own with --text")
+        raise AssetError(f"this Python has no source of its module {module}; give your own texts with --text")
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
@@ -100,39 +94,34 @@ def _licence() -> str | None:
 
 
 def check_length(encode: Callable[[str], Sequence[int]], text: str, tokens: int, continuation: int) -> None:
-    """Raise `UsageError` if a text is clearly too short for `cut_prompt`, before a model is loaded for it.
-
-    ``encode`` is the model's tokenizer without the few tokens that the model puts in front.
-    """
+    """Raise `UsageError` if a text is clearly too short for `cut_prompt`, before its model is loaded."""
     wanted = tokens + continuation
     if len(text) <= wanted * _CHARACTERS_PER_TOKEN and (found := len(encode(text))) + _FRONT < wanted:
         raise too_short(found, tokens, continuation)
 
 
 def too_short(found: int, tokens: int, continuation: int = 0) -> UsageError:
-    """Return an error about a text of ``found`` tokens that is too short for a prompt and its continuation."""
+    """Return an error for a text of ``found`` tokens."""
     more = f" and {continuation} of continuation" if continuation else ""
     advice = _shorter(found, tokens, continuation)
     return UsageError(
-        f"the text has {found} tokens, but {tokens}{more} were asked for: give a longer text"
+        f"the text has {found} tokens, but {tokens}{more} are needed: give a longer text"
         + (f", or {advice}" if advice else "")
     )
 
 
 def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int, *, passage: bool = False) -> Prompt:
-    """Return the first tokens of a text as a prompt, and the ones after it as its continuation.
+    """Return the first tokens of a text as a prompt, and the following ones as its continuation.
 
-    A passage does not begin as prompts do (`TextModel.opening`).
-
-    Raises `UsageError` if the text is too short, or the model cannot see that many tokens.
+    A passage lacks `TextModel.opening`. Raise `UsageError` if the text is too short, or exceeds the context.
     """
-    if tokens < 1 or continuation < _LEAST_CONTINUATION:
-        raise UsageError("a prompt takes at least 1 token, and a continuation at least 2 to measure the loss on")
+    if tokens < 1 or continuation < _MIN_CONTINUATION:
+        raise UsageError(f"a prompt must have at least 1 token and its continuation 2, got {tokens} and {continuation}")
     wanted, context = tokens + continuation, model.engine.context
     if wanted > context:
         raise UsageError(
-            f"{tokens} tokens and {continuation} of continuation do not fit {model.engine.spec.model}, which sees "
-            f"{context} at most: give at most {_shorter(context, tokens, continuation)}"
+            f"{tokens} tokens and {continuation} of continuation exceed the context of {model.engine.spec.model} "
+            f"({context}): give at most {_shorter(context, tokens, continuation)}"
         )
     head = text[: wanted * _CHARACTERS_PER_TOKEN]
     ids = _cut_ids(model, head, passage=passage)
@@ -150,15 +139,12 @@ def _cut_ids(model: TextModel, text: str, *, passage: bool) -> tuple[int, ...]:
 
 
 def _shorter(total: int, tokens: int, continuation: int) -> str:
-    """Return options with which both parts fit in ``total`` tokens; empty if nothing fits.
-
-    The continuation is shortened only if it would take more than half of the tokens.
-    """
+    """Return options with which both parts fit in ``total`` tokens, empty if none do."""
     if not continuation:
         return f"--tokens {total}" if total else ""
     if total >= 2 * continuation:
         return f"--tokens {total - continuation}"
-    if total <= _LEAST_CONTINUATION:
+    if total <= _MIN_CONTINUATION:
         return ""
-    prompt = min(tokens, total - max(_LEAST_CONTINUATION, total // 4))
+    prompt = min(tokens, total - max(_MIN_CONTINUATION, total // 4))
     return f"--tokens {prompt} --continuation {min(continuation, total - prompt)}"

@@ -1,16 +1,15 @@
 """The state machine of one QMux connection.
 
-Theory of operation. The owner passes in what it reads from the byte stream (`receive`), takes events (`take_events`),
-and writes what `data_to_send` returns. Each end begins with its transport parameters; stream data is held back until
-those of the peer have arrived.
+Theory of operation. The owner passes in bytes from the byte stream (`receive`), takes events (`take_events`), and
+writes the result of `data_to_send`. Each end begins with its transport parameters; stream data waits for those of the
+peer.
 
-1. Stream data comes in order, so nothing is reassembled: an event carries a view of the bytes that were passed in.
-2. While a STREAM frame is incomplete, `expected` says which stream the next bytes belong to. The owner may read them
-   straight to where they are wanted, and note them by `took`.
-3. One call parses a bounded number of frames. While bytes wait to be parsed (`waits`), the owner calls `go_on` instead
-   of `receive`, and leaves what it passed in alone.
-4. Received data counts as consumed, and windows are opened again when half of one is used up: the owner must bound what
-   it keeps.
+1. Stream data arrives in order, so an event carries a view of the received bytes without reassembly.
+2. While a STREAM frame is incomplete, `expected` names the stream of the next bytes. The owner may read them directly
+   to their destination, and note them by `took`.
+3. One call parses a bounded number of frames. While unparsed bytes remain (`waits`), the owner calls `go_on` instead of
+   `receive`, and must not modify the passed buffer.
+4. Received data counts as consumed, and windows reopen when half used: the owner must bound what it keeps.
 5. If the peer breaks a rule, the connection ends with CONNECTION_CLOSE and a `Terminated` event.
 
 Section numbers without a document are those of draft-ietf-quic-qmux-01.
@@ -45,19 +44,19 @@ from kvabr.qmux.frames import (
 )
 
 Buffer = bytes | memoryview
-_MOST_HEAD = MAX_FRAME_BYTES + 32
-"""Bytes of an incomplete frame without stream data that are kept."""
+_MAX_HEAD = MAX_FRAME_BYTES + 32
+"""Limit of buffered bytes of an incomplete frame without stream data."""
 _STREAM_HEAD = 32
-"""More bytes than the size of a record and the head of a STREAM frame have together."""
-_MOST_FRAMES = 4096
-"""Frames without stream data that wait to be sent while more comes in: the peer makes us answer, and does not read."""
-_TURN_FRAMES = 128
-"""Frames, and sizes of records, that one call of `QmuxConnection.receive` parses: a turn of the owner's event loop."""
-_EMPTY_FRAMES = 1024
-"""Frames without stream data that may be read at once, beyond two for each frame with some."""
+"""Upper bound of a record size and a STREAM frame's head."""
+_MAX_WAITING_FRAMES = 4096
+"""Frames without stream data that may wait: a peer may cause answers and never read them."""
+_FRAMES_PER_CALL = 128
+"""Frames and record sizes parsed per call of `QmuxConnection.receive`."""
+_MAX_EMPTY_FRAMES = 1024
+"""Excess of frames without stream data over two for each with some."""
 _ZEROS = re.compile(rb"\0*")
-_LEAST_RECORD = 1 << 10
-"""Stream data for which a record of its own is worth while, bytes, while more may follow."""
+_MIN_RECORD = 1 << 10
+"""Minimum stream data of a record, in bytes, if more follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class ParametersReceived:
 
 @dataclass(frozen=True, slots=True)
 class StreamData:
-    """Bytes of a stream, a view of what was passed to `QmuxConnection.receive`, and whether they are the last."""
+    """Received bytes of a stream, as a view, and whether they are the last."""
 
     stream: int
     data: Buffer
@@ -78,7 +77,7 @@ class StreamData:
 
 @dataclass(frozen=True, slots=True)
 class StreamReset:
-    """The peer sends no more on a stream."""
+    """The peer has reset a stream."""
 
     stream: int
     code: int
@@ -86,7 +85,7 @@ class StreamReset:
 
 @dataclass(frozen=True, slots=True)
 class StopReceived:
-    """The peer wants no more of a stream of ours; it is reset."""
+    """The peer has sent STOP_SENDING for a stream; it is reset."""
 
     stream: int
     code: int
@@ -99,20 +98,18 @@ class Ponged:
 
 @dataclass(frozen=True, slots=True)
 class Terminated:
-    """The connection is over."""
+    """The connection has ended."""
 
     code: int
     reason: str
     application: bool
-    """Whether the code is the application's, else one of QUIC's."""
+    """True for a code of the application, False for one of QUIC's."""
 
 
 Event = ParametersReceived | StreamData | StreamReset | StopReceived | Ponged | Terminated
 
 
 class _Stream:
-    """One open stream."""
-
     __slots__ = (
         "fin", "number", "pending", "queued", "receive_limit", "received", "receives", "send_limit", "sends", "sent",
     )  # fmt: skip
@@ -123,73 +120,68 @@ class _Stream:
         self.send_limit, self.sent, self.sends = send_limit, 0, sends
         self.pending: deque[Buffer] = deque()
         self.queued = 0
-        """Bytes in ``pending``."""
         self.fin = False
-        """Whether nothing follows ``pending``."""
+        """No data follows ``pending``."""
 
 
 class QmuxConnection:
-    """One end of a connection; the module docstring explains how to drive it."""
+    """One end of a connection; the module docstring explains its use."""
 
     def __init__(self, *, client: bool, parameters: TransportParameters) -> None:
-        """Prepare to send ``parameters``, those of this end."""
         self.client, self._ours = client, parameters
         self.peer: TransportParameters | None = None
-        """Those of the peer, once they have arrived."""
+        """The peer's parameters, once received."""
         self.terminated: Terminated | None = None
         self._events: list[Event] = []
         self._streams: dict[int, _Stream] = {}
         # Receiving.
         self._head = bytearray()
-        """An incomplete frame, or size of a record."""
+        """An incomplete frame or record size."""
         self._record_left = 0
-        """Bytes of the current record that have not been parsed; 0: the size of the next one follows."""
+        """Unparsed bytes of the current record; 0: a record size follows."""
         self._expected: _Stream | None = None
-        """The stream of the frame that is incomplete."""
+        """Stream of the incomplete frame."""
         self._data_left = 0
         self._data_fin = False
         self._receive_limit, self._received = parameters.max_data, 0
         self._peer_opened = [0, 0]
-        """How many streams the peer has opened: bidirectional, unidirectional."""
+        """Streams opened by the peer: bidirectional, unidirectional."""
         self._peer_may_open = [parameters.max_streams_bidi, parameters.max_streams_uni]
         self._last_ping = -1
         self._rest = memoryview(b"")
-        """Bytes that have come and were not parsed yet."""
+        """Received, unparsed bytes."""
         self._empty = 0
-        """Frames without stream data in what was read last; see `_EMPTY_FRAMES`."""
+        """See `_MAX_EMPTY_FRAMES`."""
         # Sending.
         self._frames: list[bytes] = []
-        """Frames without stream data that wait, those of connections before those of streams."""
+        """Waiting frames without stream data, those of the connection first."""
         self._pong: int | None = None
         self._pings = 0
         self._opened = [0, 0]
         self._may_open = [0, 0]
         self._send_limit, self._sent = 0, 0
         self._ready: deque[_Stream] = deque()
-        """Streams that have something to send, first come first."""
+        """Streams with data to send, in order."""
         self._blocked: dict[int, _Stream] = {}
-        """Those that wait until the peer opens their windows."""
+        """Streams that wait for the peer to open their windows."""
         self.unsent = 0
-        """Bytes of streams that wait to be sent."""
+        """Waiting bytes of all streams."""
         self._begun = self._closing = False
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ receiving
 
     def take_events(self) -> list[Event]:
-        """Return the events since the last call.
-
-        The views in them are valid until the next call of `receive`.
-        """
+        """Return the events since the last call; their views are valid until the next `receive`."""
         events, self._events = self._events, []
         return events
 
     @property
     def expected(self) -> tuple[int, int] | None:
-        """The stream that the next bytes belong to, and how many of them; None if a head comes next."""
+        """Stream and number of the next bytes; None if a frame head is next."""
         return None if self._expected is None or not self._data_left else (self._expected.number, self._data_left)
 
     def took(self, count: int) -> None:
-        """Note that ``count`` of the bytes that were `expected` have been read, and kept; an event tells the end."""
+        """Note that ``count`` `expected` bytes were read elsewhere; an event reports the end."""
         stream = self._expected
         assert stream is not None  # noqa: S101  # the caller has looked
         assert 0 < count <= self._data_left  # noqa: S101  # as above
@@ -202,37 +194,37 @@ class QmuxConnection:
 
     @property
     def waits(self) -> bool:
-        """Whether bytes that have come wait for `go_on`."""
+        """True if received bytes wait for `go_on`."""
         return len(self._rest) > 0
 
     def receive(self, data: Buffer) -> None:
-        """Take bytes from the peer, unless some wait; what it does wrong ends the connection."""
+        """Take bytes from the peer, unless some wait; a violation ends the connection."""
         if self.terminated is None:
             assert not self.waits  # noqa: S101  # the caller has looked
             self._empty, self._rest = 0, memoryview(data)
             self.go_on()
 
     def go_on(self) -> None:
-        """Parse more of what has come."""
+        """Parse more of the received bytes."""
         try:
             self._rest = self._parse(self._rest)
         except QmuxFault as fault:
             self.fail(fault.code, str(fault))
 
     def fail(self, code: QuicCode, reason: str) -> None:
-        """End the connection with a code of QUIC: the peer has broken a rule. The event follows."""
+        """End the connection with a QUIC code after a violation by the peer."""
         if self.terminated is None:
             self._events.append(self._end(code, reason, application=False, tell=True))
 
     def lost(self, reason: str) -> None:
-        """Note that the byte stream has ended, or was closed by the peer."""
+        """Note that the byte stream has ended."""
         if self.terminated is None:
             self._events.append(self._end(QuicCode.NO_ERROR, reason, application=False, tell=False))
 
     def _parse(self, view: memoryview) -> memoryview:
-        """Parse some frames, and return what follows them."""
+        """Parse some frames, and return the remaining bytes."""
         at, end = 0, len(view)
-        head, left = self._head, _TURN_FRAMES
+        head, left = self._head, _FRAMES_PER_CALL
         while at < end and self.terminated is None:
             if self._data_left:
                 at += self._deliver(view[at : at + self._data_left])
@@ -242,35 +234,37 @@ class QmuxConnection:
             left -= 1
             kept = len(head)
             if kept:
-                head += view[at : at + _MOST_HEAD]
+                head += view[at : at + _MAX_HEAD]
             source, begin = (head, 0) if kept else (view, at)
             try:
                 after = self._item(source, begin)
             except Truncated:
                 if not kept:
                     head += view[at:]
-                if len(head) > _MOST_HEAD:
+                if len(head) > _MAX_HEAD:
                     raise QmuxFault(
                         QuicCode.FRAME_ENCODING_ERROR, f"a frame of more than {MAX_FRAME_BYTES} bytes"
                     ) from None
                 break
             at = at + after - kept if kept else after
             head.clear()
-            if len(self._frames) > _MOST_FRAMES:
-                raise QmuxFault(QuicCode.INTERNAL_ERROR, f"more than {_MOST_FRAMES} frames wait for the peer to read")
+            if len(self._frames) > _MAX_WAITING_FRAMES:
+                raise QmuxFault(
+                    QuicCode.INTERNAL_ERROR, f"more than {_MAX_WAITING_FRAMES} frames wait for the peer to read"
+                )
             self._empty = max(0, self._empty - 3) if self._data_left else self._empty + 1
-            if self._empty > _EMPTY_FRAMES:
+            if self._empty > _MAX_EMPTY_FRAMES:
                 raise QmuxFault(QuicCode.PROTOCOL_VIOLATION, f"{self._empty} frames in a row without stream data")
         return memoryview(b"")
 
     def _item(self, data: memoryview | bytearray, at: int) -> int:
-        """Parse the size of a record, or a frame without its stream data; return the offset behind it."""
+        """Parse a record size, or a frame without its stream data; return the next offset."""
         available = len(data)
         if not self._record_left:
             size, after = read_varint(data, at, available)
             if size > self._ours.max_record_size:
                 most = self._ours.max_record_size
-                raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"a record of {size} bytes, {most} are allowed")
+                raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"record of {size} bytes; the limit is {most}")
             self._record_left = size
             return after
         end = min(available, at + self._record_left)
@@ -310,10 +304,10 @@ class QmuxConnection:
             if kind == FrameType.CONNECTION_CLOSE:
                 _, after = read_varint(data, after, end)
             body, after = read_text(data, after, end)
-            said = body[:1000].decode("utf-8", "replace")
-            self._events.append(self._end(code, said, application=kind == FrameType.APPLICATION_CLOSE, tell=False))
+            reason = body[:1000].decode("utf-8", "replace")
+            self._events.append(self._end(code, reason, application=kind == FrameType.APPLICATION_CLOSE, tell=False))
             return after
-        raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"a frame of type 0x{kind:x}")
+        raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"unknown frame type 0x{kind:x}")
 
     def _stream_head(self, kind: int, data: memoryview | bytearray, at: int, end: int, record_left: int) -> int:
         begin = at
@@ -329,7 +323,9 @@ class QmuxConnection:
             size = record_left - (at - begin)
         stream = self._receiving(number)
         if offset != stream.received:
-            raise QmuxFault(QuicCode.PROTOCOL_VIOLATION, f"stream {number} goes on at {offset}, not {stream.received}")
+            raise QmuxFault(
+                QuicCode.PROTOCOL_VIOLATION, f"data of stream {number} at offset {offset}, expected {stream.received}"
+            )
         if offset + size > stream.receive_limit or self._received + size > self._receive_limit:
             raise QmuxFault(QuicCode.FLOW_CONTROL_ERROR, f"more data on stream {number} than its window allows")
         if size:
@@ -367,7 +363,7 @@ class QmuxConnection:
             self._frames.append(frame(FrameType.MAX_STREAM_DATA, stream.number, stream.receive_limit))
 
     def _receiving(self, number: int) -> _Stream:
-        """Return the stream that the peer sends on; it may have been opened just now."""
+        """Return the stream that the peer sends on, opening it if new."""
         stream = self._streams.get(number)
         if stream is None and not self._mine(number):
             stream = self._peer_opens(number)
@@ -376,7 +372,7 @@ class QmuxConnection:
         return stream
 
     def _peer_opens(self, number: int) -> _Stream | None:
-        """Open a stream of the peer, and those with lower numbers (RFC 9000, section 3.2); None if it is over."""
+        """Open a stream of the peer, and those with lower numbers (RFC 9000, section 3.2); None if it has ended."""
         one_way, count = number >> 1 & 1, number // 4
         if count >= self._peer_may_open[one_way]:
             most = self._peer_may_open[one_way]
@@ -400,7 +396,7 @@ class QmuxConnection:
         return stream
 
     def _window(self, number: int, parameters: TransportParameters, *, mine: bool) -> int:
-        """Return the window that the end which declares ``parameters`` gives a stream; ``mine``: it opened it."""
+        """Return a stream's window by the parameters of one end; ``mine``: that end opened it."""
         if number & 2:
             return parameters.max_stream_data_uni
         return parameters.max_stream_data_bidi_local if mine else parameters.max_stream_data_bidi_remote
@@ -415,7 +411,7 @@ class QmuxConnection:
     def _forget_if_over(self, stream: _Stream) -> None:
         if stream.receives or stream.sends or self._streams.pop(stream.number, None) is None:
             return
-        if not self._mine(stream.number):  # one is over, so the peer may open another
+        if not self._mine(stream.number):  # grant the peer another stream
             one_way = stream.number >> 1 & 1
             first = self._ours.max_streams_uni if one_way else self._ours.max_streams_bidi
             self._peer_may_open[one_way] += 1
@@ -436,13 +432,13 @@ class QmuxConnection:
         self._events.append(ParametersReceived(parameters))
 
     def _sending(self, number: int) -> _Stream | None:
-        """Return a stream that this end sends on, of which the peer speaks; None if that is over."""
+        """Return the stream of this end that a frame of the peer refers to; None if it has ended."""
         one_way = number >> 1 & 1
         if self._mine(number):
             if number // 4 >= self._opened[one_way]:
                 raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"stream {number} has not been opened")
         elif one_way:
-            raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"stream {number} is the peer's alone")
+            raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"stream {number} is only for the peer to send on")
         elif number // 4 >= self._peer_opened[0]:
             self._peer_opens(number)
         stream = self._streams.get(number)
@@ -452,17 +448,17 @@ class QmuxConnection:
         stream = self._streams.get(number)
         if stream is None and self._mine(number):
             if number & 2 or number // 4 >= self._opened[0]:
-                raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"reset of stream {number}, on which nothing may come")
+                raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"reset of stream {number}, which does not receive")
             return
         if stream is None and (stream := self._peer_opens(number)) is None:
             return
         if not stream.receives:
             if self._mine(number) and number & 2:
-                raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"reset of stream {number}, on which nothing may come")
+                raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"reset of stream {number}, which does not receive")
             return
         more = final_size - stream.received
         if more < 0:
-            raise QmuxFault(QuicCode.FINAL_SIZE_ERROR, f"stream {number} ends before what has come of it")
+            raise QmuxFault(QuicCode.FINAL_SIZE_ERROR, f"stream {number} ends before its received data")
         if final_size > stream.receive_limit or self._received + more > self._receive_limit:
             raise QmuxFault(QuicCode.FLOW_CONTROL_ERROR, f"stream {number} ends beyond its window")
         self._received += more
@@ -504,7 +500,7 @@ class QmuxConnection:
 
     def _pong_received(self, number: int) -> None:
         if number >= self._pings:
-            raise QmuxFault(QuicCode.PROTOCOL_VIOLATION, f"an answer to ping {number}, which was not sent")
+            raise QmuxFault(QuicCode.PROTOCOL_VIOLATION, f"answer to ping {number}, which was not sent")
         self._events.append(Ponged())
 
     _HANDLERS: ClassVar[dict[int, Callable[..., None]]] = {
@@ -518,33 +514,29 @@ class QmuxConnection:
         FrameType.PING: _ping_received,
         FrameType.PONG: _pong_received,
     }
-    """What is done with frames that are nothing but integers; the others only inform."""
+    """Handlers of frames of integers; other such frames only inform."""
 
-    # ------------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------------ sending
 
     def may_open(self, number: int) -> bool:
-        """Return whether a stream of this end is within the peer's limit."""
+        """Return True if a stream of this end is within the peer's limit."""
         return number // 4 < self._may_open[number >> 1 & 1]
 
     def sending(self, number: int) -> bool:
-        """Return whether something of a stream, or its end, has not been given out yet."""
+        """Return True if data or the end of a stream has not been sent yet."""
         stream = self._streams.get(number)
         return stream is not None and stream.sends and (stream.fin or bool(stream.queued))
 
     def backlog(self, number: int) -> int:
-        """Return the bytes of a stream that have not been given out yet."""
+        """Return the unsent bytes of a stream."""
         stream = self._streams.get(number)
         return 0 if stream is None else stream.queued
 
     def send(self, number: int, data: Buffer, *, fin: bool = False) -> None:
-        """Send on a stream, which is opened if it is a new one of this end.
-
-        Raises:
-            ValueError: this end may not send on that stream, or no longer.
-        """
+        """Send on a stream, opening it if new; raise ValueError if this end may not (or no longer) send on it."""
         stream = self._own(number)
         if stream.fin:
-            raise ValueError(f"the end of stream {number} is sent already")
+            raise ValueError(f"stream {number} has ended already")
         stream.fin = fin
         if len(data):
             stream.pending.append(data)
@@ -554,7 +546,7 @@ class QmuxConnection:
             self._ready.append(stream)
 
     def reset(self, number: int, code: int) -> None:
-        """End a stream of ours at once; what waits is dropped. Errors as of `send`."""
+        """Reset a stream of this end, dropping waiting data. Errors as of `send`."""
         stream = self._own(number)
         self._drop_pending(stream)
         self._frames.append(frame(FrameType.RESET_STREAM, number, code, stream.sent))
@@ -562,29 +554,29 @@ class QmuxConnection:
         self._forget_if_over(stream)
 
     def stop(self, number: int, code: int) -> None:
-        """Ask the peer to send no more on a stream; nothing happens if it has ended."""
+        """Send STOP_SENDING for a stream; do nothing if it has ended."""
         stream = self._streams.get(number)
         if stream is not None and stream.receives:
             self._frames.append(frame(FrameType.STOP_SENDING, number, code))
 
     def ping(self) -> None:
-        """Have the peer answer."""
+        """Send a ping."""
         if self.peer is not None:
             self._frames.append(frame(FrameType.PING, self._pings))
             self._pings += 1
 
     def close(self, code: int, reason: str) -> None:
-        """End the connection with a code of the application; the event follows."""
+        """End the connection with a code of the application."""
         if self.terminated is None:
             self._events.append(self._end(code, reason, application=True, tell=True))
 
     def data_to_send(self, most: int) -> list[Buffer]:
-        """Return about ``most`` bytes that go out now, as buffers; of large data, those that were passed to `send`."""
+        """Return about ``most`` bytes to send now, as buffers; large data is not copied."""
         out: list[Buffer] = []
         if not self._begun:
             self._begun = True
             out.append(_record(self._ours.encode()))
-        room = most
+        left = most
         if self.terminated is not None:
             if self._closing:
                 self._closing = False
@@ -598,19 +590,19 @@ class QmuxConnection:
             self._pong = None
         for record in self._records():
             out.append(record)
-            room -= len(record)
-        while room > 0 and self._ready:
-            room -= self._data_record(self._ready[0], room, self.peer.max_record_size, out)
+            left -= len(record)
+        while left > 0 and self._ready:
+            left -= self._data_record(self._ready[0], left, self.peer.max_record_size, out)
         return out
 
     def _records(self) -> list[bytes]:
-        """Return records of the frames that wait, each at most as long as any peer accepts."""
+        """Return the waiting frames in records small enough for any peer."""
         frames, self._frames = self._frames, []
         records: list[bytes] = []
         batch: list[bytes] = []
         size = 0
         for each in frames:
-            if batch and size + len(each) > _LEAST_RECORD:
+            if batch and size + len(each) > _MIN_RECORD:
                 records.append(_record(b"".join(batch)))
                 batch, size = [], 0
             batch.append(each)
@@ -619,10 +611,10 @@ class QmuxConnection:
             records.append(_record(b"".join(batch)))
         return records
 
-    def _data_record(self, stream: _Stream, room: int, most_record: int, out: list[Buffer]) -> int:
+    def _data_record(self, stream: _Stream, limit: int, most_record: int, out: list[Buffer]) -> int:
         """Append a record with data of a stream, and return its bytes."""
         credit = min(stream.send_limit - stream.sent, self._send_limit - self._sent)
-        size = min(stream.queued, credit, max(room, _LEAST_RECORD), most_record - _STREAM_HEAD)
+        size = min(stream.queued, credit, max(limit, _MIN_RECORD), most_record - _STREAM_HEAD)
         if size <= 0 and stream.queued:
             self._ready.popleft()
             self._blocked[stream.number] = stream

@@ -1,4 +1,4 @@
-"""The wire format: variable-length integers, transport parameters, and the frames that QMux takes from QUIC (RFC 9000).
+"""Wire format: variable-length integers, transport parameters, and QUIC frames used by QMux (RFC 9000).
 
 Section numbers without a document are those of draft-ietf-quic-qmux-01.
 """
@@ -11,15 +11,15 @@ from enum import IntEnum
 
 MAX_VARINT = (1 << 62) - 1
 MAX_STREAMS = 1 << 60
-"""The largest count of streams that a frame may grant (RFC 9000, section 19.11)."""
+"""Maximum of MAX_STREAMS frames (RFC 9000, section 19.11)."""
 MAX_FRAME_BYTES = 1 << 14
-"""The longest frame without stream data that is accepted; a limit of this implementation."""
+"""Longest accepted frame without stream data; a limit of this implementation."""
 DEFAULT_RECORD_BYTES = 16382
-"""What a peer accepts in a record that does not say otherwise (section 5.2)."""
+"""Default limit of a record (section 5.2)."""
 
 
 class QuicCode(IntEnum):
-    """Transport error codes (RFC 9000, section 20.1), those that QMux uses."""
+    """Transport error codes of RFC 9000, section 20.1, used by QMux."""
 
     NO_ERROR = 0x0
     INTERNAL_ERROR = 0x1
@@ -33,7 +33,7 @@ class QuicCode(IntEnum):
 
 
 class FrameType(IntEnum):
-    """FrameType types (RFC 9000, section 19, and QMux, sections 4.2 and 4.3)."""
+    """Frame types (RFC 9000, section 19, and QMux, sections 4.2 and 4.3)."""
 
     PADDING = 0x00
     RESET_STREAM = 0x04
@@ -55,7 +55,7 @@ class FrameType(IntEnum):
 
 
 STREAM_FIN, STREAM_LENGTH, STREAM_OFFSET = 0x1, 0x2, 0x4
-"""Bits of the type of a STREAM frame."""
+"""Type bits of a STREAM frame."""
 
 INTEGERS = {
     FrameType.RESET_STREAM: 3,
@@ -71,7 +71,7 @@ INTEGERS = {
     FrameType.PING: 1,
     FrameType.PONG: 1,
 }
-"""Frames that are nothing but that many integers."""
+"""Number of integers in frames without other fields."""
 
 
 class QmuxFault(Exception):  # noqa: N818  # what the peer did wrong, as `SessionFault` in MoQT
@@ -83,7 +83,7 @@ class QmuxFault(Exception):  # noqa: N818  # what the peer did wrong, as `Sessio
 
 
 class Truncated(Exception):  # noqa: N818  # not an error while more may come
-    """The bytes end before what is being read."""
+    """The bytes end inside a value."""
 
 
 def write_varint(value: int) -> bytes:
@@ -98,7 +98,7 @@ def write_varint(value: int) -> bytes:
 
 
 def read_varint(data: bytes | bytearray | memoryview, at: int, end: int) -> tuple[int, int]:
-    """Return the integer at an offset and the offset behind it; Truncated if it does not end before ``end``."""
+    """Return the integer at an offset and the next offset; raise Truncated if it exceeds ``end``."""
     if at >= end:
         raise Truncated
     first = data[at]
@@ -111,36 +111,36 @@ def read_varint(data: bytes | bytearray | memoryview, at: int, end: int) -> tupl
 
 
 def read_text(data: bytes | bytearray | memoryview, at: int, end: int) -> tuple[bytes, int]:
-    """Return bytes behind their length, and the offset behind them; Truncated as `read_varint`."""
+    """Return length-prefixed bytes and the next offset; raise Truncated."""
     size, at = read_varint(data, at, end)
     if size > MAX_FRAME_BYTES:
-        raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"a frame of more than {MAX_FRAME_BYTES} bytes")
+        raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"frame of more than {MAX_FRAME_BYTES} bytes")
     if size > end - at:
         raise Truncated
     return bytes(data[at : at + size]), at + size
 
 
 def frame(kind: int, *values: int) -> bytes:
-    """Encode a frame that consists of integers."""
+    """Encode a frame of integers."""
     return b"".join(map(write_varint, (kind, *values)))
 
 
 def close_frame(code: int, reason: str, *, application: bool) -> bytes:
     """Encode a CONNECTION_CLOSE; the reason is cut to 500 bytes."""
-    said = reason.encode()[:500]
+    text = reason.encode()[:500]
     kind = (FrameType.APPLICATION_CLOSE, code) if application else (FrameType.CONNECTION_CLOSE, code, 0)
-    return frame(*kind, len(said)) + said
+    return frame(*kind, len(text)) + text
 
 
 @dataclass(frozen=True, slots=True)
 class TransportParameters:
-    """What an end declares when the connection begins (section 5); all limits are 0 where nothing is said."""
+    """Parameters that an end declares at the start (section 5); absent limits are 0."""
 
     max_idle_timeout: int = 0
     """Milliseconds; 0: none."""
     max_data: int = 0
     max_stream_data_bidi_local: int = 0
-    """For streams that the end itself opens."""
+    """For streams opened by the declaring end."""
     max_stream_data_bidi_remote: int = 0
     max_stream_data_uni: int = 0
     max_streams_bidi: int = 0
@@ -164,7 +164,7 @@ class TransportParameters:
         seen: set[int] = set()
         for kind, value in _pairs(data):
             if kind in seen:
-                raise _wrong(f"transport parameter 0x{kind:x} is there twice")
+                raise _wrong(f"transport parameter 0x{kind:x} is repeated")
             seen.add(kind)
             if kind in _FORBIDDEN:
                 raise _wrong(f"transport parameter 0x{kind:x} must not be used in QMux")
@@ -191,7 +191,7 @@ _KINDS = {
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 assert set(_KINDS) == {each.name for each in fields(TransportParameters)}  # noqa: S101  # of this file
 _FORBIDDEN = {0x00, 0x02, 0x03, *range(0x0A, 0x11)}
-"""Parameters of QUIC that have no meaning here (section 5.1)."""
+"""QUIC parameters without meaning in QMux (section 5.1)."""
 
 
 def _wrong(reason: str) -> QmuxFault:
@@ -206,7 +206,7 @@ def _pairs(data: bytes) -> Iterator[tuple[int, bytes]]:
             value, at = read_text(data, at, len(data))
             yield kind, value
     except Truncated:
-        raise _wrong("the transport parameters end inside one") from None
+        raise _wrong("truncated transport parameters") from None
 
 
 def _read_integer(value: bytes, name: str) -> int:
@@ -215,5 +215,5 @@ def _read_integer(value: bytes, name: str) -> int:
     except Truncated:
         raise _wrong(f"{name} is not an integer") from None
     if end != len(value):
-        raise _wrong(f"{name} is followed by something")
+        raise _wrong(f"{name} has trailing bytes")
     return number

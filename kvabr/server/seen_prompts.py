@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvabr.server.changes import mark_of
 from kvabr.store.lru import ByteLru
-from kvabr.telemetry.kv_events.told import ToldPrompt
+from kvabr.telemetry.kv_events.announced import AnnouncedPrompt
 from kvabr.telemetry.kv_events.wire import KVBlocksStored, KVEvent
 from kvabr.types.naming import TrackNamespace
 
@@ -38,7 +38,7 @@ class SeenPrompts:
         """By the digest, the name of the last block that came of a prompt, and its tokens so far."""
         self._seen: OrderedDict[str, TrackNamespace] = OrderedDict()
         """Assets that were looked up and not taken back since, by their marks (`mark_of`); the oldest first."""
-        self._told: dict[str, ToldPrompt] = {}
+        self._told: dict[str, AnnouncedPrompt] = {}
         """What `assets` returned last, so that it returns the same again."""
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
@@ -47,7 +47,7 @@ class SeenPrompts:
         """Call ``changed`` when there may be other prompts."""
         self._listeners.append(changed)
 
-    def assets(self) -> Mapping[str, ToldPrompt]:
+    def assets(self) -> Mapping[str, AnnouncedPrompt]:
         """Return what can be told, by the digest; the publisher's thread alone calls it."""
         with self._lock:
             seen = list(self._seen.values())
@@ -58,7 +58,7 @@ class SeenPrompts:
             if tokens is not None:
                 told = before.get(space.prompt)
                 if told is None or told.tokens is not tokens or told.model != space.model:
-                    told = ToldPrompt(space.model, space.prompt, tokens)
+                    told = AnnouncedPrompt(space.model, space.prompt, tokens)
                 self._told[space.prompt] = told
         return dict(self._told)
 

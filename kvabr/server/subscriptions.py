@@ -151,7 +151,7 @@ class Subscriptions:
         self._prefixes[number] = prefix
         for name in ((ROOT.encode(),), _ROOT_PARTS):
             if _overlap(prefix, name):
-                responder.tell_namespace(number, name[len(prefix) :])
+                responder.announce_namespace(number, name[len(prefix) :])
         return True
 
     def sent(self, job: Sending) -> None:

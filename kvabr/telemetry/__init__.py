@@ -1,13 +1,12 @@
-"""Telemetry: the events of plays, for observing many of them.
+"""Observe the events of many plays.
 
-`Telemetry` takes the events of any number of plays and hands them to listeners, each in a thread of its own:
-`JsonLines` (with CMCD names where one fits), `PlayerMetrics` (Prometheus) and `OpenTelemetry` (spans; extra ``otel``)::
+`Telemetry` passes the events of plays to listeners, each in its own thread: `JsonLines`, `PlayerMetrics` (Prometheus)
+and `OpenTelemetry` (spans; extra ``otel``)::
 
     with Telemetry(JsonLines("plays.jsonl"), PlayerMetrics()) as telemetry:
         played = client.play(tokens, deadline=2.0, options=PlayOptions(telemetry=telemetry))
 
-A listener cannot disturb a play: events that it is too slow for are dropped and counted, and its exceptions are counted
-and logged once. This package knows nothing of sessions, sockets or tensors.
+If a listener is too slow, events are dropped and counted; its exceptions are counted and logged once.
 """
 
 from kvabr.telemetry.hub import Telemetry

@@ -1,4 +1,4 @@
-"""Metrics of a client that many plays share; `kvabr.telemetry.PlayerMetrics` has those of the plays."""
+"""Metrics of a client; `kvabr.telemetry.PlayerMetrics` has those of plays."""
 
 from __future__ import annotations
 
@@ -14,62 +14,57 @@ _SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class ClientMetrics(MetricSet):
-    """Metrics of a client; `kvabr.telemetry.prometheus.ScrapeServer` serves them."""
+    """Metrics of a client, for `ScrapeServer`."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Create the metrics, in ``registry`` or in a registry of their own."""
         super().__init__(registry)
         self.plays_total = self.counter(
             "kvabr_client_plays_total",
-            "Plays that are over: met, late, nothing, failed, refused or aborted; and hints, however they ended.",
+            "Finished plays: met, late, nothing, failed, refused or aborted; and hints, whatever their result.",
             "result",
         )
-        self.plays_in_flight = self.gauge("kvabr_client_plays_in_flight", "Plays under way.")
-        self.plays_waiting = self.gauge("kvabr_client_plays_waiting", "Plays that wait for their turn.")
+        self.plays_in_flight = self.gauge("kvabr_client_plays_in_flight", "Plays in progress.")
+        self.plays_waiting = self.gauge("kvabr_client_plays_waiting", "Plays waiting to start.")
         self.wait_seconds = self.histogram(
-            "kvabr_client_wait_seconds", "Time that plays waited for their turn.", _SECONDS
+            "kvabr_client_wait_seconds", "Time that plays waited before they started.", _SECONDS
         )
         self.refused_total = self.counter(
-            "kvabr_client_refused_total", "Plays that got no turn: full, late, or closed.", "reason"
+            "kvabr_client_refused_total", "Plays refused: queue full, too late, or client closed.", "reason"
         )
         self.groups_total = self.counter(
             "kvabr_client_groups_total",
-            "Groups that came, by where from: memory, disk, host (another process), joined (another play's download), "
+            "Groups received, by source: memory, disk, host (another process), joined (another play's download), "
             "or network.",
             "source",
         )
         self.bytes_total = self.counter(
-            "kvabr_client_bytes_total", "Bytes of groups given to plays, by where they came from.", "source"
+            "kvabr_client_bytes_total", "Bytes of groups delivered to plays, by source.", "source"
         )
         self.downloads_total = self.counter(
-            "kvabr_client_downloads_total", "Downloads that are over: done, cancelled, failed, or damaged.", "result"
+            "kvabr_client_downloads_total", "Finished downloads: done, cancelled, failed, or damaged.", "result"
         )
-        self.downloaded_bytes_total = self.counter("kvabr_client_downloaded_bytes_total", "Bytes that came from peers.")
+        self.downloaded_bytes_total = self.counter("kvabr_client_downloaded_bytes_total", "Bytes received from peers.")
         self.priority_changes_total = self.counter(
-            "kvabr_client_priority_changes_total", "Downloads under way whose priority was changed."
+            "kvabr_client_priority_changes_total", "Priority changes of downloads in progress."
         )
-        self.store_bytes = self.gauge("kvabr_client_store_bytes", "Bytes of groups that are kept, by tier.", "tier")
-        self.store_groups = self.gauge("kvabr_client_store_groups", "Groups that are kept, by tier.", "tier")
-        self.store_evicted_total = self.counter(
-            "kvabr_client_store_evicted_total", "Groups that had to make room for others, by tier.", "tier"
-        )
+        self.store_bytes = self.gauge("kvabr_client_store_bytes", "Bytes of stored groups, by tier.", "tier")
+        self.store_groups = self.gauge("kvabr_client_store_groups", "Stored groups, by tier.", "tier")
+        self.store_evicted_total = self.counter("kvabr_client_store_evicted_total", "Evicted groups, by tier.", "tier")
         self.store_damaged_total = self.counter(
-            "kvabr_client_store_damaged_total", "Groups kept that were no longer what they had been, by tier.", "tier"
+            "kvabr_client_store_damaged_total", "Stored groups found damaged, by tier.", "tier"
         )
         self.unkept_total = self.counter(
-            "kvabr_client_unkept_total", "Times that groups or a profile could not be written to the disk.", "what"
+            "kvabr_client_unkept_total", "Failed writes of groups or profiles to disk.", "what"
         )
         self.store_kept_bytes = self.gauge(
-            "kvabr_client_store_kept_bytes", "Bytes of groups for which hints have others make room, by tier.", "tier"
+            "kvabr_client_store_kept_bytes", "Bytes of groups protected from eviction by hints, by tier.", "tier"
         )
         self._seen: WeakKeyDictionary[CacheTier[Any], tuple[int, int]] = WeakKeyDictionary()
-        """Evicted and damaged groups of each tier that are counted already."""
-        self.peers = self.gauge("kvabr_client_peers", "Peers that the client has a connection to.")
+        self.peers = self.gauge("kvabr_client_peers", "Connected peers.")
         self.dials_failed_total = self.counter("kvabr_client_dials_failed_total", "Peers that could not be reached.")
         self.wrong_answers_total = self.counter(
             "kvabr_client_wrong_answers_total",
-            "Stores that answered with something else than was published, such as a gateway's page, when they were to "
-            "be used.",
+            "Stores that returned other bytes than were published, such as a gateway's page.",
         )
 
     def show_store(self, store: GroupCache) -> None:

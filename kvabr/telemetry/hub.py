@@ -1,4 +1,4 @@
-"""Hands the events of plays to listeners; a play never waits for one."""
+"""Passes the events of plays to listeners without ever delaying a play."""
 
 from __future__ import annotations
 
@@ -19,34 +19,29 @@ from kvabr.types.events import Log, PlayCalled, PlayEnded, PlayEvent
 from kvabr.types.home import HomeProcess
 
 _QUEUE_LIMIT = 8192
-"""Events: those of several plays of a hundred groups."""
 _ENDS_RESERVE = 1024
-"""Places beyond that for `PlayEnded`."""
+"""Extra places for `PlayEnded`."""
 _CLOSE_S = 5.0
-"""Seconds that `close` waits for the listeners to take queued events."""
 
 
 @dataclass(slots=True)
 class ListenerCounts:
-    """Events of one listener."""
+    """Counts of one listener's events."""
 
     heard: int = 0
     dropped: int = 0
-    """The queue was full."""
     errors: int = 0
-    """Heard, but the listener raised an exception."""
 
 
 class Telemetry:
     """Connects any number of plays to listeners; a context manager."""
 
     def __init__(self, *listeners: Listener, limit: int = _QUEUE_LIMIT) -> None:
-        """Start without threads; each listener gets its thread with its first event.
-
-        At most ``limit`` events wait for each; more are dropped and counted.
-        """
+        """Create queues of at most ``limit`` events per listener; further events are dropped and counted."""
         if not listeners or limit < 1:
-            raise UsageError("telemetry: give at least one listener, and a limit of at least 1 event")
+            raise UsageError(
+                f"telemetry needs at least 1 listener and a limit of at least 1, got {len(listeners)} and {limit}"
+            )
         self._home = HomeProcess("telemetry")
         self._queues = [_ListenerQueue(listener, limit) for listener in listeners]
         self._chunk = max(1, limit // 2)
@@ -59,7 +54,7 @@ class Telemetry:
 
     @property
     def counts(self) -> dict[str, ListenerCounts]:
-        """Counts by name of the listener; a second listener of the same name is ``name-2``."""
+        """Counts by listener name; a second listener of the same name is ``name-2``."""
         found: dict[str, ListenerCounts] = {}
         for queue in self._queues:
             name, number = queue.listener.name, 2
@@ -70,26 +65,26 @@ class Telemetry:
 
     @contextmanager
     def play(self, log: Log | None = None) -> Iterator[Log]:
-        """Yield the log of a new play, which also calls ``log`` with every event; leaving the context ends the play."""
+        """Yield a log for a new play; it also calls ``log`` with every event. Leaving the context ends the play."""
         self._home.check()
         tap = _Tap(self._queues, time.time())
 
-        def hear(event: PlayEvent) -> None:
-            tap.tell(event, time.time())
+        def record(event: PlayEvent) -> None:
+            tap.put(event, time.time())
             if log is not None:
                 log(event)
 
         try:
-            yield hear
+            yield record
         except BaseException as error:
             tap.end(time.time(), error)
             raise
         tap.end(time.time())
 
     def feed(self, events: Iterable[PlayEvent], began_s: float | None = None) -> str:
-        """Pass on the events of a finished play, for instance a simulated one; wait for listeners that fall behind.
+        """Pass on the events of a finished play, waiting for slow listeners; return its identifier.
 
-        It began at ``began_s``, seconds since 1970; None: now. Return the identifier that the play was given.
+        It began at ``began_s`` seconds since 1970, by default now.
         """
         self._home.check()
         begun = time.time() if began_s is None else began_s
@@ -97,19 +92,19 @@ class Telemetry:
         for count, event in enumerate(events, 1):
             if count % self._chunk == 0:
                 self.flush()
-            tap.tell(event, begun + event.t)
+            tap.put(event, begun + event.t)
         tap.end(begun + tap.last_s)
         return tap.sid
 
     def flush(self, timeout_s: float = _CLOSE_S) -> bool:
-        """Wait until every listener has taken all events so far; return whether all have."""
+        """Wait until listeners have drained their queues; return False on timeout."""
         until = time.monotonic() + timeout_s
         return all(queue.wait(max(0.0, until - time.monotonic())) for queue in self._queues)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Let the listeners take queued events, then end their threads; a thread that hangs is abandoned."""
+        """Drain the queues, then end the threads; a thread that hangs is abandoned."""
         if not self._home.here:
-            return  # the threads, and what they write to, are the parent's
+            return  # the threads and their outputs belong to the parent process
         until = time.monotonic() + timeout_s
         for queue in self._queues:
             queue.end()
@@ -118,8 +113,6 @@ class Telemetry:
 
 
 class _ListenerQueue:
-    """One listener, its queue and its thread, which starts with the first event."""
-
     def __init__(self, listener: Listener, limit: int) -> None:
         self.listener, self._limit = listener, limit
         self.counts = ListenerCounts()
@@ -127,13 +120,13 @@ class _ListenerQueue:
         self._queue: deque[tuple[Context, Heard]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"kvabr-telemetry-{listener.name}", daemon=True)
         self._queued = self._taken = 0
-        self._closed = self._told = False
+        self._closed = self._warned = False
 
     def put(self, context: Context, heard: Heard) -> None:
-        """Queue an event, or drop it if the queue is full; never wait."""
-        room = self._limit + (_ENDS_RESERVE if isinstance(heard.event, PlayEnded) else 0)
+        """Queue an event without waiting; drop it if the queue is full."""
+        limit = self._limit + (_ENDS_RESERVE if isinstance(heard.event, PlayEnded) else 0)
         with self._changed:
-            if self._closed or len(self._queue) >= room:
+            if self._closed or len(self._queue) >= limit:
                 self.counts.dropped += 1
                 return
             self._queue.append((context, heard))
@@ -141,23 +134,20 @@ class _ListenerQueue:
             self._wake()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the listener has taken the events queued so far; return whether it has."""
         with self._changed:
             queued = self._queued
             return self._changed.wait_for(lambda: self._taken >= queued, timeout_s)
 
     def end(self) -> None:
-        """Take no more events; the thread closes the listener once it has taken those that are queued, and ends."""
         with self._changed:
             if not self._closed:
                 self._closed = True
                 self._wake()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end, after `end`."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._tell(f"is stuck: {len(self._queue)} events are lost")
+            self._warn(f"is stuck: {len(self._queue)} events are lost")
 
     def _wake(self) -> None:
         if self._thread.ident is None:
@@ -174,39 +164,36 @@ class _ListenerQueue:
             self.counts.heard += 1
             try:
                 context.run(self.listener.hear, heard)
-            except BaseException as error:  # noqa: BLE001  # the listener must hear the next event
+            except BaseException as error:  # noqa: BLE001  # the listener must receive the next event
                 self.counts.errors += 1
-                self._tell(f"raised {error!r}")
+                self._warn(f"raised {error!r}")
             with self._changed:
                 self._taken += 1
                 self._changed.notify_all()
         try:
             self.listener.close()
         except BaseException as error:  # noqa: BLE001  # as above
-            self._tell(f"raised {error!r} as it was closed")
+            self._warn(f"raised {error!r} in close()")
 
-    def _tell(self, what: str) -> None:
-        """Warn, once per listener."""
-        if not self._told:
-            self._told = True
-            message = "telemetry: listener %s %s; plays go on, `Telemetry.counts` says how much is lost"
-            logging.getLogger("kvabr.telemetry").warning(message, self.listener.name, what)
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            message = "telemetry: listener %s %s; plays continue, `Telemetry.counts` has the number of lost events"
+            logging.getLogger("kvabr.telemetry").warning(message, self.listener.name, problem)
 
 
 class _Tap:
-    """Passes the events of one play to all listeners."""
-
     def __init__(self, queues: list[_ListenerQueue], wall_s: float) -> None:
         self.sid = uuid.uuid4().hex
-        # Each listener runs in a copy of the caller's context, in which a span finds its parent.
+        # Each listener runs in a copy of the caller's context, which holds the parent span.
         self._queues = [(queue, copy_context()) for queue in queues]
         self.last_s = 0.0
         self._over = False
-        self.tell(PlayCalled(0.0), wall_s)
+        self.put(PlayCalled(0.0), wall_s)
 
-    def tell(self, event: PlayEvent, wall_s: float) -> None:
+    def put(self, event: PlayEvent, wall_s: float) -> None:
         if self._over:
-            return  # upgrades may continue after the play, but it has ended for the listeners
+            return  # upgrades may continue, but listeners have seen the play end
         heard = Heard(self.sid, wall_s, event)
         self.last_s = event.t
         for queue, context in self._queues:
@@ -214,5 +201,5 @@ class _Tap:
 
     def end(self, wall_s: float, error: BaseException | None = None) -> None:
         name, reason = (None, None) if error is None else (type(error).__name__, str(error))
-        self.tell(PlayEnded(self.last_s, name, reason), wall_s)
+        self.put(PlayEnded(self.last_s, name, reason), wall_s)
         self._over = True

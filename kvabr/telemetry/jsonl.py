@@ -1,26 +1,25 @@
-"""`JsonLines`: one JSON object per event, under the names of CMCD (CTA-5004, Common Media Client Data) where one fits.
+"""`JsonLines`: one JSON object per event, under CMCD names (CTA-5004, Common Media Client Data) where one fits.
 
-A cache differs from a video: its groups are not played one by one, but must all be in place by one deadline. There the
-names mean:
+Unlike segments of a video, all groups of a cache have one deadline, so the names mean:
 
 ============  ========================================================================================================
 ``sid``       The play: random.
 ``cid``       The digest of the prompt, as in the asset's name.
 ``d``         A group's duration: its equal share of the deadline, ms.
-``br``        Rate of the requested object over that duration, kbit/s. ``tb``: that of the asset's largest track.
+``br``        Rate of the requested object over that duration, kbit/s. ``tb``: of the asset's largest track.
 ``dl``        Time to the deadline, ms.
-``bl``        Buffer: the slack, time to the deadline less what the rest needs at the lower bound of the rate, ms.
+``bl``        Buffer: time to the deadline less the time for the rest at the lower bound of the rate, ms.
 ``mtp``       The expected rate, kbit/s.
-``rtp``       The rate that would suffice: five times ``br``, the factor of dash.js and Shaka, kbit/s.
-``su``        The group is missing: without it the cache cannot be handed over.
+``rtp``       Five times ``br``, the factor of dash.js and Shaka, kbit/s.
+``su``        The group is missing; the cache cannot be delivered without it.
 ``bs``        The deadline has passed since the previous request; on a delivery: it was late.
 ``nor``       The next object, requested together with this one: ``track/group``.
 ``st sf ot``  ``v``, ``o``, ``o``: video on demand; other format; other kind of object.
 ============  ========================================================================================================
 
-Responses have ``ttfb`` and ``ttlb`` of version 2: ms from the request to its first and its last byte. As CTA-5004
-requires, ``dl`` and ``bl`` are rounded to 100 ms, ``mtp`` and ``rtp`` to 100 kbit/s, and a buffer is never below 0.
-``slack_s``, ``rate`` and ``lower`` (bytes per second) follow unrounded.
+Responses have ``ttfb`` and ``ttlb`` of version 2: ms from the request to its first and last byte. As CTA-5004 requires,
+``dl`` and ``bl`` are rounded to 100 ms, ``mtp`` and ``rtp`` to 100 kbit/s, and a buffer is at least 0. ``slack_s``,
+``rate`` and ``lower`` (bytes per second) follow unrounded.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ Record = dict[str, Any]
 
 _RATE_FACTOR = 5
 _RECORDED = frozenset({"plan", "recompute"})
-"""Kinds of decisions with a record of their own; the others are recorded with the request that they led to."""
-_MOST_REQUESTS = 4096
+"""Other decisions are recorded with their request."""
+_MAX_REQUESTS = 4096
 
 
 class JsonLines(Listener):
-    """Appends to a file. Every line has the ``sid`` of its play, so any number of plays can share the file."""
+    """Appends to a file, which plays can share: every line has the ``sid`` of its play."""
 
     name: ClassVar[str] = "jsonl"
 
@@ -58,14 +57,13 @@ class JsonLines(Listener):
         self._plays = PlayStates(Cmcd)
 
     def hear(self, heard: Heard) -> None:
-        """Write the records of an event; whenever a play ends the file is flushed."""
+        """Write the records of an event; flush the file when a play ends."""
         play = self._plays.of(heard)
         self._file.writelines(json.dumps(record) + "\n" for record in play.records(heard.wall_s, heard.event))
         if isinstance(heard.event, events.PlayEnded):
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -73,20 +71,19 @@ class Cmcd:
     """Turns the events of one play into records."""
 
     def __init__(self, sid: str) -> None:
-        """Begin a play with a random identifier."""
         self._who: Record = {"sid": sid}
         self._deadline_s = 0.0
         self._segment_s = 0.0
         self._top = 0
         self._decision: events.DecisionMade | None = None
         self._requests: dict[int, tuple[float, float | None]] = {}
-        """Time sent and time of the first byte, by request under way."""
+        """Times sent and of the first byte, by open request."""
         self._pending: Record | None = None
-        """The record of the last request, held back until the next event shows whether another request follows it."""
+        """The last request's record, held back until the next event shows whether another request follows."""
         self._starved = False
 
     def records(self, wall_s: float, event: events.PlayEvent) -> Iterator[Record]:
-        """Yield the records of an event at ``wall_s``, seconds since 1970: at most one, after the one held back."""
+        """Yield the records of an event at ``wall_s``, seconds since 1970: the one held back and at most one more."""
         if self._pending is not None and not isinstance(event, events.RequestSent):
             # A decision at the same time may lead to the next request.
             decided = isinstance(event, events.DecisionMade) and event.kind not in _RECORDED
@@ -135,7 +132,7 @@ class Cmcd:
             if self._pending["t"] == event.t:
                 self._pending["cmcd"]["nor"] = f"{event.track}/{event.group}"
             yield self._pending
-        if len(self._requests) < _MOST_REQUESTS:
+        if len(self._requests) < _MAX_REQUESTS:
             self._requests[event.request] = (event.t, None)
         record = self._record(wall_s, event, cmcd, "request", "group", "track", "bytes")
         if decision is not None:
@@ -150,7 +147,6 @@ class Cmcd:
         return ttlb if first_s is None else ttlb | {"ttfb": round(1e3 * (first_s - sent_s))}
 
     def _buffer(self, event: events.DecisionMade | events.ProgressMade | None, t: float | None = None) -> Record:
-        """Return what an event says of time and rate, at time ``t`` or its own."""
         cmcd: Record = {}
         now = event.t if t is None and event is not None else t
         if self._deadline_s and now is not None:
@@ -176,7 +172,6 @@ class Cmcd:
         return self._record(wall_s, event, cmcd)
 
     def _record(self, wall_s: float, event: events.PlayEvent, cmcd: Record, *keys: str) -> Record:
-        """Return a record with the named fields of an event; with all of them if none is named."""
         line = event.to_json()
         record: Record = {"ts": round(1e3 * wall_s), "t": event.t, "event": event.name, "cmcd": self._who | cmcd}
         record.update((key, line[key]) for key in keys or line if key not in record)
@@ -187,5 +182,5 @@ _NUMBERS = ("slack_s", "rate", "lower")
 
 
 def _hundreds(value: float) -> int:
-    """Round to hundreds, not below 0, as CTA-5004 requires for times and rates."""
+    """Round as CTA-5004 requires."""
     return max(0, 100 * round(value / 100.0))

@@ -1,4 +1,4 @@
-"""The listener protocol, and a bounded memory of the plays that a listener follows."""
+"""The listener protocol, and bounded per-play state."""
 
 from __future__ import annotations
 
@@ -19,36 +19,34 @@ class Heard:
     """One event of one play."""
 
     play: str
-    """Random identifier of the play, the ``sid`` of CMCD."""
+    """Random, the ``sid`` of CMCD."""
     wall_s: float
-    """Time of the event, seconds since 1970."""
+    """Seconds since 1970."""
     event: PlayEvent
     """`PlayCalled` is the first event of every play, `PlayEnded` the last."""
 
 
 class Listener(ABC):
-    """Receives the events of plays, one after the other, in a thread of its own."""
+    """Receives the events of plays, one at a time, in its own thread."""
 
     name: ClassVar[str] = "listener"
-    """For messages and counters."""
 
     @abstractmethod
     def hear(self, heard: Heard) -> None:
-        """Handle one event.
+        """Handle one event; may block or raise.
 
-        It may block and it may raise: no play waits for it. Events that come faster than they are taken are dropped,
-        so any event may be the first of a play; `PlayEnded` is dropped last.
+        When the listener's queue is full, events are dropped, `PlayEnded` last, so any event may be a play's first.
         """
 
     def close(self) -> None:  # noqa: B027  # a hook that few need
-        """Release what the listener holds; no event follows."""
+        """Release resources; no event follows."""
 
 
 class PlayStates(Generic[S]):
-    """A state for each of the last 1,024 plays that were heard of: the end of a play may be dropped."""
+    """State of the last 1,024 active plays: the end of a play may be dropped."""
 
     def __init__(self, make: Callable[[str], S]) -> None:
-        """Make states by ``make``, from the identifier of a play."""
+        """Create states with ``make``, which takes a play's identifier."""
         self._make = make
         self._states: dict[str, S] = {}
 
@@ -56,7 +54,7 @@ class PlayStates(Generic[S]):
         return len(self._states)
 
     def of(self, heard: Heard) -> S:
-        """Return the state of an event's play; after `PlayEnded` it is forgotten."""
+        """Return the state of an event's play; `PlayEnded` removes it."""
         found = self._states.pop(heard.play, None)
         if found is None:
             found = self._make(heard.play)

@@ -1,7 +1,7 @@
-"""`OpenTelemetry`: a span for every play, with a child span for each lookup, transfer, decoding and prefill.
+"""`OpenTelemetry`: a span for every play, with child spans for lookup, transfers, decoding and prefill.
 
-The span of a play is a child of the current span of the caller, so it appears in the trace of the request that the play
-serves. The application chooses the exporter; kvabr needs only the package ``opentelemetry-api`` (extra ``otel``).
+The span of a play is a child of the caller's current span. The application chooses the exporter; kvabr needs only
+``opentelemetry-api`` (extra ``otel``).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kvabr.types import events
 from kvabr.types.errors import UsageError
 from kvabr.types.installing import WHERE, extra
 
-_MOST_SPANS = 2000
-"""Child spans of one play; more are counted in ``kvabr.spans_left_out``."""
-_MOST_EVENTS = 100
-"""Events of a kind on the span of a play: of a live cache each group has one. More are counted in
-``kvabr.events_left_out``."""
+_MAX_SPANS = 2000
+"""Child spans per play; the rest are counted in ``kvabr.spans_left_out``."""
+_MAX_EVENTS = 100
+"""Events per kind on the span of a play (a live cache has one per group); the rest are counted in
+``kvabr.events_left_out``.
+"""
 _STARTED = ("policy", "estimator", "deadline_s", "engine_mode", "groups", "fp16_bytes", "asset", "rtt_s")
 _REQUESTED = ("group", "track", "bytes")
 _DECIDED = ("kind", "reason", "rate", "lower", "slack_s")
 _LOOKUP, _TOKENS = ("lookup", 0), ("recompute tokens", 0)
 
 Key = tuple[str, int]
-"""Kind of a span, and the number of its request or 0."""
 
 
 class OpenTelemetry(Listener):
@@ -35,7 +35,7 @@ class OpenTelemetry(Listener):
     name: ClassVar[str] = "opentelemetry"
 
     def __init__(self, tracer_provider: Any = None) -> None:
-        """Take a tracer of an `opentelemetry.trace.TracerProvider`; None: the application's global one."""
+        """Take an `opentelemetry.trace.TracerProvider`; None: the application's global one."""
         try:
             from opentelemetry import trace  # noqa: PLC0415  # an extra
         except ImportError as error:
@@ -52,20 +52,17 @@ class OpenTelemetry(Listener):
 
 
 class _Spans:
-    """The spans of one play."""
-
     def __init__(self, trace: Any, tracer: Any, sid: str) -> None:
         self._trace, self._tracer, self._sid = trace, tracer, sid
         self._root: Any = None
         self._below: Any = None
         self._open: dict[Key, Any] = {}
-        self._made = 0
-        self._left_out = self._unsaid = 0
-        self._said: Counter[str] = Counter()
+        self._spans = 0
+        self._spans_left_out = self._events_left_out = 0
+        self._event_counts: Counter[str] = Counter()
         self._decision: events.DecisionMade | None = None
 
     def hear(self, now: int, event: events.PlayEvent) -> None:
-        """Handle one event; ``now`` is nanoseconds since 1970."""
         if self._root is None:
             self._root = self._tracer.start_span("kvabr.play", start_time=now, attributes={"kvabr.sid": self._sid})
             self._below = self._trace.set_span_in_context(self._root)
@@ -84,12 +81,11 @@ class _Spans:
             case events.RecomputeEvent():
                 self._engine(now, event)
             case events.ProgressMade() | events.SampleLimited():
-                pass  # too many, and too fine for a trace
+                pass  # too frequent for a trace
             case _:
                 self._course(now, event)
 
     def _course(self, now: int, event: events.PlayEvent) -> None:
-        """Handle an event of the whole play, or one without a span of its own."""
         match event:
             case events.PlayCalled():
                 self._begin(_LOOKUP, now)
@@ -101,22 +97,21 @@ class _Spans:
             case events.PlayEnded():
                 self._over(now, event)
             case _:
-                self._say(now, event)
+                self._annotate(now, event)
                 if isinstance(event, events.LookupFailed):
                     self._end(_LOOKUP, now, error=event.reason)
 
-    def _say(self, now: int, event: events.PlayEvent) -> None:
-        """Note an event on the span of the play."""
-        self._said[event.name] += 1
-        if self._said[event.name] > _MOST_EVENTS:
-            self._unsaid += 1
+    def _annotate(self, now: int, event: events.PlayEvent) -> None:
+        self._event_counts[event.name] += 1
+        if self._event_counts[event.name] > _MAX_EVENTS:
+            self._events_left_out += 1
             return
         fields = tuple(key for key in event.to_json() if key not in {"t", "event"})
         self._root.add_event(f"kvabr.{event.name}", _named(event, fields), timestamp=now)
 
     def _engine(self, now: int, event: events.RecomputeEvent) -> None:
         if isinstance(event, events.RecomputeStarted):
-            self._end(_LOOKUP, now)  # if nothing is cached, no other event ends the lookup
+            self._end(_LOOKUP, now)  # without a cached prefix, no other event ends the lookup
             self._begin(("recompute", 0), now, _named(event, ("first", "last")))
         else:
             self._end(("recompute", 0), now, error=event.reason if isinstance(event, events.RecomputeFailed) else None)
@@ -134,7 +129,7 @@ class _Spans:
             case events.GroupDecoded():
                 self._end(decode, now)
             case events.RequestCancelled() | events.RequestFailed():
-                # A cancelled request is no error; a failed one is, on its way or in the decoder.
+                # A failed request (in transfer or decoder) is an error; a cancelled one is not.
                 failed = isinstance(event, events.RequestFailed)
                 outcome = {"kvabr.outcome": "failed" if failed else "cancelled"}
                 attributes = outcome | _named(event, ("received", "reason"))
@@ -142,10 +137,10 @@ class _Spans:
                 self._end(key, now, attributes, error=event.reason if failed else None)
 
     def _begin(self, key: Key, now: int, attributes: Mapping[str, Any] | None = None) -> None:
-        if self._made >= _MOST_SPANS:
-            self._left_out += 1
+        if self._spans >= _MAX_SPANS:
+            self._spans_left_out += 1
             return
-        self._made += 1
+        self._spans += 1
         self._open[key] = self._tracer.start_span(
             f"kvabr.{key[0]}", context=self._below, start_time=now, attributes=attributes
         )
@@ -164,15 +159,14 @@ class _Spans:
     def _over(self, now: int, event: events.PlayEnded) -> None:
         for key in list(self._open):
             self._end(key, now, {"kvabr.outcome": "unfinished"})
-        if self._left_out:
-            self._root.set_attribute("kvabr.spans_left_out", self._left_out)
-        if self._unsaid:
-            self._root.set_attribute("kvabr.events_left_out", self._unsaid)
+        if self._spans_left_out:
+            self._root.set_attribute("kvabr.spans_left_out", self._spans_left_out)
+        if self._events_left_out:
+            self._root.set_attribute("kvabr.events_left_out", self._events_left_out)
         if event.error is not None:
             self._root.set_status(self._trace.StatusCode.ERROR, f"{event.error}: {event.reason}")
         self._root.end(end_time=now)
 
 
 def _named(event: events.PlayEvent, fields: tuple[str, ...]) -> dict[str, Any]:
-    """Return the attributes that an event gives a span; fields that are None are left out."""
     return {f"kvabr.{key}": value for key in fields if (value := getattr(event, key)) is not None}

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: sets of metrics, those of plays, and the HTTP server that shows a set."""
+"""Metrics for Prometheus, and an HTTP server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 MAX_LABEL_VALUES = 256
-"""Besides ``other``."""
 _TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 32
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
@@ -38,7 +37,6 @@ class MetricSet:
     """Metrics of `prometheus_client` in one registry; subclasses create them as attributes."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Create an empty set, in ``registry`` or in a registry of its own."""
         self.registry = CollectorRegistry() if registry is None else registry
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -52,7 +50,7 @@ class MetricSet:
         return gauge
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        """Create a histogram with these upper bounds; a bucket without bound is added."""
+        """Create a histogram with these upper bounds and a last bucket without one."""
         return Histogram(name, text, buckets=buckets, registry=self.registry)
 
     def expose(self) -> str:
@@ -60,12 +58,12 @@ class MetricSet:
         return generate_latest(self.registry).decode()
 
     def value(self, sample: str, **labels: str) -> float:
-        """Return the value of a sample, such as ``kvabr_play_seconds_count``, with all its labels; 0 if not counted."""
+        """Return the value of a sample, such as ``kvabr_play_seconds_count``, by all its labels; 0 if absent."""
         return self.registry.get_sample_value(sample, labels) or 0.0
 
 
 class _Undescribed(Collector):
-    """A metric without the registry's check of names, which takes a gauge ``x`` and a counter ``x_total`` for one."""
+    """A gauge without the registry's name check, which confuses a gauge ``x`` with a counter ``x_total``."""
 
     def __init__(self, metric: Gauge) -> None:
         self._metric = metric
@@ -75,14 +73,14 @@ class _Undescribed(Collector):
 
 
 class BoundedLabel:
-    """Limits how many values a label takes: peers choose names of tracks, and every value costs memory."""
+    """Bounds the values of a label: peers choose track names."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._lock = threading.Lock()
 
     def __call__(self, value: str) -> str:
-        """Return the value, or ``other`` if it is new and there are too many already."""
+        """Return the value, or ``other`` if it is new and the limit is reached."""
         with self._lock:
             if value not in self._known and len(self._known) >= MAX_LABEL_VALUES:
                 return "other"
@@ -92,12 +90,9 @@ class BoundedLabel:
 
 @dataclass(slots=True)
 class _PlayState:
-    """State of one play."""
-
     sid: str
     deadline_s: float | None = None
     kinds: dict[int, str] = field(default_factory=dict)
-    """``fetch`` or ``upgrade``, by request under way."""
     sent_s: dict[int, float] = field(default_factory=dict)
     computing_s: float = 0.0
     result: str | None = None
@@ -109,39 +104,36 @@ class PlayerMetrics(Listener, MetricSet):
     name: ClassVar[str] = "prometheus"
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Create the metrics, in ``registry`` or in a registry of their own."""
         MetricSet.__init__(self, registry)
         self._track = BoundedLabel()
         self.plays_total = self.counter(
-            "kvabr_plays_total", "Plays that are over: met, late, gave_up, failed, or nothing was cached.", "result"
+            "kvabr_plays_total", "Finished plays: met, late, gave_up, failed, or nothing (not cached).", "result"
         )
         self.plays_in_progress = self.gauge("kvabr_plays_in_progress", "Plays in progress.")
         self.ttft_seconds = self.histogram(
-            "kvabr_play_seconds", "From the end of the lookup until the cache was delivered.", _SECONDS
+            "kvabr_play_seconds", "Time from the end of the lookup to delivery of the cache.", _SECONDS
         )
         self.spare_share = self.histogram(
-            "kvabr_play_spare_ratio", "Share of the deadline that was left at delivery; below 0: late.", _SHARES
+            "kvabr_play_spare_ratio", "Share of the deadline left at delivery; negative if late.", _SHARES
         )
         self.loss = self.histogram(
             "kvabr_play_loss_nats", "Expected loss of delivered caches, nats per token.", _LOSSES
         )
         self.requests_total = self.counter(
-            "kvabr_play_requests_total", "Requests for groups that are over: done, cancelled, or failed.", "result"
+            "kvabr_play_requests_total", "Finished requests for groups: done, cancelled, or failed.", "result"
         )
-        self.bytes_total = self.counter("kvabr_play_bytes_total", "Bytes of groups that came, by track.", "track")
+        self.bytes_total = self.counter("kvabr_play_bytes_total", "Bytes of received groups, by track.", "track")
         self.lost_bytes_total = self.counter(
-            "kvabr_play_lost_bytes_total", "Bytes received of requests that were cancelled or failed."
+            "kvabr_play_lost_bytes_total", "Bytes received for cancelled or failed requests."
         )
         self.groups_total = self.counter(
-            "kvabr_play_groups_total", "Groups put in place, by how: fetched, upgraded, or recomputed.", "source"
+            "kvabr_play_groups_total", "Groups in place, by source: fetched, upgraded, or recomputed.", "source"
         )
-        self.recompute_seconds_total = self.counter(
-            "kvabr_play_recompute_seconds_total", "Seconds that engines computed."
-        )
+        self.recompute_seconds_total = self.counter("kvabr_play_recompute_seconds_total", "Compute time of engines.")
         self.first_byte_seconds = self.histogram(
-            "kvabr_play_first_byte_seconds", "From a request to its first byte.", _SECONDS
+            "kvabr_play_first_byte_seconds", "Time from a request to its first byte.", _SECONDS
         )
-        self.rate = self.gauge("kvabr_play_rate_bytes_per_second", "Rate that the last play expected of its link.")
+        self.rate = self.gauge("kvabr_play_rate_bytes_per_second", "Link rate expected by the last play.")
         self.lower_bound = self.gauge("kvabr_play_rate_lower_bytes_per_second", "Lower bound of that rate.")
         self._plays = PlayStates(_PlayState)
 
@@ -211,15 +203,12 @@ class PlayerMetrics(Listener, MetricSet):
 
 
 class ScrapeServer:
-    """Serves ``/metrics`` and ``/healthz`` from threads of its own; a context manager.
-
-    It takes at most 32 connections at once and gives each 5 seconds.
-    """
+    """Serves ``/metrics`` and ``/healthz`` to at most 32 connections, for 5 seconds each; a context manager."""
 
     def __init__(self, metrics: MetricSet, host: str, port: int, healthy: Callable[[], bool] = lambda: True) -> None:
-        """Prepare; nothing is bound before the server is entered. Port 0 takes a free one.
+        """Prepare a server; entering it binds the address. Port 0 takes a free one.
 
-        ``/healthz`` answers 200 if ``healthy`` returns True, else 503.
+        ``/healthz`` answers 503 unless ``healthy()`` is true.
         """
         self._metrics, self._host, self._port, self._healthy = metrics, host, port, healthy
         self._server: _Server | None = None
@@ -227,7 +216,7 @@ class ScrapeServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port that are bound."""
+        """Bound host and port."""
         if self._server is None:
             return self._host, self._port
         host, port = self._server.socket.getsockname()[:2]
@@ -246,7 +235,7 @@ class ScrapeServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._server is not None and self._home.here:  # a forked child would wait for the thread for ever
+        if self._server is not None and self._home.here:  # a forked child would wait for the thread forever
             self._server.shutdown()
             self._server.server_close()
 
@@ -257,7 +246,7 @@ class ScrapeServer:
         elif path == "/metrics":
             status, text, kind = HTTPStatus.OK, self._metrics.expose(), CONTENT_TYPE_PLAIN_0_0_4
         elif path != "/healthz":
-            status, text = HTTPStatus.NOT_FOUND, "there are /metrics and /healthz\n"
+            status, text = HTTPStatus.NOT_FOUND, "not found; try /metrics or /healthz\n"
         elif self._healthy():
             status, text = HTTPStatus.OK, "ok\n"
         else:
@@ -285,7 +274,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request_thread(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
     ) -> None:
-        # A socket's own timeout covers one read; a client that sends a byte a second would stay forever.
+        # A socket timeout covers one read only; a client that sends a byte per second would never end.
         timer = threading.Timer(_TIMEOUT_S, self.shutdown_request, (request,))
         timer.start()
         try:
@@ -295,11 +284,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Stay silent: the client is gone, too slow, or does not speak HTTP."""
+        """Stay silent: the client left, was too slow, or does not speak HTTP."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = _TIMEOUT_S
 
     def log_message(self, format: str, *_: object) -> None:  # noqa: A002  # the name of its base
-        """Stay silent; a scrape every few seconds is no news."""
+        """Stay silent about each scrape."""

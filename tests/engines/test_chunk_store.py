@@ -146,7 +146,7 @@ def test_what_has_a_position_has_layers_and_is_refused_elsewhere(origin, profile
             assert loop.call(other.play("later", elsewhere)) is None
         assert loop.call(other.leading(["first", "later"], [range(1), range(256, 257)])) == 1
     assert loop.call(other.leading(["first", "later"], [range(1), range(512, 513)])) == 2
-    assert said(caplog) == ["kvabr: the origin has a cache of another place: token 512 of a prompt, wanted is 256"]
+    assert said(caplog) == ["kvabr: the origin's cache has another position: token 512 of a prompt instead of 256"]
     loop.call(other.close())
 
 
@@ -211,7 +211,7 @@ def test_a_profile_that_does_not_come_leaves_the_plain_tracks(origin, profile, l
     with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
         loop.call(has_profile(other, "a"))
     assert torch.equal(loop.call(other.play("a")).kv, piece(256))
-    assert "the codec profile did not come" in caplog.text
+    assert "the codec profile could not be fetched" in caplog.text
     loop.call(other.close())
 
 
@@ -283,7 +283,7 @@ def test_an_origin_that_does_not_answer_costs_one_lookup_its_time(origin, loop, 
             for number in range(8):
                 assert loop.call(one.leading([f"new {number}", "b"])) == 0
         assert len(asked) == 2  # both keys of the first lookup
-        assert "nothing is asked for until it answers" in caplog.text
+        assert "no further requests until it answers" in caplog.text
         assert torch.equal(loop.call(one.play("a")).kv, piece(0))  # found before, and its groups are in memory
         one.client.find_asset = find
 

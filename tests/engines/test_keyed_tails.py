@@ -81,7 +81,7 @@ def test_plays_count_with_what_follows_and_share_the_price_of_time(loop, origin)
         alone = loop.call(store.play(KEYS[0]))
         assert loop.call(store.leading(KEYS)) == PAGES
         place = store._tails.place(store._text(KEYS[5]))
-        assert (place.following, place.beside) == (2 * PAGE + PAGE // 2, PAGES)
+        assert (place.following, place.concurrent) == (2 * PAGE + PAGE // 2, PAGES)
         far, near = loop.call(store.play(KEYS[0])), loop.call(store.play(KEYS[7]))
         assert 0 < far.loss < near.loss
         assert near.loss != alone.loss

@@ -4,7 +4,7 @@ The first byte of an input says which end this is (bit 0), whether data is read 
 the bytes are cut.
 """
 
-from kvabr.qmux.connection import _EMPTY_FRAMES, QmuxConnection
+from kvabr.qmux.connection import _MAX_EMPTY_FRAMES, QmuxConnection
 from kvabr.qmux.frames import MAX_FRAME_BYTES, FrameType, QuicCode, frame
 from tests.fuzz.target import Target, chunks
 from tests.qmux.ends import PARAMETERS, begun, end, record, stream
@@ -28,7 +28,7 @@ def _fed(data: bytes, cut: int, *, client: bool, direct: bool) -> QmuxConnection
             this.go_on()
             this.take_events()
             assert len(this._rest) < left
-        assert this._empty <= _EMPTY_FRAMES + 1
+        assert this._empty <= _MAX_EMPTY_FRAMES + 1
         assert len(this._head) <= MAX_FRAME_BYTES + 32
         assert len(this._streams) <= _MOST_STREAMS + 2
         if this.peer is not None and this.terminated is None:

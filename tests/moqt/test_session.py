@@ -264,8 +264,8 @@ def test_publish_namespace():
 def test_subscribe_namespace():
     raw = Raw(client=False)
     stream = subscribed_to_namespaces(raw)
-    raw.session.responder.tell_namespace(0, (b"a", b"b"))
-    raw.session.responder.tell_namespace(0, ())
+    raw.session.responder.announce_namespace(0, (b"a", b"b"))
+    raw.session.responder.announce_namespace(0, ())
     assert raw.said() == [RequestOk(), Namespace((b"a", b"b")), Namespace(())]
     assert {command.stream for command in raw.commands} == {stream}
     raw.session.receive_reset(stream, 1)

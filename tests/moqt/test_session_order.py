@@ -81,7 +81,7 @@ class Whims:
                 responder.publish_done(number, 0x2, "")
         elif isinstance(message, SubscribeNamespace):
             responder.accept(number)
-            responder.tell_namespace(number, (b"a",))
+            responder.announce_namespace(number, (b"a",))
         else:
             assert isinstance(message, TrackStatus)
             responder.accept(number)

@@ -38,7 +38,7 @@ def test_longer_texts_give_more_contexts_and_none_overlap():
 
 
 def test_no_text():
-    with pytest.raises(UsageError, match="not empty"):
+    with pytest.raises(UsageError, match="all texts are empty"):
         cut_contexts({"a": []}, 3, 100)
 
 
@@ -102,7 +102,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_work(tmp_path, monkeypat
     loaded = load_model(str(tinymodels.save(tmp_path)), by_layer=by_layer)
     wanted = collect.room_needed(loaded.engine, [100] * 3)
     monkeypatch.setattr(collect.shutil, "disk_usage", lambda _: SimpleNamespace(free=wanted - 1))
-    with pytest.raises(AssetError, match="set TMPDIR to a folder with more room"):
+    with pytest.raises(AssetError, match="set TMPDIR to a folder with more space"):
         calibrate(loaded, TEXT, contexts=3, tokens=100)
     monkeypatch.setattr(collect.shutil, "disk_usage", lambda _: SimpleNamespace(free=wanted))
     calibrate(loaded, TEXT, contexts=3, tokens=100)
@@ -114,7 +114,7 @@ def test_caches_that_are_no_numbers_are_refused_with_the_layer(tmp_path, monkeyp
     attention = loaded.engine.model.base_model.layers[1].self_attn
     projected = attention.v_proj.forward
     monkeypatch.setattr(attention.v_proj, "forward", lambda hidden: projected(hidden).fill_(float("nan")))
-    with pytest.raises(ModelError, match="layer 1 is NaN"):
+    with pytest.raises(ModelError, match="layer 1 has NaN"):
         calibrate(loaded, TEXT, contexts=2, tokens=100)
 
 

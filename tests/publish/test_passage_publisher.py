@@ -112,9 +112,9 @@ def test_with_a_profile_its_layers_come_along(tmp_path):
         (UsageError, "at least one token", {"tokens": []}),
         (UsageError, "whole numbers", {"tokens": ["x"]}),
         (UsageError, "sees 400", {"tokens": list(range(390))}),
-        (UsageError, "the mean over 3 contexts, the passage is computed as the mean over 4", {"fusion": LOSSES}),
+        (UsageError, "the mean over 3 contexts, this passage is computed as the mean over 4", {"fusion": LOSSES}),
         (UsageError, "computed as alone", {"fusion": LOSSES, "contexts": 0}),
-        (ForeignError, "measured with", {"fusion": replace(LOSSES, spec=SPEC.changed(heads=1)), "contexts": 3}),
+        (ForeignError, "calibrate --blend", {"fusion": replace(LOSSES, spec=SPEC.changed(heads=1)), "contexts": 3}),
     ],
 )
 def test_what_cannot_be_published_says_why(made, tmp_path, error, words, more):
@@ -155,7 +155,7 @@ def test_the_group_size_does_not_matter_and_the_model_does():
         KVSpec.uniform("toy-2", "bytes", 2, 2, 8, "float16"),
         KVSpec.uniform("toy", "bytes", 3, 2, 8, "float16"),
     ):
-        with pytest.raises(ForeignError, match=r"were measured with toy .*the passage is of toy.*calibrate --blend"):
+        with pytest.raises(ForeignError, match=r"are of toy .*the passage is of toy.*calibrate --blend"):
             FOUND.notes(other, "mean", 4)
 
 
@@ -164,11 +164,11 @@ def test_the_group_size_does_not_matter_and_the_model_does():
     [
         ("mean", 2, "the mean over 2 contexts: .*means over 4"),
         ("alone", 0, "alone: .*--base alone"),
-        ("behind", 0, "one behind another text: .*--base behind"),
+        ("behind", 0, "one after another text: .*--base behind"),
     ],
 )
 def test_passages_that_were_computed_otherwise_are_refused(base, contexts, said):
-    with pytest.raises(UsageError, match=rf"the mean over 4 contexts, the passage is computed as {said}"):
+    with pytest.raises(UsageError, match=rf"the mean over 4 contexts, this passage is computed as {said}"):
         FOUND.notes(FUSED, base, contexts)
 
 
@@ -273,5 +273,5 @@ def test_fusion_losses_fall_to_nothing(engine, ids, model, selector):
     none, half, every = (loss for _, loss in losses)
     assert none > half > every
     assert every < 1e-6
-    with pytest.raises(UsageError, match="10 are needed"):
+    with pytest.raises(UsageError, match="at least 10 tokens"):
         fusion_losses(engine, passage, base, [before], tail[:9], load_selector(selector), question=8)

@@ -17,7 +17,7 @@ from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_asset, open_store
-from kvabr.telemetry.kv_events.told import prompt_of
+from kvabr.telemetry.kv_events.announced import prompt_of
 from kvabr.types.errors import AssetError, ForeignError, TransportError, UsageError
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import LAYERS, chain
@@ -168,7 +168,7 @@ def test_a_cache_of_another_shape_is_refused(tmp_path):
 def test_tracks_that_cannot_be_made(tmp_path):
     with pytest.raises(UsageError, match="codec profile"):
         publisher(tmp_path, tracks=["AC-L0"])
-    with pytest.raises(UsageError, match="not known"):
+    with pytest.raises(UsageError, match="unknown loss"):
         publisher(tmp_path, tracks=["FP4"])
 
 
@@ -281,6 +281,6 @@ def test_an_engine_starts_although_its_store_is_out_of_reach(monkeypatch, caplog
         open_store(place, create=True)
     assert isinstance(caught.value.__cause__, TransportError)
     publisher = Publisher(place, SPEC, prior=default_catalog(), tracks=("FP16",))
-    assert "cannot be reached (connection refused); nothing is published until it answers" in caplog.text
+    assert "cannot be reached (connection refused); publishing starts when the store answers" in caplog.text
     assert publisher.reserve(prompt(48).tokens) == "failed"
     publisher.close()

@@ -126,8 +126,8 @@ ROWS = {
     "codec profile": [size(catalog.MAX_PROFILE_BYTES), f"its header {size(profile._MAX_HEADER_BYTES)}"],
     "token ids of a prompt": [size(prompt.MAX_PROMPT_BYTES)],
     "KV events: batches kept": [
-        f"{REPLAYS['max_batches'].default:,}, {size(REPLAYS['max_bytes'].default)}; {publisher._MOST_WAITING:,}",
-        f"{size(publisher._MOST_REQUEST_BYTES)}; {1 / publisher._REPLAY_EVERY_S:g} a second",
+        f"{REPLAYS['max_batches'].default:,}, {size(REPLAYS['max_bytes'].default)}; {publisher._MAX_WAITING:,}",
+        f"{size(publisher._MAX_REQUEST_BYTES)}; {1 / publisher._REPLAY_EVERY_S:g} a second",
     ],
     "KV events heard": [
         f"{size(events.MAX_MESSAGE_BYTES)}; {feed.MOST_WAITING:,}, {size(feed.MOST_WAITING_BYTES)}",

@@ -100,7 +100,7 @@ def test_what_fails_is_an_error_and_what_was_given_up_is_none(tracing):
 
 
 def test_a_play_of_very_many_groups_has_spans_up_to_a_bound(tracing, monkeypatch):
-    monkeypatch.setattr(otel, "_MOST_SPANS", 5)
+    monkeypatch.setattr(otel, "_MAX_SPANS", 5)
     provider, exporter = tracing
     with Telemetry(OpenTelemetry(provider)) as telemetry:
         telemetry.feed(lines := simulated())

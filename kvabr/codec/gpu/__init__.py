@@ -1,10 +1,10 @@
 """AC on CUDA devices: payloads are copied to the device, and decoded to 16- or 32-bit elements there.
 
-The encoder transforms, quantises and codes there, too: what is copied to the processor are payloads.
+The encoder also transforms, quantises and codes on the device, and copies only payloads to the processor.
 
-Needs Triton (the extra ``gpu``). Without it, a cache on a GPU is copied, and coded on the processor, which is
-correct but slow. The result is bit for bit that of `kvabr.codec.native.coder`: the tests verify it in Triton's
-interpreter, and ``tools/bench-gpu`` on a GPU, which it times as well.
+Needs Triton (the extra ``gpu``). Without it, a GPU's cache is copied and coded on the processor, which is slower.
+Results equal `kvabr.codec.native.coder` to the bit: tests verify it in Triton's interpreter, ``tools/bench-gpu`` on a
+GPU.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def runs_on(device: torch.device) -> bool:
 
 
 def decode_to_blocks(jobs: Sequence[DecodeJob | LevelJob], blocks: Sequence[BlockSlots]) -> list[Exception | None]:
-    """Decode groups straight to the blocks of a paged cache, as `decode_many` does; return what is wrong with each.
+    """Decode groups straight to the blocks of a paged cache, as `decode_many`; return each one's error, if any.
 
-    Of the jobs' ``out`` only the shape counts. Blocks are written completely, or partly on error; see `runs_on`.
+    Only the shape of the jobs' ``out`` counts. Blocks are written completely, or partly on error; see `runs_on`.
     """
     return together.decode([together.PlacedJob(job, there) for job, there in zip(jobs, blocks, strict=True)])
 
 
 def trying(device: torch.device) -> AbstractContextManager[None]:
-    """Compile and compare kernels in this thread, while others do without; see `kvabr.codec.gpu.together.trying`."""
+    """Compile and compare kernels in this thread, while others go without; see `kvabr.codec.gpu.together.trying`."""
     return together.trying(device)
 
 
@@ -93,10 +93,10 @@ def expand(job: LevelJob) -> None:
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
-    """Decode groups in parallel, as `coder.decode_many` does, together with those that other threads ask for.
+    """Decode groups in parallel, as `coder.decode_many`, together with other threads' groups.
 
-    A single group fills a small part of a GPU. So what comes while groups are being decoded is decoded together, next.
-    The first group of each kind is decoded on the processor as well, and compared (`kvabr.codec.gpu.together`).
+    A single group does not fill a GPU, so groups that arrive meanwhile are decoded together next. The first group of
+    each kind is also decoded on the processor, and compared (`kvabr.codec.gpu.together`).
     """
     if not available():
         coder.decode_many(jobs)

@@ -3,8 +3,9 @@
 
 Importing this module needs Triton. Products of 16 bits by 16 use int8 tensor cores. A number is 256 * high + low + 128,
 with high and low signed bytes, so a sum of products is that of four sums over bytes, and of the sums of both factors
-less 128. Each sum over bytes is exact in int32 (at most 2^14 terms of at most 2^14); they are joined in int64, and the
-result, which fits 32 bits, is exact.
+less
+128. Each sum over bytes is exact in int32 (at most 2^14 terms of at most 2^14); they are joined in int64, and the
+   result, which fits 32 bits, is exact.
 """
 
 import triton
@@ -111,7 +112,7 @@ def _even(source, scale, columns, at, component, there, stride, token, SCALES: t
     value = tl.load(source + (at + component)[:, None] * stride + token[None, :], mask=there[:, None], other=0.0)
     if SCALES:
         value = value * scale
-        value = tl.where(value < BIGGEST, value, BIGGEST)  # and what is no number
+        value = tl.where(value < BIGGEST, value, BIGGEST)  # and NaN
         value = tl.maximum(value, -BIGGEST)
     return value, value * tl.load(columns + component, mask=there, other=0.0)[:, None]
 

@@ -1,4 +1,4 @@
-"""What several threads ask for is done together, one batch at a time: a single group fills a small part of a GPU."""
+"""Batches of several threads' jobs: a single group fills a small part of a GPU."""
 
 from __future__ import annotations
 
@@ -17,31 +17,29 @@ Result = TypeVar("Result")
 
 
 class _Asked(Generic[Job, Result]):
-    """What one thread asks for."""
-
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
         self.jobs, self.done = jobs, False
         self.results: list[Result | Exception] = []
         self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def await_memory(self, device: torch.device) -> None:
-        """Make this thread's stream wait for what the other thread's still does to the memory to use."""
+        """Make this thread's stream wait for the other thread's use of the memory."""
         if self._ready is not None:
             torch.cuda.current_stream(device).wait_event(self._ready)
 
 
 class Batches(Generic[Job, Result]):
-    """Does what several threads ask for on one device. The first thread to come does it for all."""
+    """Runs several threads' jobs on one device together, in the first thread that arrives."""
 
     def __init__(self, device: torch.device, work: Callable[[Sequence[Job]], Sequence[Result | Exception]]) -> None:
-        """``work`` does some jobs, and returns when all are done: of each the result, or what is wrong with it."""
+        """``work`` runs some jobs, and returns each one's result or error when all are done."""
         self._device, self._work = device, work
         self._changed = threading.Condition()
         self._waiting: list[_Asked[Job, Result]] = []
         self._working = False
 
     def run(self, jobs: Sequence[Job]) -> list[Result | Exception]:
-        """Return when these jobs are done, of each what ``work`` returned, whatever becomes of other threads'."""
+        """Run jobs; return the results of ``work``, independent of other threads' errors."""
         own, asked = _Asked[Job, Result](jobs, self._device), list[_Asked[Job, Result]]()
         try:
             with self._changed:
@@ -51,7 +49,7 @@ class Batches(Generic[Job, Result]):
                     asked, self._waiting = self._waiting, []
                     self._working = True
             self._run(asked)
-        finally:  # Ctrl-C, perhaps: let no other thread wait for a result, and drop work whose caller has left
+        finally:  # for instance Ctrl-C: release other threads, and drop work of threads that have left
             with self._changed:
                 for each in asked:
                     if not each.done:
@@ -72,7 +70,7 @@ class Batches(Generic[Job, Result]):
 
 
 def warn_of(done: str, error: Exception) -> None:
-    """Warn, once for each error, that a group was ``done`` on the processor because its GPU could not."""
+    """Warn, once per error, that a group was ``done`` on the processor because the GPU could not."""
     _warn(done, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
 
 

@@ -1,8 +1,8 @@
 """The host's part of decoding on a CUDA device.
 
 Groups of any tracks are decoded together. Each step of the format is one launch for all of them, and entropy decoding
-one for each layer's tables. What a step needs is checked and copied while the device is at an earlier one, and nothing
-waits for it before the end, when errors are looked for.
+one per layer's tables. A step's inputs are checked and copied while the device works on an earlier one, and errors are
+checked at the end.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from kvabr.types.naming import LAYERS
 
 
 class _Tile(NamedTuple):
-    """What a program handles."""
+    """Tile of a program."""
 
     rows: int
-    """Rows, outputs, or pairs of channels; at least 16 where there are products."""
+    """Rows, outputs, or pairs of channels; at least 16 for products."""
     tokens: int
     """A divisor of `TILE`."""
     warps: int
     stages: int = 3
-    """Of the pipeline that loads what is multiplied."""
+    """Stages of the loading pipeline."""
 
 
 _PREPARE, _UNSTACK, _FINISH = _Tile(64, 64, 4), _Tile(OUTPUTS, 128, 4, 4), _Tile(64, 64, 4)
 DEPTHS = len(LAYERS)
-"""Of a track, at most."""
+"""Maximum depths of a track."""
 _CROWDED = 512
-"""Streams from which on the coarse table is used: it saves a look-up's time where many programs share a cache."""
-_MOST_WORDS = (1 << 31) - 1
-"""Of a stream, or escapes."""
+"""Minimum streams for the coarse table: it is faster if many programs share a cache."""
+_MAX_WORDS = (1 << 31) - 1
+"""Maximum of a stream, and of escapes."""
 _WGMMA_ROWS = 64
-"""Of the smallest tile that Triton multiplies with wgmma, in four warps."""
-_MOST_POSITIONS = 1 << 17
-"""Positions up to which the turns of a rotary embedding stay on the device."""
+"""Rows of the smallest tile that Triton multiplies with wgmma, in four warps."""
+_MAX_POSITIONS = 1 << 17
+"""Positions up to which rotary turns stay on the device."""
 
 
 class _Task(NamedTuple):
-    """A group to decode, and where to."""
+    """A group to decode, and its destination."""
 
     job: DecodeJob
     into: WriteTarget
@@ -93,8 +93,8 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
 def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) -> None:
     """Decode groups straight to the blocks of a paged cache, on the current stream; return when all are verified.
 
-    They are written completely, or partly on error. Of `DecodeJob.out` only the shape counts: it may be a tensor of the
-    device ``meta``.
+    They are written completely, or partly on error. Only the shape of `DecodeJob.out` counts: it may be on the device
+    ``meta``.
     """
     for job, there in zip(jobs, blocks, strict=True):
         check_blocks(job.out.shape, there)
@@ -116,7 +116,7 @@ def _decode_all(tasks: Sequence[_Task]) -> None:
 
 
 def _judge(verdicts: Sequence[_Verdict], tasks: Sequence[_Task]) -> None:
-    """Wait for streams that are decoded; raise a `FormatError` that names the group of a bad one."""
+    """Wait for decoded streams; raise `FormatError` with the group of a bad one."""
     found = [verdict.status for verdict in verdicts]
     status = (torch.cat(found) if len(found) > 1 else found[0]).cpu().numpy()
     bad = np.concatenate([verdict.groups for verdict in verdicts])[status != 0]
@@ -128,7 +128,7 @@ def _judge(verdicts: Sequence[_Verdict], tasks: Sequence[_Task]) -> None:
 
 
 def _alike(task: _Task) -> Hashable:
-    """Return the key by which groups share launches."""
+    """Return the key of groups that share launches."""
     job, into = task
     return id(job.transform), into.device, into.dtype, into.strides, _stride(job)
 
@@ -139,7 +139,6 @@ def _stride(job: DecodeJob) -> int:
 
 
 def _at_once(batch: Sequence[_Task]) -> int:
-    """Return the number of groups that fit the scratch memory."""
     if len(batch) == 1:
         return 1
     job, into = batch[0]
@@ -151,16 +150,15 @@ def _at_once(batch: Sequence[_Task]) -> int:
 
 
 class _Verdict(NamedTuple):
-    """What became of streams that were decoded."""
+    """Status of decoded streams."""
 
     status: torch.Tensor
     """int32 [stream], on the device: 0 for a good one."""
     groups: NDArray[np.int64]
-    """[stream]: of which group each is."""
+    """[stream]: its group."""
 
 
 def _decode(tasks: Sequence[_Task]) -> list[_Verdict]:
-    """Start decoding groups that share launches."""
     job, into = tasks[0]
     rows, stride, count, device = job.transform.structure.rows, _stride(job), len(tasks), into.device
     if rows * stride >= 1 << 31:
@@ -172,7 +170,7 @@ def _decode(tasks: Sequence[_Task]) -> list[_Verdict]:
         levels = torch.empty((count, stride // TILE, rows), dtype=torch.int8, device=device)
         verdicts: list[_Verdict] = []
         order: _Order | None = None
-        # What a later step needs is prepared and copied while the device is at an earlier one.
+        # Later steps' inputs are prepared and copied while the device works on an earlier one.
         for depth in range(depths):
             level = _Level.load(tasks, depth, order)
             order = level.order
@@ -184,19 +182,18 @@ def _decode(tasks: Sequence[_Task]) -> list[_Verdict]:
 
 
 class _Order(NamedTuple):
-    """In which order the tokens of groups are coded, on the device."""
+    """Coding order of groups' tokens, on the device."""
 
     tokens: torch.Tensor
-    """int32 [group]: how many."""
+    """int32 [group]."""
     refers: torch.Tensor
-    """int32 [group]: whether they refer to others."""
+    """int32 [group]: whether tokens have references."""
     lanes: torch.Tensor
-    """uint8 [group, place]: see `References.lane`. Tokens are in the order of their places."""
+    """uint8 [group, place]: see `References.lane`, in the order of places."""
     any_refers: bool
 
 
 def _order_of(tasks: Sequence[_Task]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
-    """Return `_Order.tokens`, `_Order.refers` and `_Order.lanes`."""
     jobs = [task.job for task in tasks]
     lanes = np.zeros((len(jobs), _stride(jobs[0])), np.uint8)
     for own, job in zip(lanes, jobs, strict=True):
@@ -215,20 +212,18 @@ class _Reading(NamedTuple):
     parts: torch.Tensor
     """int64 [stream, 8]: see `kernels.read_rows`."""
     groups: NDArray[np.int64]
-    """[stream]: of which group each is."""
+    """[stream]: its group."""
     most: int
     """Maximum rows of a stream."""
 
 
 class _Level(NamedTuple):
-    """One depth of the groups that have it."""
-
     readings: list[_Reading]
     order: _Order
 
     @classmethod
     def load(cls, tasks: Sequence[_Task], depth: int, order: _Order | None) -> _Level:
-        """Check the payloads' heads, and begin to copy them, and the order if it is not known yet."""
+        """Check the payloads' heads, and begin to copy them, and the order if not known yet."""
         device, rows = tasks[0].into.device, tasks[0].job.transform.structure.rows
         by_model: dict[int, list[int]] = {}
         for group, task in enumerate(tasks):
@@ -255,7 +250,7 @@ class _Level(NamedTuple):
 
 
 class _Gathered:
-    """Payloads that are decoded with the same tables: their heads are checked, and they are copied to the device."""
+    """Payloads that are decoded with the same tables: checked, and copied to the device."""
 
     def __init__(self, jobs: Sequence[DecodeJob], depth: int, groups: Sequence[int], rows: int) -> None:
         self._model, self._rows = jobs[0].models[depth], rows
@@ -263,11 +258,11 @@ class _Gathered:
         self._tokens, self._groups = [job.out.shape[3] for job in jobs], groups
         self._places = gathered_places(self._payloads)
         self.parts = coder.gather(self._payloads, self._tokens, groups, rows, None)
-        if int(self.parts[:, 4:6].max()) > _MOST_WORDS:
+        if int(self.parts[:, 4:6].max()) > _MAX_WORDS:
             raise FormatError("entropy coded part: more words than a group can have; the payload is corrupt")
 
     def room(self, staging: Staging) -> Staged | None:
-        """Return where they are gathered; None if they are better copied from where they are."""
+        """Return the memory to gather them in; None if they are better copied directly."""
         return None if lie_apart(self._payloads) else staging.room(self._places[-1])
 
     def copy(self, here: NDArray[np.uint8]) -> None:
@@ -275,31 +270,31 @@ class _Gathered:
         coder.gather(self._payloads, self._tokens, self._groups, self._rows, here)
 
     def apart(self, device: torch.device) -> torch.Tensor:
-        """Begin to copy them from where they are."""
+        """Begin to copy them directly."""
         return sent_apart(self._payloads, self._places, device)
 
     def reading(self, data: torch.Tensor, parts: torch.Tensor) -> _Reading:
-        """Return what the kernel needs."""
+        """Return the kernel's inputs."""
         most = int(rows_of_streams(self._rows, int(self.parts[:, 7].min()))[0])
         return _Reading(self._model, data.view(torch.int16), parts, self.parts[:, 0], most)
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """What turns the indices of groups into elements, on the device."""
+    """The inputs for turning indices of groups into elements, on the device."""
 
     transform: Transform
     stride: int
     depth_of: torch.Tensor
     """int32 [group]: its highest depth, from 0 on."""
     track_of: torch.Tensor
-    """int32 [group]: its row of the next two."""
+    """int32 [group]: its row in the next two."""
     delta: torch.Tensor
     """int8 [track, row]."""
     scale: torch.Tensor
     """float32 [track, layer, K/V]."""
     mean_of: torch.Tensor
-    """int32 [group]: its row of the next."""
+    """int32 [group]: its row in the next."""
     mean: torch.Tensor
     """float32 [mean, layer, K/V, head, dim]."""
     outs: torch.Tensor
@@ -309,18 +304,17 @@ class _Batch:
     apart: int
     """A power of two that divides the addresses, in elements, and the offsets."""
     positions: torch.Tensor
-    """int32 [group, place]: rows of the next; -1: not turned."""
+    """int32 [group, place]: rows in the next; -1: not turned."""
     turns: tuple[torch.Tensor, torch.Tensor]
     """float32 [position, pair]: cosines and sines; empty without a rotary embedding."""
 
     @property
     def groups(self) -> int:
-        """Number of groups."""
         return len(self.track_of)
 
     @classmethod
     def load(cls, tasks: Sequence[_Task]) -> _Batch:
-        """Begin to copy all of this to the device."""
+        """Begin to copy all to the device."""
         jobs, device = [task.job for task in tasks], tasks[0].into.device
         transform, stride = jobs[0].transform, _stride(jobs[0])
         staging = Staging(device)
@@ -355,7 +349,6 @@ class _Batch:
 
 
 def _means(jobs: Sequence[DecodeJob], device: torch.device) -> tuple[torch.Tensor, NDArray[np.int32]]:
-    """Return `_Batch.mean` and `_Batch.mean_of`."""
     transform, staging = jobs[0].transform, Staging(device)
     mean_of, means = np.zeros(len(jobs), np.int32), [transform_tables(transform, device).mean[None]]
     own = [number for number, job in enumerate(jobs) if isinstance(job.mean, np.ndarray)]
@@ -376,7 +369,7 @@ def _means(jobs: Sequence[DecodeJob], device: torch.device) -> tuple[torch.Tenso
 
 
 def _shifted(transform: Transform, step: float, shifts: Sequence[Shift], device: torch.device) -> torch.Tensor:
-    """Return the means of groups, [group, layer, K/V, head, dim]: each group is a token of one that is synthesised."""
+    """Return the means of groups, [group, layer, K/V, head, dim], synthesised as a token each."""
     structure, count = transform.structure, len(shifts)
     stride = -(-count // TILE) * TILE
     layers, halves, heads, _, dim = structure.coded.shape(1)
@@ -418,11 +411,10 @@ _Turns = tuple[torch.Tensor, torch.Tensor]
 def _places(
     tasks: Sequence[_Task], stride: int, device: torch.device
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], _Turns]:
-    """Return `_Batch.offsets`, `_Batch.positions`, and `_Batch.turns`."""
     offsets, positions = np.full((len(tasks), stride), -1, np.int64), np.full((len(tasks), stride), -1, np.int32)
     rope = tasks[0].job.transform.structure.coded.rope
     ends = [0 if job.first_token is None else job.first_token + job.out.shape[3] for job, _ in tasks]
-    near = max(ends) <= _MOST_POSITIONS
+    near = max(ends) <= _MAX_POSITIONS
     far, rows = [], 0
     for group, (job, into) in enumerate(tasks):
         tokens = job.out.shape[3]
@@ -440,12 +432,12 @@ def _places(
 
 
 _turned: dict[tuple[RopeSpec | None, torch.device], _Turns] = {}
-"""Tables of turns on a device, from position 0 on."""
+"""Rotary turns on a device, from position 0 on."""
 _turning = threading.Lock()
 
 
 def _turns(rope: RopeSpec | None, positions: int, device: torch.device) -> _Turns:
-    """Return cosines and sines of at least as many positions; they stay on the device."""
+    """Return cosines and sines of at least ``positions`` positions; they stay on the device."""
     with _turning:
         known = _turned.get((rope, device))
         have = 0 if known is None else len(known[0])
@@ -454,7 +446,7 @@ def _turns(rope: RopeSpec | None, positions: int, device: torch.device) -> _Turn
             cos, sin = (on_device(table, device) for table in more)
             known = (cos, sin) if known is None else (torch.cat((known[0], cos)), torch.cat((known[1], sin)))
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # other streams use them, too, and this the old ones
+                torch.cuda.current_stream(device).synchronize()  # also used by other streams
             _turned[rope, device] = known
         return known
 
@@ -498,7 +490,7 @@ def _read(order: _Order, reading: _Reading, depth: int, index: torch.Tensor, lev
 
 
 def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: WriteTarget, apart: int) -> int:
-    """Return how many channels of neighbouring pairs are neighbours in memory, from a multiple of as many on."""
+    """Return the run length of channels, of neighbouring pairs, that are neighbours in memory."""
     rotary, interleaved = rope_shape(rope)
     if interleaved or dim % 2 or into.strides[1] != 1:
         return 1
@@ -506,19 +498,19 @@ def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: WriteT
 
 
 def _wraps(device: torch.device, outputs: int) -> bool:
-    """Return whether products of a tile of ``outputs`` rows are added by wgmma, whose sums wrap: mma's saturate."""
+    """Return True if a tile of ``outputs`` rows uses wgmma, with wrapping sums; mma's saturate."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and outputs >= _WGMMA_ROWS
 
 
 def _tokens(tile: _Tile, *, wraps: bool) -> int:
-    """Return the tokens of a tile of products: without sums that wrap, there are twice as many of them at a time."""
+    """Return the tokens of a tile of products; twice as many without wrapping sums."""
     return tile.tokens if wraps else tile.tokens // 2
 
 
 def _synthesise(
     batch: _Batch, tokens_of: torch.Tensor, index: torch.Tensor, levels: torch.Tensor | None, into: WriteTarget
 ) -> None:
-    """Turn indices, or coefficients if there are no ``levels``, into elements; ``tokens_of``: of each group, int32."""
+    """Turn indices, or coefficients without ``levels``, into elements; ``tokens_of``: int32 by group."""
     device, structure = index.device, batch.transform.structure
     spec, rows, stride = structure.coded, structure.rows, batch.stride
     rotary, interleaved = rope_shape(spec.rope)

@@ -1,4 +1,4 @@
-"""Where kernels write: a tensor of any strides, or the blocks of an engine's paged cache.
+"""Destinations of kernels: a tensor of any strides, or the blocks of an engine's paged cache.
 
 Both are addresses, one for each layer's keys and values, and offsets from these, one for each token.
 """
@@ -20,10 +20,10 @@ from kvabr.types.errors import FormatError
 
 @dataclass(frozen=True, eq=False)
 class WriteTarget:
-    """What the kernels need to know."""
+    """A destination as kernels need it."""
 
     address: int
-    """Of the first element, to which the next are added."""
+    """Base address of the following ones."""
     addresses: NDArray[np.int64]
     """[layer, K/V], flattened: in bytes."""
     offsets: NDArray[np.int64]
@@ -54,7 +54,7 @@ class WriteTarget:
 
 @lru_cache(maxsize=256)
 def _grid(rows: int, by_row: int, columns: int, by_column: int) -> NDArray[np.int64]:
-    """Return where the elements of a matrix are, row by row; not to be modified. Groups of a cache are alike."""
+    """Return the offsets of a matrix's elements, row by row; not to be modified. Groups of a cache share them."""
     return (np.arange(rows)[:, None] * by_row + np.arange(columns) * by_column).reshape(-1)
 
 

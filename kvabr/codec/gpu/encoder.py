@@ -19,10 +19,10 @@ from kvabr.codec.transform import Structure, Transform
 _CHANNELS, _OUTPUTS, _TOKENS, _COMPONENTS = 32, 64, 64, 64
 """Tile sizes of the kernels."""
 _FEW_TOKENS = 16
-"""Tokens of the kernels that walk through whole vectors."""
+"""Tokens of kernels that process whole vectors."""
 _WARPS = 8
 Inverses = tuple[Sequence[Inverse], Sequence[Inverse]]
-"""Those of all blocks, none if components are channels, and of all stacks."""
+"""Inverses of all blocks, none if components are channels, and of all stacks."""
 
 
 class Analysed(NamedTuple):
@@ -44,9 +44,9 @@ def analyse(
     Args:
         transform: of the profile.
         inverses: of its matrices.
-        scale: [layer, K/V]: what elements are multiplied with to be in units of the norm.
+        scale: [layer, K/V]: factors from elements to units of the norm.
         group: [layer, K/V, head, token, dim] of finite floats, any dtype and strides.
-        first_token: position from which on keys are rotated; None: they are not.
+        first_token: first position for rotating keys; None: not rotated.
     """
     device = group.device
     # In Triton's interpreter, tensors are on the CPU.
@@ -56,7 +56,7 @@ def analyse(
 
 
 class _Matrix(NamedTuple):
-    """Matrices of equal size, and where their products go."""
+    """Matrices of equal size, and the destinations of their products."""
 
     size: int
     high: torch.Tensor
@@ -82,7 +82,7 @@ class _Tables(NamedTuple):
     """float32 [layer, K/V]."""
     blocks: _Matrix | None
     stacks: list[_Matrix | None]
-    """None: nothing is transformed."""
+    """None: no transform."""
     places: NDArray[np.int64]
     """[block, 3]: see `analysis_kernels.product`."""
     firsts: list[int]
@@ -90,8 +90,6 @@ class _Tables(NamedTuple):
 
 
 class _Analysis:
-    """The work on one group."""
-
     def __init__(self, transform: Transform, tables: _Tables, group: torch.Tensor) -> None:
         self._transform, self._tables, self._group = transform, tables, group
         self._tokens = group.shape[3]
@@ -120,7 +118,6 @@ class _Analysis:
         return torch.empty((*shape, self._stride), dtype=dtype, device=self._group.device)
 
     def _centred(self, first_token: int | None) -> torch.Tensor:
-        """Return the elements, [block, channel, token] flattened, without rotation and mean."""
         structure, group = self._transform.structure, self._group
         rope, (layers, halves, heads, tokens, dim) = structure.coded.rope, group.shape
         turns = (torch.from_numpy(np.array(table)).to(group.device) for table in backwards(rope, first_token, tokens))
@@ -165,7 +162,7 @@ class _Analysis:
         return power
 
     def _copied(self, channels: torch.Tensor, rows: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
-        """Write the elements, in units of the norm, to where products go; return their largest magnitudes."""
+        """Write the elements, in units of the norm, as inputs of products; return their largest magnitudes."""
         structure, tables = self._transform.structure, self._tables
         scale = tables.scale.reshape(-1).repeat_interleave(structure.per_layer)[:, None, None]
         elements = channels.reshape(structure.blocks, structure.width, -1) * scale
@@ -252,7 +249,6 @@ def _tables(transform: Transform, inverses: Inverses, scale: NDArray[np.float32]
 
 
 def _places(structure: Structure) -> tuple[NDArray[np.int64], list[int]]:
-    """Return `_Tables.places` and `_Tables.firsts`."""
     places, firsts = np.zeros((structure.blocks, 3), np.int64), [0]
     for number, stack in enumerate(structure.stacks):
         trailing = structure.trailing_rows(number).start

@@ -1,7 +1,7 @@
-"""Encoding groups whose coefficients are on a device, many at once, and checked.
+"""Encodes groups with coefficients on a device, many at once, and checked.
 
-The first group of each depth is coded on the processor as well, and compared. What kernels cannot do, the processor
-does, and a warning says so once.
+The first group of each depth is also coded on the processor, and compared. If kernels fail, the processor takes over,
+with one warning.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from kvabr.types.errors import FormatError, UsageError
 
 
 def encode(jobs: Sequence[EncodeJob]) -> list[bytes | Exception]:
-    """Return what `coder.encode_rows` does for each group, or a `FormatError` if an index is out of reach."""
-    with suppress(Exception):  # which of them was it?
+    """As `coder.encode_rows` for each group, or a `FormatError` if an index is out of reach."""
+    with suppress(Exception):  # find the failing one
         return list(map(bytes, _by_kernels(jobs)))
     return [_alone(job) for job in jobs]
 
 
 def _alone(job: EncodeJob) -> bytes | Exception:
-    """Encode a group, on the processor if the device cannot."""
     try:
         return bytes(_by_kernels([job])[0])
     except FormatError as error:
@@ -61,7 +60,7 @@ def _by_processor(job: EncodeJob) -> bytes:
 
 
 def _checked(job: EncodeJob) -> dict[Hashable, bool]:
-    """Return whether groups of a depth, by `_kind`, become the same bytes as on the processor."""
+    """Return True if groups of a depth, by `_kind`, have the same bytes as on the processor."""
     return derived(job.model, "checked", dict)
 
 
@@ -75,10 +74,10 @@ def error_sums(
     gains: NDArray[np.float32],
     quantiser: Quantiser,
 ) -> list[NDArray[np.int64]]:
-    """Return what `kvabr.codec.native.coder.error_sums` does: sums of integers, whose order does not matter."""
+    """As `kvabr.codec.native.coder.error_sums`: sums of integers in any order."""
     device = groups[0][0].device
     at, factor = (torch.from_numpy(each).to(device) for each in (which, gains))
-    # By a tensor on the device: torch multiplies by the inverse of a number, which rounds otherwise.
+    # A tensor on the device as divisor: for a number, torch multiplies by its inverse, which rounds differently.
     step, sums = torch.tensor(quantiser.step, device=device), []
     every = torch.from_numpy(np.concatenate([coded for _, coded in groups])).to(device)
     for (rows, _), coded in zip(groups, torch.split(every, [len(coded) for _, coded in groups]), strict=True):

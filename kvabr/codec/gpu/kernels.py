@@ -1,18 +1,17 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, C901, PLR0915  # Triton reads annotations; its constants are in capitals
 """The kernels: entropy decoding and integer synthesis, bit for bit as in `kvabr.codec.native.coder`.
 
-Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths that the host has checked,
-writes depend only on the model's shapes, which bound the time, too. Corrupt payloads are reported in ``status``.
+Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths checked by the host,
+writes depend only on the model's shapes, which also bound the time. Corrupt payloads are reported in ``status``.
 
-`read_rows` decodes a stream per program, and writes only the rows that a depth changes. With many of them, a step looks
-its states up in a coarse table first, of which a multiprocessor's cache holds 32 times as many, and in the whole one
-only where a symbol ends within a slot of the coarse one. `prepare` turns indices into what matrices are multiplied
-with; `unstack` and `finish` multiply. Sums of int16 products use int8 tensor cores. A matrix entry is mantissa *
-gain[component], and gain * vector fits 24 bits, i.e. three signed int8 limbs, which are split once, where the vector is
-made. Their planes lie component by component, as tensor cores want them. The products with a limb are added up, and
-shifted by 8 bits before those of the next lower one: all in int32, of which only the low bits count, so it may
-overflow. Most tensor cores' own sums saturate instead (mma's have ``satfinite``; wgmma's have not): unless they wrap,
-they begin at 0 for each limb, so that they cannot overflow.
+`read_rows` decodes a stream per program, and writes only the rows that a depth changes. With many programs, a step
+looks its states up in a coarse table first (32 times as many fit a multiprocessor's cache), and in the whole one only
+if a symbol ends within a slot of the coarse one. `prepare` turns indices into vectors; `unstack` and `finish` multiply.
+Sums of int16 products use int8 tensor cores. A matrix entry is mantissa * gain[component], and gain * vector fits 24
+bits, i.e. three signed int8 limbs, split when the vector is made. Their planes lie component by component, as tensor
+cores need. The products with a limb are added up, and shifted by 8 bits before those of the next lower one: all in
+int32 with wrapping, as only the low bits count. Most tensor cores saturate instead (mma has ``satfinite``; wgmma
+wraps): unless they wrap, sums begin at 0 for each limb, so that they cannot overflow.
 """
 
 import triton
@@ -22,7 +21,7 @@ ROW_BITS: tl.constexpr = tl.constexpr(22)
 """A row and its class share an int32 (`kvabr.codec.transform.MAX_ROWS`)."""
 ROW_MASK: tl.constexpr = tl.constexpr((1 << 22) - 1)
 ESCAPED: tl.constexpr = tl.constexpr(255)
-"""Escape mark in the low byte of a table's entry; other symbols are stored as their value plus 128."""
+"""Escape mark in the low byte of a table's entry; other symbols are stored plus 128."""
 
 _RANKS: tl.constexpr = tl.constexpr(
     """{
@@ -52,13 +51,14 @@ _RANKS: tl.constexpr = tl.constexpr(
     mov.b32 $3, c;
     }"""
 )
-"""How many marked lanes come before each of a thread's two, and how many are marked in all: of 64 lanes in a warp, two
-to a thread, either neighbours or half of them apart, as the compiler has laid them out."""
+"""Number of marked lanes before each of a thread's two, and in all: 64 lanes in a warp, two per thread, either
+neighbours or half of them apart, as the compiler has laid them out.
+"""
 
 
 @triton.jit
 def _ranks(marked, lanes, VOTES: tl.constexpr):
-    """Return for each of 64 lanes how many before it are marked, and how many are marked in all, both [64]."""
+    """Return for each of 64 lanes the number of marked lanes before it, and in all, both [64]."""
     if VOTES:
         return tl.inline_asm_elementwise(
             _RANKS,
@@ -102,9 +102,9 @@ def _any(marked, VOTES: tl.constexpr):
 
 @triton.jit
 def _advance(state, freq, place, active, lanes, words, word, word_end, VOTES: tl.constexpr):
-    """Advance all lanes by one rANS step; return states, what lanes read, whether they do, and words used.
+    """Advance all lanes by one rANS step; return states, words read, which lanes read, and words used.
 
-    What is read becomes the lower half of a state: see `_filled`. Until it is here, there is other work to do.
+    The words become the lower half of a state in `_filled`; until they arrive, other work is done.
     """
     state = tl.where(active, freq.to(tl.uint32) * (state >> 12) + place.to(tl.uint32), state)
     low = active & (state < 65536)
@@ -128,7 +128,7 @@ def _tripled(value, times):
 
 @triton.jit
 def _stored(index, level, code, stride, token_0, token_1, tokens, REFINES: tl.constexpr):
-    """Load the last depth that a row was decoded at, and its first 64 indices and its next, if it was. Used later."""
+    """Load the last depth that a row was decoded at, and its first 64 indices and the next, if any. Used later."""
     at = tl.zeros((), tl.int8)
     first = tl.zeros((64,), tl.int16)
     second = tl.zeros((64,), tl.int16)
@@ -151,11 +151,11 @@ def read_rows(
     coarse,  # int32 [class, context, slot >> COARSE]: the same, or 0 if a symbol ends within; then those of near tables
     bucket,  # int32 [1 or 3, 16]: contexts of near tables
     refers,  # int32 [group]: whether tokens refer to others
-    lane_of,  # uint8 [group, place]: the place of the tile that is referred to, below 64
-    level,  # int8 [group, tile, row]: the last depth at which the row has had an index but 0, or negative
+    lane_of,  # uint8 [group, place]: the referenced place of the tile, below 64
+    level,  # int8 [group, tile, row]: the last depth with a nonzero index of the row, or negative
     index,  # int16 [group, row, token]: the indices at that depth; those at higher ones are three times as large, each
     listed,  # int32 [program, most]: scratch
-    status,  # int32 [program]: set to 1 if the stream is not one
+    status,  # int32 [program]: set to 1 for a corrupt stream
     rows,
     most,  # rows of a stream
     depth,
@@ -167,7 +167,7 @@ def read_rows(
     VOTES: tl.constexpr,
     COARSE: tl.constexpr,  # 0: there is no coarse table
 ):
-    """Entropy decode one depth; a program handles a stream of a group, whose tokens are in the order of coding."""
+    """Entropy decode one depth; a program handles a stream of a group, with tokens in coding order."""
     program = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, 64)
     parts += program * 8
@@ -214,8 +214,9 @@ def read_rows(
             state = _filled(state, more, low)
         tl.debug_barrier()  # other threads read the list
 
-        # A live row takes two steps, the second without any tokens if the tile has no more than 64. Rows are known
-        # three ahead, and indices below two ahead, since neither depends on the states.
+        # A live row takes two steps, the second without tokens if the tile has at most 64. Rows are known three ahead,
+        # and indices
+        # below two ahead, since neither depends on the states.
         first = tile * 128
         live_rows = tl.max(live, 0)
         code = tl.load(listed, mask=live_rows > 0, other=0)
@@ -229,7 +230,7 @@ def read_rows(
         at, lower_0, lower_1 = _stored(index, level, code, stride, token_0, token_1, tokens, REFINES)
         at_1, next_0, next_1 = _stored(index, level, code_1, stride, token_0, token_1, tokens, REFINES)
         for row in range(live_rows):
-            if VOTES:  # a load of the words that come next would wait for the memory every few rows
+            if VOTES:  # loading the next words on demand would stall every few rows
                 ahead = (words + tl.minimum(word + _AHEAD, word_end)).to(tl.int64)
                 tl.inline_asm_elementwise(_PREFETCH, "=r,=r,l,l", [ahead], dtype=tl.int32, is_pure=False, pack=2)
             at_2, later_0, later_1 = _stored(index, level, code_2, stride, token_0, token_1, tokens, REFINES)
@@ -330,9 +331,9 @@ def prepare(
     level,
     depth_of,  # int32 [group]: its highest depth
     delta,  # int8 [track, row]
-    track_of,  # int32 [group]: which of the rows of `delta` is its own
+    track_of,  # int32 [group]: its row of `delta`
     gain,  # uint8 [row]: of the matrix that the row is multiplied with first
-    places,  # int32 [row]: where in a token's planes it goes
+    places,  # int32 [row]: its place in a token's planes
     planes,  # int8 [limb, group, token, place]: set
     plane,  # numbers in a plane
     tokens_of,  # int32 [group]
@@ -405,11 +406,11 @@ def _multiplied(
 def unstack(
     planes,  # int8 [limb, group, token, place]: of what `prepare` wrote, products are set
     plane,  # numbers in a plane
-    tiles,  # int64 [program, 5]: where in `mantissa` the rows of a tile begin, components padded to whole tiles, the
-    # place of the first one; the tile's first output, and where those of its stack end, both among those of all stacks
+    tiles,  # int64 [program, 5]: offset in `mantissa` of a tile's rows, components padded to whole tiles, the
+    # place of the first one; the tile's first output, and the end of those of its stack, both among those of all stacks
     mantissa,  # int8: [output, component] of each stack, padded with zeros
-    gain,  # uint8 [output]: of the matrix that it is multiplied with next
-    places,  # int32 [output]: where it goes
+    gain,  # uint8 [output]: of its next matrix
+    places,  # int32 [output]: its destination
     tokens_of,  # int32 [group]
     stride,
     width,
@@ -447,7 +448,6 @@ def unstack(
 
 @triton.jit
 def _joined(planes, plane, at):
-    """Return the numbers of which the limbs are there."""
     high = tl.load(planes + at).to(tl.int32)
     middle = tl.load(planes + plane + at).to(tl.int32)
     return (high << 16) + (middle << 8) + tl.load(planes + 2 * plane + at).to(tl.int32)
@@ -478,14 +478,14 @@ def finish(
     first_place,  # of the first block; those of each fill whole tiles of components
     mantissa,  # int8 [layer, K/V, block, channel, component], components padded to whole tiles
     scale,  # float32 [track, layer, K/V]
-    track_of,  # int32 [group]: which of the scales are its own
+    track_of,  # int32 [group]: its row of the scales
     mean,  # float32 [group, layer, K/V, head, dim]
-    mean_of,  # int32 [group]: which of the means are its own
+    mean_of,  # int32 [group]: its row of the means
     cos,  # float32 [position, pair]
     sin,
     position_of,  # int32 [group, place]: of the token; negative: it is not turned
     outs,  # int64 [group, layer, K/V]: addresses
-    offset_of,  # int64 [group, place]: where in each of these the token is, in elements; negative: nowhere
+    offset_of,  # int64 [group, place]: offset of the token, in elements; negative: not written
     tokens_of,  # int32 [group]
     stride_head,
     stride_dim,
@@ -594,7 +594,7 @@ def finish(
     within = offset >= 0
     offset = tl.multiple_of(offset, RUN)
     to = head.to(tl.int64) * stride_head + offset[None, :]
-    # A mask that is the same for neighbouring channels lets them be written together.
+    # A mask that is equal for neighbouring channels lets them be written together.
     mask_one = within[None, :] if WHOLE else has_one[:, None] & within[None, :]
     mask_two = within[None, :] if WHOLE else has_two[:, None] & within[None, :]
     store(out, to + one[:, None].to(tl.int64) * stride_dim, x, mask_one, KIND, RUN)

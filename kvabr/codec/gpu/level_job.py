@@ -1,4 +1,4 @@
-"""What is to be expanded of a cast or integer level. Importing this needs no Triton."""
+"""Jobs for expanding a cast or integer level. Importing this needs no Triton."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 
 LEVELS = {"FP16": 0, "BF16": 1, "FP8": 2, "Int8": 3, "Int4": 4, "FP4": 5}
-"""Levels that kernels expand, and their numbers there."""
+"""Levels that kernels expand, with their numbers there."""
 
 
 @dataclass(frozen=True, eq=False)
 class LevelJob:
-    """A payload of a level, and where to."""
+    """A payload of a level, and its destination."""
 
     level: str
     """One of `LEVELS`."""
@@ -28,17 +28,17 @@ class LevelJob:
     out: torch.Tensor
     """[layer, K/V, head, token, dim]."""
     decode: Callable[[torch.Tensor], None]
-    """Decodes the payload on the processor, into a tensor of that shape; may raise a `FormatError`."""
+    """Decodes the payload on the processor, into a tensor of that shape; may raise `FormatError`."""
 
     @property
     def layout(self) -> PayloadLayout:
-        """Where each token lies in the payload."""
+        """The payload's layout."""
         layout = BUILTIN[self.level].layout
         assert layout is not None  # noqa: S101  # those levels have one
         return layout(self.spec, self.out.shape[3])
 
     def check(self, wanted: int) -> None:
-        """Raise a `FormatError` unless the payload has its length, `PayloadLayout.payload_bytes`."""
+        """Raise `FormatError` unless the payload has `PayloadLayout.payload_bytes`."""
         if len(self.payload) != wanted:
             raise FormatError(
                 f"{self.level}: {len(self.payload)} bytes of payload instead of {wanted}; truncated, or another version"

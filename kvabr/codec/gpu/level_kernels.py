@@ -1,8 +1,8 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, C901, PLR0915  # Triton reads annotations; its constants are in capitals
 """The kernel that expands the cast and integer levels (`kvabr.codec.floats`, `affine`, `fp4`), bit for bit.
 
-Importing this module needs Triton. A payload is read where its lengths, which the host has checked, say; what is not
-finite in it is reported in ``status``.
+Importing this module needs Triton. Payloads are read within lengths checked by the host; numbers that are not finite
+are reported in ``status``.
 """
 
 import triton
@@ -22,7 +22,7 @@ def _half(at, mask):
 
 @triton.jit
 def _small(code, SHIFT: tl.constexpr, MASK: tl.constexpr, SIGN: tl.constexpr):
-    """Return codes of fewer bits as float32, by way of half precision, whose exponents have another bias."""
+    """Return codes of fewer bits as float32, via half precision, whose exponents have another bias."""
     bits = ((code << SHIFT) & MASK) | ((code << SIGN) & 0x8000)
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -30,7 +30,7 @@ def _small(code, SHIFT: tl.constexpr, MASK: tl.constexpr, SIGN: tl.constexpr):
 @triton.jit
 def expand(
     data,  # uint8: all payloads
-    begins,  # int64 [group]: where its own begins, a multiple of 16
+    begins,  # int64 [group]: its offset, a multiple of 16
     tokens_of,  # int32 [group]
     outs,  # int64 [group, layer and K/V]: addresses
     offset_of,  # int64 [group, token]: see `WriteTarget.offsets`
@@ -105,7 +105,7 @@ def expand(
         channel = head * dims + dim
         count = own * heads * (keys + values)
         if HALVES == 2 and LEVEL != 3:
-            # As many values as keys: a byte has a key, and the value of the same place.
+            # As many values as keys: a byte has a key, and the value in the same place.
             each = count // 2
             at = (nth * heads * dims)[:, None] + channel[None, :]
             shift = 4 * part

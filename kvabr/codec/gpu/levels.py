@@ -1,6 +1,6 @@
 """The host's part of expanding the cast and integer levels on a CUDA device.
 
-Payloads travel as they are, and become elements where these belong: in a tensor, or in the blocks of a paged cache.
+Payloads are copied as they are, and become elements at their destinations: a tensor, or the blocks of a paged cache.
 While some are expanded, the next are copied, and those after them gathered in pinned memory.
 """
 
@@ -26,8 +26,8 @@ from kvabr.codec.native.coder_model import DTYPES
 from kvabr.codec.native.streams import gathered_places
 from kvabr.types.errors import FormatError
 
-_FIRST_BYTES, _MOST_BYTES = 16 << 20, 128 << 20
-"""Of payloads that are copied at once: few at first, so that the copy begins soon."""
+_FIRST_BYTES, _MAX_BYTES = 16 << 20, 128 << 20
+"""Bytes of payloads copied at once: few at first, so that the copy begins soon."""
 _TOKENS, _WARPS = 16, 4
 
 
@@ -41,7 +41,7 @@ def expand_many(jobs: Sequence[LevelJob]) -> None:
     """Expand groups on the current stream; return when all are verified.
 
     Raises:
-        FormatError: a payload has another length, or a number in it is not finite. Groups may be written partly.
+        FormatError: a payload has another length, or a number that is not finite. Groups may be written partly.
     """
     copies = [(job, torch.empty_like(job.out, dtype=torch.float32)) for job in jobs if job.out.dtype not in DTYPES]
     other = {id(job): out for job, out in copies}
@@ -54,7 +54,7 @@ def expand_many(jobs: Sequence[LevelJob]) -> None:
 def expand_to_blocks(jobs: Sequence[LevelJob], blocks: Sequence[BlockSlots]) -> None:
     """Expand groups straight to the blocks of a paged cache; see `expand_many`.
 
-    Of `LevelJob.out` only the shape counts: it may be a tensor of the device ``meta``.
+    Only the shape of `LevelJob.out` counts: it may be on the device ``meta``.
     """
     for job, there in zip(jobs, blocks, strict=True):
         check_blocks(job.out.shape, there)
@@ -81,7 +81,6 @@ def _run(tasks: Sequence[_Task]) -> None:
 
 
 def _judge(found: Sequence[torch.Tensor], tasks: Sequence[_Task]) -> None:
-    """Wait for groups that are expanded; raise a `FormatError` if a number in one is not finite."""
     bad = np.flatnonzero((torch.cat(list(found)) if len(found) > 1 else found[0]).cpu().numpy())
     if len(bad):
         level = tasks[bad[0]].job.level
@@ -89,19 +88,18 @@ def _judge(found: Sequence[torch.Tensor], tasks: Sequence[_Task]) -> None:
 
 
 def _alike(task: _Task) -> Hashable:
-    """Return the key by which groups share launches."""
+    """Return the key of groups that share launches."""
     spec, into = task.job.spec, task.into
     shape = spec.layers, spec.only.halves, spec.kv_heads, spec.only.split
     return task.job.level, shape, into.device, into.dtype, into.strides
 
 
 def _pieces(batch: Sequence[_Task]) -> Iterator[list[_Task]]:
-    """Cut a batch into what is copied at once."""
     some, size, most = list[_Task](), 0, _FIRST_BYTES
     for task in batch:
         if some and size + len(task.job.payload) > most:
             yield some
-            some, size, most = [], 0, min(2 * most, _MOST_BYTES)
+            some, size, most = [], 0, min(2 * most, _MAX_BYTES)
         some.append(task)
         size += len(task.job.payload)
     yield some

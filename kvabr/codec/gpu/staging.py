@@ -1,6 +1,6 @@
-"""Copies to a device by way of pinned memory, on a stream of their own, beside kernels: nothing waits.
+"""Copies to a device through pinned memory, on a separate stream, during kernels, without waiting.
 
-Memory comes from torch's pools, which reuse it as soon as it is no longer needed.
+Memory is from torch's pools, which reuse it as soon as it is free.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ _TYPES = {
 }
 _ALIGN = 16
 """Of every array and payload, in bytes."""
-_LEAST_APART = 512 << 10
-"""Bytes of a payload that is copied by itself if it lies in pinned memory: it takes the processor less time to gather
-smaller ones than to start a copy of each."""
+_MIN_APART = 512 << 10
+"""Minimum bytes of a payload in pinned memory that is copied directly; gathering smaller ones costs less than a copy
+each.
+"""
 
 
 SCRATCH_BYTES = 4 << 30
-"""Maximum scratch memory for groups that are coded at once, see `scratch_room`. One group is always allowed."""
+"""Maximum scratch memory for groups coded at once, see `scratch_room`. One group is always allowed."""
 
 
 @cache
 def scratch_room(device: torch.device) -> int:
-    """Return how much scratch memory there may be: a quarter of what is free when this is first asked for, or less."""
+    """Return the scratch memory: a quarter of the free memory at the first call, or less."""
     if device.type != "cuda":
         return SCRATCH_BYTES
     return min(SCRATCH_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
 
 
 class Staged(NamedTuple):
-    """Where an array is on the device."""
+    """Place of an array on the device."""
 
     at: int
     """In bytes, a multiple of 16."""
@@ -55,30 +56,29 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """Arrays that go to a device together: first `add` all, then `send`, then `view` them there."""
+    """Arrays that are copied to a device together: first `add` all, then `send`, then `view` them there."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with nothing."""
         self._device, self._size = device, 0
         self._pieces: list[tuple[int, NDArray[np.uint8]]] = []
         self._here: NDArray[np.uint8] | None = None
         self._pinned = self._there = torch.empty(0, dtype=torch.uint8)
 
     def add(self, array: NDArray[Any]) -> Staged:
-        """Take an array, which must not change before `send`."""
+        """Add an array, which must not change before `send`."""
         piece = Staged(self._size, _TYPES[array.dtype.name], array.shape)
         self._pieces.append((self._size, np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
         self._size += -(-array.nbytes // _ALIGN) * _ALIGN
         return piece
 
     def room(self, size: int) -> Staged:
-        """Make room for bytes, which are to be written `here`."""
+        """Reserve bytes, to be written `here`."""
         piece = Staged(self._size, torch.uint8, (size,))
         self._size += -(-size // _ALIGN) * _ALIGN
         return piece
 
     def here(self, piece: Staged) -> NDArray[np.uint8]:
-        """Return the room for bytes; nothing can be added any more."""
+        """Return the memory for bytes; no more can be added."""
         if self._here is None:
             self._pinned = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             self._here = self._pinned.numpy()
@@ -87,9 +87,9 @@ class Staging:
         return self._here[piece.at : piece.at + piece.shape[0]]
 
     def send(self, *, first: bool = False) -> None:
-        """Begin to copy all. What the current stream does next waits for it.
+        """Begin to copy all, before the current stream's next work.
 
-        If this comes ``first``, it is the current stream that copies, which takes less to start.
+        If this copy is the ``first``, the current stream runs it, which starts faster.
         """
         self.here(Staged(0, torch.uint8, (0,)))
         self._there = self._pinned
@@ -107,7 +107,6 @@ class Staging:
 
 
 def _await_copies(there: torch.Tensor, device: torch.device) -> None:
-    """Make the current stream, which will use memory, wait for what is copied to it."""
     if device.type == "cuda":
         current = torch.cuda.current_stream(device)
         there.record_stream(current)
@@ -115,12 +114,12 @@ def _await_copies(there: torch.Tensor, device: torch.device) -> None:
 
 
 def lie_apart(payloads: Sequence[bytes | memoryview]) -> bool:
-    """Return whether a device copies payloads best from where they are: large ones, all in pinned memory."""
-    return sum(map(len, payloads)) >= _LEAST_APART * len(payloads) and all(map(_is_pinned, payloads))
+    """Return True if a device copies payloads best directly: large ones, all in pinned memory."""
+    return sum(map(len, payloads)) >= _MIN_APART * len(payloads) and all(map(_is_pinned, payloads))
 
 
 def _is_pinned(payload: bytes | memoryview) -> bool:
-    """Return whether memory is that of a pool that `pin` is used for: `kvabr.store.buffers.PinnedMemory`."""
+    """Return True for memory of a pinned pool: `kvabr.store.buffers.PinnedMemory`."""
     under = getattr(payload, "obj", None)
     while (below := getattr(under, "base", getattr(under, "obj", None))) is not None:  # arrays, and views of memory
         under = below
@@ -128,7 +127,7 @@ def _is_pinned(payload: bytes | memoryview) -> bool:
 
 
 def sent_apart(payloads: Sequence[bytes | memoryview], places: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Begin to copy payloads from where they are to their places on the device; otherwise as `Staging.send`.
+    """Begin to copy payloads directly to their places on the device; otherwise as `Staging.send`.
 
     The last place is the end.
     """
@@ -144,8 +143,8 @@ def sent_apart(payloads: Sequence[bytes | memoryview], places: Sequence[int], de
 def pin(address: int, size: int) -> Callable[[], object] | None:
     """Pin memory for all devices; see `kvabr.store.buffers.Pin`."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(address, size, 0)):  # the system allows no more
-        with suppress(RuntimeError):  # what comes next on this thread would be told the error
+    if int(runtime.cudaHostRegister(address, size, 0)):  # the system's limit
+        with suppress(RuntimeError):  # clear the error for later calls on this thread
             torch.zeros(1, device="cuda").add_(1)
         return None
     return partial(runtime.cudaHostUnregister, address)
@@ -153,20 +152,20 @@ def pin(address: int, size: int) -> Callable[[], object] | None:
 
 @contextmanager
 def settled(devices: Iterable[torch.device]) -> Iterator[None]:
-    """On an error, wait for what devices are at: the caller may give memory away that they write to."""
+    """On an error, wait for devices: the caller may free memory that they write to."""
     try:
         yield
     except BaseException:
         used = set(devices)
         for device in used:
             if device.type == "cuda":
-                _beside(device).synchronize()  # which the current stream may not wait for yet
+                _beside(device).synchronize()  # the current stream may not wait for it yet
         await_streams(used)
         raise
 
 
 def await_streams(devices: Iterable[torch.device]) -> None:
-    """Wait for what the current streams of devices are at."""
+    """Wait for the current streams of devices."""
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""What the kernels need of a profile, on a device: made once for each, and kept with it."""
+"""A profile's tables for kernels, on a device: made once for each, and cached with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CoderTables(NamedTuple):
     entries: torch.Tensor
     """int32 [class, context, slot]: symbol, frequency << 8, its first slot << 20; then those of `NearTables`."""
     coarse: torch.Tensor
-    """int32 [class, context, slot >> `COARSE`]: the same where all of these slots have one symbol, else 0."""
+    """int32 [class, context, slot >> `COARSE`]: the same if all of these slots have one symbol, else 0."""
     bucket: torch.Tensor
     """int32 [1 or 3, 16]: see `NearTables.bucket`; zeros without."""
     delta: torch.Tensor
@@ -84,9 +84,9 @@ class TransformTables(NamedTuple):
     padded: int
     """Places of a block."""
     run: int
-    """Neighbouring rows go to places that are neighbours, and begin at a multiple of it, in runs of this many."""
+    """Length of runs of neighbouring rows in neighbouring places, at multiples of it."""
     row_gain: torch.Tensor
-    """uint8 [row]: of the matrix that a row is multiplied with first."""
+    """uint8 [row]: of the row's first matrix."""
     row_place: torch.Tensor
     """int32 [row]."""
     most_tiles: int
@@ -96,7 +96,7 @@ class TransformTables(NamedTuple):
     stack_mantissa: torch.Tensor
     """int8, flat: of each stack, [output, component], outputs padded to whole tiles, too."""
     output_gain: torch.Tensor
-    """uint8 [output]: of the blocks that outputs of stacks are components of."""
+    """uint8 [output]: of the block in which an output of a stack is a component."""
     output_place: torch.Tensor
     """int32 [output]."""
     mantissa: torch.Tensor
@@ -162,12 +162,12 @@ def _tables_of(transform: Transform, device: torch.device) -> TransformTables:
 
 
 def common(*numbers: int) -> int:
-    """Return the largest power of two that divides all of them, at most 8."""
+    """Return the largest common power of two, at most 8."""
     return math.gcd(8, *numbers)
 
 
 def divisible(numbers: NDArray[np.int64]) -> int:
-    """Return a number that the powers of two divide that divide all of these."""
+    """Return a number divisible by the common powers of two."""
     return int(np.bitwise_or.reduce(numbers, axis=None))
 
 

@@ -1,11 +1,11 @@
-"""Groups that several threads ask for are decoded together, one batch at a time on each device, and checked.
+"""Decodes several threads' groups together, one batch at a time per device, and checks kernels.
 
-The cache of a prompt is what a model goes by: a compiler's error must not show as words. So the first group of each
-kind, and of each variant of the kernels, is decoded on the processor as well, and compared. What kernels cannot decode
-(there is no compiler, or no memory), the processor does: that is right, but slower, and a warning says so once.
+A compiler's error must not corrupt a model's output. So the first group of each kind, and of each variant of the
+kernels, is also decoded on the processor, and compared. If kernels fail (no compiler, or no memory), the processor
+takes over, with one warning.
 
-Compiling takes seconds. While one thread is `trying` a profile's kernels, other threads' groups of kinds that are not
-known yet are decoded on the processor, and wait for nothing.
+Compiling takes seconds. While one thread is `trying` a profile's kernels, other threads' groups of unknown kinds are
+decoded on the processor without waiting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvabr.types.once import once
 
 
 class PlacedJob(NamedTuple):
-    """A group, and where to."""
+    """A group, and its destination."""
 
     job: DecodeJob | LevelJob
     blocks: BlockSlots | None
@@ -42,14 +42,14 @@ class PlacedJob(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where the kernels run."""
+        """Device of the kernels."""
         return self.job.out.device if self.blocks is None else self.blocks.device
 
 
 def decode(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
-    """Decode groups on their devices, together with those that other threads ask for; return what is wrong with each.
+    """Decode groups on their devices, together with other threads' groups; return each one's error, if any.
 
-    A `FormatError` is the group's fault; anything else the machine's.
+    A `FormatError` is the group's fault; others are the machine's.
     """
     errors: list[Exception | None] = [None] * len(tasks)
     by_device: dict[torch.device, list[int]] = {}
@@ -67,19 +67,18 @@ _SWITCH_S = 0.0002
 _usual_s: list[float] = []
 _lock = threading.Lock()
 _tried: Counter[torch.device] = Counter()
-"""Threads that are trying the kernels of a device."""
+"""Number of threads trying the kernels of a device."""
 _tried_here = threading.local()
 
 
 def _devices_tried() -> frozenset[torch.device]:
-    """Return the devices whose kernels this thread is trying."""
     devices: frozenset[torch.device] = getattr(_tried_here, "devices", frozenset())
     return devices
 
 
 @contextmanager
 def trying(device: torch.device) -> Iterator[None]:
-    """Have this thread's groups compile and compare what they need, and others' wait for neither."""
+    """Compile and compare kernels for this thread's groups; others do not wait."""
     before = _devices_tried()
     _tried_here.devices = before | {device}
     try:
@@ -95,7 +94,7 @@ def trying(device: torch.device) -> Iterator[None]:
 
 
 def _yield_often(trying: int) -> None:
-    """Have threads give the interpreter's lock away sooner while some compile, which is Python: decoding needs it."""
+    """Make threads release the interpreter's lock sooner during compilation, which is Python: decoding needs it."""
     if trying and sys.getswitchinterval() > _SWITCH_S:
         _usual_s.append(sys.getswitchinterval())
         sys.setswitchinterval(_SWITCH_S)
@@ -109,14 +108,14 @@ def _batches(device: torch.device) -> Batches[PlacedJob, None]:
 
 
 def _decoded(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
-    """Decode groups, each by itself if they cannot be decoded together; return what is wrong with each."""
+    """Decode groups, singly if they fail together; return each one's error."""
     if len(tasks) > 1 and _failed(tasks) is None:
         return [None] * len(tasks)
-    return [_failed([task]) for task in tasks]  # which group was it?
+    return [_failed([task]) for task in tasks]  # find the failing one
 
 
 def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
-    """Decode groups, a single one on the processor if the device cannot; return what is wrong with them."""
+    """Decode groups, a single one on the processor if the device fails; return each one's error."""
     crowded = _crowded(tasks)
     try:
         if any(_checked(task.job).get((_kind(task), crowded)) is False for task in tasks):
@@ -143,7 +142,7 @@ def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
 
 
 class _NotYet(Exception):  # noqa: N818  # nothing is wrong
-    """Another thread is compiling the kernels."""
+    pass
 
 
 def _is_tried_elsewhere(device: torch.device) -> bool:
@@ -172,12 +171,12 @@ def _by_processor(task: PlacedJob) -> None:
         coder.decode_many([task.job])
     else:
         task.job.out.copy_(_own(task))
-    if task.device.type == "cuda":  # who asked for it may be another thread, on a stream of its own
+    if task.device.type == "cuda":  # its thread may use another stream
         torch.cuda.current_stream(task.device).synchronize()
 
 
 def _own(task: PlacedJob) -> torch.Tensor:
-    """Return what the processor makes of a group."""
+    """Return the processor's result for a group."""
     job = task.job
     out = torch.empty(job.out.shape, dtype=job.out.dtype if task.blocks is None else task.blocks.dtype)
     if isinstance(job, DecodeJob):
@@ -191,12 +190,12 @@ _expanded: dict[Hashable, bool] = {}
 
 
 def _checked(job: DecodeJob | LevelJob) -> dict[Hashable, bool]:
-    """Return whether groups of a profile, or of all levels, by `_kind` and `_crowded`, are what the processor makes."""
+    """Return True if groups of a profile, or of all levels, by `_kind` and `_crowded`, equal the processor's."""
     return derived(job.transform, "checked", dict) if isinstance(job, DecodeJob) else _expanded
 
 
 def _kind(task: PlacedJob) -> Hashable:
-    """Return what a device's compiler makes other code for, and which tables it uses."""
+    """Return the key of compiled code and tables."""
     job, blocks = task
     if blocks is None:
         dtype, strides = job.out.dtype, job.out.stride()
@@ -214,11 +213,10 @@ def _kind(task: PlacedJob) -> Hashable:
 
 _FIRST = struct.Struct("<I")
 CROWDED = 512
-"""Streams of one depth from which on `decoder` runs another variant of a kernel."""
+"""Minimum streams of one depth for another variant of a kernel in `decoder`."""
 
 
 def _crowded(tasks: Sequence[PlacedJob]) -> bool:
-    """Return whether there are enough streams for the kernels that are used for many of them."""
     streams: dict[int, int] = {}
     for job in (task.job for task in tasks if isinstance(task.job, DecodeJob)):
         for model, payload in zip(job.models, job.payloads, strict=False):
@@ -229,7 +227,7 @@ def _crowded(tasks: Sequence[PlacedJob]) -> bool:
 
 
 def _compare(task: PlacedJob, crowded: bool) -> None:  # a part of the key
-    """Compare the first group of a kind with what the processor makes of it; raise a `UsageError` if they differ."""
+    """Compare the first group of a kind with the processor's result; raise `UsageError` if they differ."""
     checked, kind = _checked(task.job), (_kind(task), crowded)
     if kind in checked:
         return
@@ -254,5 +252,5 @@ def _read(blocks: BlockSlots) -> torch.Tensor:
 
 def _bytes(out: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor on any device, in the order of its indices."""
-    # Flat: a copy keeps the order of memory, and then the stride of a dimension of 1 need not be 1, which `view` wants.
+    # Flat: a copy keeps the order of memory, and the stride of a dimension of 1 need not be 1, as `view` requires.
     return out.cpu().reshape(-1).view(torch.uint8)

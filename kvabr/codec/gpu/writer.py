@@ -39,7 +39,7 @@ class EncodeJob:
     """[token]: False for tokens that are not coded."""
     references: References | None = None
     streams: int | None = None
-    """How many to cut the rows into; None: as many as `usual_streams` says."""
+    """Number of streams; None: `usual_streams`."""
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -56,10 +56,10 @@ class EncodeJob:
 
 
 def encode_many(jobs: Sequence[EncodeJob]) -> list[memoryview]:
-    """Quantise and code groups on the current stream, many at a time; return what `coder.encode_rows` does for each.
+    """Quantise and code groups on the current stream, many at a time; as `coder.encode_rows` for each.
 
-    A stream of a group is one program, which codes row after row. The payloads of groups that were coded together share
-    memory; who keeps some and not others copies them. Raises `FormatError` if an index is out of reach.
+    A program codes a stream of a group row by row. Payloads coded together share memory, so copy those to keep. Raise
+    `FormatError` if an index is out of reach.
     """
     out: dict[int, memoryview] = {}
     batches: dict[Hashable, list[int]] = {}
@@ -139,7 +139,7 @@ def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
             num_warps=4,
             enable_fp_fusion=False,
         )
-        # Of a stream: at most a word and an escape for each symbol, and a word for each flag.
+        # Per stream: at most a word and an escape for each symbol, and a word for each flag.
         own = int(rows_of_streams(rows, streams)[0]) + LANES - 1 & -LANES
         most = own * (stride + tiles)
         words, escapes = (torch.empty((count * streams, most), dtype=torch.int16, device=device) for _ in range(2))
@@ -185,7 +185,7 @@ def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
 def _collected(
     words: torch.Tensor, escapes: torch.Tensor, states: torch.Tensor, ends: NDArray[np.int64], streams: int
 ) -> list[memoryview]:
-    """Return the payloads of groups, one behind another in memory that a device copies to."""
+    """Return the payloads of groups, in memory that a device copies to."""
     device, groups = words.device, len(ends) // streams
     sizes = words.shape[1] - ends
     heads = payload_heads(sizes.reshape(groups, streams, 2))
@@ -246,7 +246,7 @@ def _tables(model: CoderModel, device: torch.device) -> _Tables:
 
 
 def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int64]:
-    """Return what the kernel pushes for each symbol, flattened: symbols without a frequency are escaped."""
+    """Return the kernel's entry for each symbol, flattened: symbols without a frequency are escaped."""
     wide = freqs.astype(np.int64)
     entries = (np.cumsum(wide, axis=2) - wide) | wide << 12
     last = np.broadcast_to(2 * model.radius.astype(np.intp)[:, None, None] + 1, (*freqs.shape[:2], 1))

@@ -2,7 +2,7 @@
 """The kernels that quantise and entropy encode: byte for byte `kvabr.codec.native.coder.encode_rows`.
 
 Importing this module needs Triton. The coder encodes the last symbol first, and writes words and escapes downwards,
-each program in a buffer of its own that holds as many as there can be.
+each program in its own buffer of maximum size.
 """
 
 import triton
@@ -30,11 +30,11 @@ def _quantised(value, step, dead, keep):
 def quantise(
     rows_of,  # int64 [group]: addresses of float32 [row, token]
     keep_of,  # int8 [group, token]: whether it is coded
-    token_of,  # int32 [group, place]: which token is coded there; negative: none
+    token_of,  # int32 [group, place]: its token; negative: none
     steps,  # float32 [4]: step and dead zone, then those of the depth below
     index,  # int16 [group, row, place]: set to the indices
     below,  # int16 [group, row, place]: set to those below
-    marks,  # int8 [group, tile, row]: set to 1 if there is anything to code, plus 2 if an index below is not 0
+    marks,  # int8 [group, tile, row]: set to 1 if there is a symbol to code, plus 2 if an index below is not 0
     wrong,  # int8 [group, tile, row]: set to whether an index is out of reach
     rows,
     row_stride,  # of `rows_of`
@@ -70,7 +70,7 @@ def quantise(
 
 @triton.jit
 def _push(state, entry, active, lanes, words, word, VOTES: tl.constexpr):
-    """Encode a symbol per lane; return states, and where the words begin now."""
+    """Encode a symbol per lane; return states, and the new start of the words."""
     freq = tl.where(active, (entry >> 12) & 4095, 1).to(tl.uint32)
     full = active & (state >= (freq << 20))
     before, total = _ranks(full, lanes, VOTES)
@@ -93,12 +93,12 @@ def write_rows(
     entries,  # int32 [class, context, symbol]: start, frequency << 12, `ESCAPES`; then those of near tables
     bucket,  # int32 [1 or 3, 16]: contexts of near tables
     refers,  # int32 [group]: whether tokens refer to others
-    lane_of,  # uint8 [group, place]: the place of the tile that is referred to, below 64
+    lane_of,  # uint8 [group, place]: the referenced place of the tile, below 64
     listed,  # int32 [program, own]: scratch
     words,  # int16 [program, most]: set to the words, at the end
     escapes,  # int16 [program, most]: set to the escapes, at the end
     states,  # int32 [program, lane]: set to the states
-    ends,  # int64 [program, 2]: set to where words and escapes begin
+    ends,  # int64 [program, 2]: set to the start of words and escapes
     streams,  # of a group
     rows,
     own,  # rows of a stream, at most
@@ -222,9 +222,9 @@ def collect(
     words,  # int16 [stream, most]: those that count are at the end
     escapes,  # int16 [stream, most]
     states,  # int32 [stream, lane]
-    places,  # int64 [stream, 3]: where in `out` it begins; where in theirs words and escapes begin
-    begins,  # int64 [group]: where in `out` its payload begins
-    heads,  # uint8 [group, head]: what precedes its streams
+    places,  # int64 [stream, 3]: its offset in `out`; the start of its words and escapes
+    begins,  # int64 [group]: offset of its payload in `out`
+    heads,  # uint8 [group, head]: bytes before its streams
     out,  # int16: set to the payloads
     most,
     streams,  # of a group

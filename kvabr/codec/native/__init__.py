@@ -1,7 +1,7 @@
 """The coder of the AC tracks: indices to bytes and back, and indices to a cache, in integer arithmetic.
 
 `streams` describes the format. The extension module has it with AVX2 and in portable C, to the same bits; `coder` takes
-the best path that the processor supports. Nothing here knows tracks, containers or profile files.
+the best available path.
 """
 
 import sys

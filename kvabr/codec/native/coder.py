@@ -43,16 +43,16 @@ except ImportError:
 
 MOST_DEPTHS = 16
 _BYTES_PER_THREAD = 1 << 22
-"""Bytes to copy that are worth a thread."""
+"""Minimum bytes to copy per thread."""
 VARIABLE = "KVABR_CODER"
 ERROR_UNIT = 1024
-"""Errors are added as integers, in units of a step over this: sums are exact, in any order."""
+"""Errors are summed as integers, in units of a step over this, exact in any order."""
 MOST_ERROR = np.float32(4095)
-"""Largest error of an element, in steps, that is added."""
+"""Largest summed error of an element, in steps."""
 
 
 def built(module: Any) -> Any:
-    """Return an extension module, or raise a `UsageError` if it is missing (None)."""
+    """Return an extension module; raise `UsageError` if it is None (missing)."""
     if module is None:
         raise UsageError(
             "kvabr's native coder is missing: it was not compiled when kvabr was installed. Install a wheel of kvabr, "
@@ -62,12 +62,12 @@ def built(module: Any) -> Any:
 
 
 def available_paths() -> tuple[str, ...]:
-    """Return the names of the paths that work here, fastest first; a `UsageError` if the coder is missing."""
+    """Return the available paths, fastest first; raise `UsageError` if the coder is missing."""
     return tuple(built(_kvcoder).paths())
 
 
 def active_path() -> str:
-    """Return the path that calls take now; a `UsageError` if the coder or the path in KVABR_CODER is missing."""
+    """Return the current path; raise `UsageError` if the coder or the path in KVABR_CODER is missing."""
     paths = available_paths()
     wanted = os.environ.get(VARIABLE) or paths[0]
     if wanted not in paths:
@@ -77,7 +77,7 @@ def active_path() -> str:
 
 @contextmanager
 def taking(path: str) -> Iterator[None]:
-    """Make calls take a path, in the whole process, as KVABR_CODER does; empty: the fastest one."""
+    """Select a path for the whole process, as KVABR_CODER does; empty: the fastest one."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = path
     try:
@@ -103,8 +103,8 @@ def encode_indices(
         model: the tables.
         index: [row, token], integers within 16 bits: the indices at this depth, not their difference from below.
         below: [row, token]: the indices one depth below, if the model refines one; those above must be in reach.
-        references: which tokens refer to others; those of the depth below.
-        streams: how many to cut the rows into, see `most_streams`; None: as many as `usual_streams` says.
+        references: those of the depth below.
+        streams: number of streams, see `most_streams`; None: `usual_streams`.
         threads: see `encode_rows`.
     """
     path = active_path()
@@ -116,7 +116,7 @@ def encode_indices(
 
 
 def _parts(model: CoderModel, tokens: int, streams: int | None, threads: int | None) -> tuple[int, int]:
-    """Return the number of streams to make, and that of threads to make them in."""
+    """Return the number of streams, and of threads."""
     return streams or usual_streams(model, tokens), threads or encoder_threads() or torch.get_num_threads()
 
 
@@ -137,10 +137,10 @@ def encode_rows(
         rows: [row, token] float32, finite.
         own: quantiser of this depth.
         lower: quantiser of the depth below, if the model refines one; its payload was made from the same rows.
-        keep: [token]: False where all indices, of both depths, are 0.
+        keep: [token]: False for indices of 0 at both depths.
         references: see `encode_indices`.
         streams: see `encode_indices`.
-        threads: how many may code streams side by side; None: as `encoding_on` says, else one per core.
+        threads: maximum threads; None: as `encoding_on` says, else one per core.
     """
     path = active_path()
     rows, mask = check_rows(model, rows, lower, keep)
@@ -159,14 +159,14 @@ def error_sums(
     quantiser: Quantiser,
     coded: NDArray[np.bool_],
 ) -> NDArray[np.int64]:
-    """Return the sum over tokens of what decoding takes from some rows, in units of step / `ERROR_UNIT`.
+    """Return the sum over tokens of the decoding error of some rows, in units of step / `ERROR_UNIT`.
 
     Args:
         rows: coefficients, [row, token].
         which: the rows, ascending.
-        gains: what their decoded indices are multiplied with.
-        quantiser: what rounds them.
-        coded: [token]: False where tokens do not count.
+        gains: factors of their decoded indices.
+        quantiser: rounds them.
+        coded: [token]: False to ignore tokens.
     """
     path = active_path()
     sums = np.zeros(len(which), np.int64)
@@ -180,13 +180,13 @@ def error_sums(
 def similarity(
     rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
 ) -> NDArray[np.int32]:
-    """Return how alike tokens are in some rows: the sums over rows of the products of each two tokens' numbers.
+    """Return the similarity of tokens: sums over rows of the products of each two tokens' numbers.
 
     Args:
         rows: coefficients, [row, token] float32.
         which: the rows, fewer than 2^20.
         tokens: the tokens, up to `TILE`.
-        step: of the quantiser that makes them numbers.
+        step: of the quantiser that makes the numbers.
         most: numbers are indices, cut to this, at most 8; 0: the errors of rounding, in sixteenths of the step.
 
     Returns:
@@ -204,9 +204,9 @@ def count_symbols(
     loud: float,
     depths: Sequence[tuple[Quantiser, bool, NDArray[np.int32], NDArray[np.int32]]],
 ) -> None:
-    """Add coefficients times ``loud`` to a calibration's counts, as `kvabr.codec.quantiser.count` does.
+    """Add coefficients times ``loud`` to a calibration's counts, as `kvabr.codec.quantiser.count`.
 
-    Each depth is its quantiser, whether it refines the one before, and its counts of symbols and flags.
+    Each depth has its quantiser, whether it refines the one before, and its counts of symbols and flags.
     """
     path = active_path()
     parts = tuple((own.step, own.dead, *rest) for own, *rest in depths)
@@ -223,13 +223,8 @@ def count_near(
 ) -> None:
     """Add the symbols of one tile's second step to a calibration's counts, [class, context, symbol].
 
-    Args:
-        model: the tables of the depth.
-        bucket: `NearTables.bucket`.
-        index: [row, token] of the tile.
-        below: the same of the depth below, if the model refines one.
-        references: of the tile.
-        counts: what to add to.
+    ``bucket`` is `NearTables.bucket`; ``index`` and ``below`` are [row, token] of the tile, the latter if the model
+    refines a depth.
     """
     path = active_path()
     under = None if below is None else np.ascontiguousarray(below, np.int32)
@@ -291,10 +286,8 @@ def mean_of(job: DecodeJob) -> NDArray[np.float32] | None:
 def decode(job: DecodeJob, threads: int | None = None) -> None:
     """Decode a base and the enhancements above it into a cache, in one call that releases the GIL.
 
-    The streams of a payload are decoded side by side, and so are the stacks of layers of a transform synthesised, in up
-    to ``threads`` threads; the result is the same. None: this group's share of the cores.
-
-    Needs memory for little more than the smaller of one group and 128 tokens, in 16-bit numbers.
+    Streams and stacks of layers are processed in up to ``threads`` threads (None: this group's share of the cores),
+    with equal results. Needs little more memory than the smaller of one group and 128 tokens, in 16-bit numbers.
     """
     path = active_path()
     if len(job.models) > MOST_DEPTHS:
@@ -310,10 +303,10 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
 
 
 def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:
-    """Decode groups in parallel, by default on as many threads as there are processors. Their tensors must not overlap.
+    """Decode groups in parallel, by default on as many threads as processors. Their tensors must not overlap.
 
     Raises:
-        FormatError: one of them cannot be decoded; the others may or may not have been.
+        FormatError: one of them cannot be decoded; the others may be.
     """
     jobs = list(jobs)
     threads = min(len(jobs), threads or os.cpu_count() or 1)
@@ -332,21 +325,21 @@ def gather(
     rows: int,
     out: NDArray[np.uint8] | None,
 ) -> NDArray[np.int64]:
-    """Copy untrusted payloads of one depth to a buffer for a device, each to a multiple of 16 bytes. Releases the GIL.
+    """Copy untrusted payloads of one depth to a buffer for a device, aligned to 16 bytes. Releases the GIL.
 
     Args:
         payloads: of groups.
         tokens: of each group.
         groups: a number for each.
         rows: of the depth.
-        out: [byte], of as many as `streams.gathered_places` says; None: they are checked, and copied by other means.
+        out: [byte], of the size from `streams.gathered_places`; None: only check them.
 
     Returns:
-        [stream, 8]: its group's number; where in ``out`` its states, words and escapes are, in units of 16 bits; how
-        many words and escapes; its number, and how many streams the payload has.
+        [stream, 8]: its group's number; offsets in ``out`` of its states, words and escapes, in units of 16 bits; the
+            numbers of words and escapes; its number, and the number of streams.
 
     Raises:
-        FormatError: a payload does not hold the streams that it says.
+        FormatError: a payload does not hold the declared streams.
     """
     numbers = np.array(tokens, np.uint32), np.array(groups, np.int64)
     threads = 1 if out is None else _copying_threads(out)
@@ -366,7 +359,6 @@ def _copying_threads(out: NDArray[np.uint8]) -> int:
 
 @contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """Turn the extension module's errors into ours."""
     try:
         yield
     except ValueError as error:
@@ -377,7 +369,7 @@ def _errors(what: str) -> Iterator[None]:
 def _target(
     transform: Transform, scale: NDArray[np.float32], first_token: int | None, out: torch.Tensor
 ) -> Iterator[tuple[Any, ...]]:
-    """Describe the memory to write: the tensor's own if possible, or else that of a copy on the CPU."""
+    """Describe the memory to write: the tensor's own if possible, else that of a copy on the CPU."""
     own = out.device.type == "cpu" and out.dtype in DTYPES and out.layout == torch.strided
     there = out.detach()
     if not own:
@@ -390,7 +382,6 @@ def _target(
 
 
 def _places(references: References | None) -> tuple[NDArray[np.uint8], ...]:
-    """Return the last arguments of the extension module's functions."""
     return () if references is None else (references.place, references.lane)
 
 
@@ -417,4 +408,4 @@ def _transform(transform: Transform, path: str) -> Any:
             ),
         )
 
-    return derived(transform, path, make)  # each path packs matrices its own way
+    return derived(transform, path, make)  # each path has its own packing

@@ -1,7 +1,6 @@
-"""What a coder needs before the first byte: the probability tables of one depth, and what to decode where.
+"""Inputs of a coder: the probability tables of one depth, and decoding jobs.
 
-Tables come from a profile and are untrusted. The constructor checks everything that decoding relies on, so decoders
-need not.
+Tables are from a profile and untrusted. The constructor checks everything that decoders rely on.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ TOTAL = 1 << PROBABILITY_BITS
 MOST_RADIUS = 126
 MOST_DELTA = 7
 MOST_NEAR = 8
-"""Maximum contexts of tokens that refer to another."""
+"""Maximum contexts of tokens with references."""
 BUCKETS = 16
 _USUAL_ROWS = 2048
 """Rows of a stream, of 128 tokens: few enough for thousands of streams, which a GPU decodes at once."""
 _STREAM_BYTES = 8 + 4 * LANES
-"""What one more stream takes: its numbers in the directory, and its states."""
+"""Cost of one more stream: its directory entry, and its states."""
 _STREAM_SHARE = 0.0145
-"""Share of a group's expected bytes that all streams but one may take."""
+"""Share of a group's expected bytes for all streams but one."""
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Element types of a cache that native code reads and writes."""
 
@@ -44,7 +43,7 @@ _lock = threading.Lock()
 
 
 def derived(owner: object, key: Hashable, make: Callable[[], _T]) -> _T:
-    """Return what ``make`` returns, called once for each owner and key."""
+    """Return the cached result of ``make`` for an owner and key."""
     with _lock:
         made = _derived.setdefault(owner, {})
         if key not in made:
@@ -55,11 +54,11 @@ def derived(owner: object, key: Hashable, make: Callable[[], _T]) -> _T:
 
 @dataclass(frozen=True, eq=False)
 class NearTables:
-    """The tables for tokens that refer to another token of their tile (`kvabr.codec.native.references`).
+    """The tables for tokens with references in their tile (`kvabr.codec.native.references`).
 
-    What the other has in the row, r, within -127 to 127, gives the context and the sign. Without indices below these
-    are ``bucket[0, min(abs(r), 15)]`` and r's own. Above an index b the sign is b's, or r's if b is 0, and the context
-    ``bucket[min(abs(b), 2), min(max(d, -8), 7) + 8]``, where ``d = r * sign - 3 * min(abs(b), 42)``.
+    The referenced token's value in the row, r, within -127 to 127, gives the context and the sign. Without indices
+    below these are ``bucket[0, min(abs(r), 15)]`` and r's own. Above an index b the sign is b's, or r's if b is 0, and
+    the context ``bucket[min(abs(b), 2), min(max(d, -8), 7) + 8]``, where ``d = r * sign - 3 * min(abs(b), 42)``.
     """
 
     bucket: NDArray[np.uint8]
@@ -81,15 +80,17 @@ class CoderModel:
     radius: NDArray[np.uint8]
     """[class]: symbol s stands for index s - radius; symbol 2 radius + 1 is the escape."""
     freqs: NDArray[np.uint16]
-    """[class, context, symbol]: frequency out of 4,096. 0 is never used (such an index is escaped); the escape has at
-    least 1."""
+    """[class, context, symbol]: frequency out of 4,096. 0 is never used (the index is escaped); the escape has at least
+    1.
+    """
     flag_freq: NDArray[np.uint16]
-    """[flag context, row]: probability, out of 4,096, that a row has a nonzero index in a tile. With three contexts
-    there are two flag contexts, by whether the row below has one."""
+    """[flag context, row]: probability, out of 4,096, of a nonzero index of the row in a tile. With three contexts
+    there are two flag contexts, by the flag of the row below.
+    """
     delta: NDArray[np.uint8]
     """[class]: offset of decoded indices from the middle of their interval towards zero, in units of step/16."""
     near: NearTables | None = None
-    """None: tokens never refer to others at this depth."""
+    """None: no references at this depth."""
     order: NDArray[np.uint32] = field(init=False)
     """[row]: the rows in coding order, class by class."""
 
@@ -158,7 +159,7 @@ def most_streams(rows: int) -> int:
 
 
 def cut(order: NDArray[np.uint32], streams: int) -> list[NDArray[np.uint32]]:
-    """Cut rows in coding order into streams: run by run, of as many rows as a step of the coder has flags.
+    """Cut rows in coding order into streams, run by run.
 
     So all streams have rows of every class, and neighbours in one share tables.
     """
@@ -167,11 +168,7 @@ def cut(order: NDArray[np.uint32], streams: int) -> list[NDArray[np.uint32]]:
 
 
 def usual_streams(model: CoderModel, tokens: int) -> int:
-    """Return the number of streams that an encoder cuts a group into.
-
-    Streams are decoded side by side. There are as many as make their longest walk short, but so few that they cost
-    little of the bytes that the tables expect.
-    """
+    """Return the number of streams of a group: enough to shorten the longest one, at a small cost in bytes."""
     each = derived(model, "bytes", lambda: _expected_bytes(model))
     tiles = -(-tokens // TILE)
     affordable = 1 + int(_STREAM_SHARE * each * tokens / _STREAM_BYTES)
@@ -179,7 +176,7 @@ def usual_streams(model: CoderModel, tokens: int) -> int:
 
 
 def _expected_bytes(model: CoderModel) -> float:
-    """Return the bytes that a token is expected to take; of a depth that refines another, above indices of 0."""
+    """Return the expected bytes of a token; for a refining depth, above indices of 0."""
     share = model.freqs[:, 0] / TOTAL
     bits = -(share * np.log2(np.maximum(share, 1 / TOTAL))).sum(axis=1)
     return float((bits[model.row_class] * model.flag_freq[0] / TOTAL).sum()) / 8
@@ -193,10 +190,10 @@ def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
 
 
 def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:
-    """Turn histograms [..., symbol] of at most 2,048 symbols, the last of which is the escape, into tables.
+    """Turn histograms [..., symbol] of at most 2,048 symbols, the last one the escape, into tables.
 
-    Tables are uint16 and sum to `TOTAL`. Symbols that were seen have at least 1, others 0, the escape at least 1, and
-    none has everything.
+    Tables are uint16 and sum to `TOTAL`. Seen symbols and the escape have at least 1, others 0, and none has
+    everything.
     """
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, np.shape(counts)[-1])
     out = np.empty(flat.shape, dtype=np.uint16)
@@ -213,7 +210,7 @@ def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
     share = np.where(used, np.maximum(seen, 1e-9), 0)
     exact = share / share.sum() * TOTAL
     table = np.where(used, np.clip(np.floor(exact), 1, TOTAL - 1), 0).astype(np.int64)
-    # Move units one by one to where they save most bits, or from where they cost fewest.
+    # Move units one by one by the largest saving or the lowest cost in bits.
     while (short := TOTAL - int(table.sum())) != 0:
         change = 1 if short > 0 else -1
         able = used & (table + change >= 1) & (table + change < TOTAL)
@@ -223,7 +220,7 @@ def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None) -> tuple[Index, Index | None]:
-    """Return indices as coders need them, int16 and contiguous; raise a `FormatError` if they do not fit the model."""
+    """Return indices for coders, int16 and contiguous; raise `FormatError` if they do not fit the model."""
     _below_or_not(model, below)
     if index.ndim != 2 or index.shape[0] != model.rows or index.shape[1] < 1:
         raise FormatError(f"indices of shape {index.shape}, must be [{model.rows}, tokens]")
@@ -244,7 +241,7 @@ class Quantiser:
 def check_rows(
     model: CoderModel, rows: NDArray[np.float32], lower: Quantiser | None, keep: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Return coefficients as coders need them, and a mask: -1 for tokens to code; raise as `check_indices`."""
+    """Return coefficients for coders, and a mask: -1 for tokens to code; raise as `check_indices`."""
     _below_or_not(model, lower)
     if rows.ndim != 2 or rows.shape[0] != model.rows or rows.shape[1] < 1 or keep.shape != rows.shape[1:]:
         raise FormatError(f"coefficients of shape {rows.shape}, must be [{model.rows}, tokens]")
@@ -252,7 +249,7 @@ def check_rows(
 
 
 def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> Index | None:
-    """Return the indices below as a decoder needs them; raise as `check_indices`."""
+    """Return the indices below for a decoder; raise as `check_indices`."""
     _below_or_not(model, below)
     if tokens < 1:
         raise FormatError(f"a group of {tokens} tokens")
@@ -262,7 +259,7 @@ def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> I
 
 
 class Shift(NamedTuple):
-    """By what the means of a group's channels differ from the transform's, as coefficients."""
+    """Difference of a group's channel means from the transform's, as coefficients."""
 
     rows: NDArray[np.intp]
     """[number], ascending."""
@@ -282,15 +279,15 @@ class DecodeJob:
     step: float
     """Step of the last depth."""
     first_token: int | None
-    """Position of the first token, by which keys are rotated; None: they are not."""
+    """Position of the first token for rotating keys; None: not rotated."""
     out: torch.Tensor
     """[layer, K/V, head, token, dim], any float dtype, any strides; written completely, or partly on error."""
     gains: tuple[float, ...] = ()
     """See `Transform.scale`."""
     references: References | None = None
-    """Of all depths; None: no token refers to another."""
+    """Of all depths, if any."""
     mean: NDArray[np.float32] | Shift | None = None
-    """[layer, K/V, head, dim]: means of the channels of this group, or what they are made of; None: the transform's."""
+    """[layer, K/V, head, dim]: means of this group's channels, or a `Shift`; None: the transform's."""
 
     def __post_init__(self) -> None:
         models, rows = self.models, self.transform.structure.rows

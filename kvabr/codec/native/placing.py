@@ -1,9 +1,9 @@
 """Token-separable payloads into a cache by native code: each number is checked, converted and placed in one pass.
 
-Torch does the same in several passes over memory, three to eight times slower, and to the bit. It takes over for other
-devices and element types, and where the extension is not built.
+Torch does the same, to the bit, in several passes, three to eight times slower; it takes over for other devices and
+element types, and without the extension.
 
-Caches are those of any layer class, [layer, K/V, head, token, dim], with an axis of keys and values or without it
+Caches are those of any layer class, [layer, K/V, head, token, dim], with or without an axis of keys and values
 (`kvabr.types.kv.LayerClass.halves`).
 """
 
@@ -29,7 +29,7 @@ _VARIABLE = "KVABR_CODER"
 
 
 def places(out: torch.Tensor) -> bool:
-    """Return whether the functions below can write to ``out``, of any strides; otherwise torch has to."""
+    """Return True if the functions below can write to ``out``, of any strides."""
     there = out.device.type == "cpu" and out.layout == torch.strided
     return _kvplace is not None and there and out.dtype in _KINDS
 
@@ -59,7 +59,7 @@ def cast_scaled(units: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> 
     Returns:
         Whether no number is NaN; if one is, some of ``out`` may have been written.
     """
-    # The native code takes the bits of E4M3 as those of half precision, which makes numbers 2^8 times too small.
+    # Native code treats E4M3 bits as half precision, which makes numbers 2^8 times too small.
     return _cast(units, _E4M3, (scale.float() * 256).contiguous(), out)
 
 
@@ -88,11 +88,11 @@ def dequantise(
         tokens: tokens of each unit.
         keys: dims of a key, see `kvabr.types.kv.LayerClass.split`.
         out: [layer, K/V, head, token, dim], see `places`.
-        head: of integers, offsets and then scales of the keys, each [layer, head, dim]; finite.
-        blocks: of integers, blocks of heads whose values share a scale.
+        head: for integers, offsets and then scales of the keys, each [layer, head, dim]; finite.
+        blocks: for integers, blocks of heads that share a value scale.
 
     Returns:
-        Whether all offsets and scales of the values are finite; if not, some of ``out`` may have been written.
+        True if all offsets and scales of the values are finite; if not, ``out`` may be written partly.
     """
     source, numbers = units.contiguous(), None if head is None else head.float().contiguous()
     good: bool = _kvplace.dequantise(

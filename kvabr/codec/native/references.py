@@ -1,8 +1,8 @@
-"""Which tokens of a group refer to others: chosen by the encoder, sent in the payload, as a video's motion vectors are.
+"""References between tokens of a group, chosen by the encoder and sent in the payload, like a video's motion vectors.
 
-A tile of more than 64 tokens takes two steps of the coder for each row. The tokens of the second step name one of the
-first each, whose index in the same row says which table to use, and with which sign. So tokens are coded in another
-order: the places of a tile are its tokens of the first step, then those of the second, in ascending order both.
+A tile of more than 64 tokens takes two steps of the coder for each row. Each token of the second step refers to one of
+the first, whose index in the same row selects table and sign. So tokens are coded in another order: the places of a
+tile are its tokens of the first step, then those of the second, both ascending.
 
     for each tile of more than 64 tokens: a bit for each token, set in the second step | lane 1 of each of these
 
@@ -29,9 +29,9 @@ class References:
     """The references of a group."""
 
     place: NDArray[np.uint8]
-    """[place]: offset in the tile of the token that is coded there."""
+    """[place]: offset in the tile of its token."""
     lane: NDArray[np.uint8]
-    """[place]: which place of the tile it refers to; 0 for places of the first step."""
+    """[place]: referenced place of the tile; 0 in the first step."""
 
     @property
     def order(self) -> NDArray[np.intp]:
@@ -40,15 +40,15 @@ class References:
 
 
 def tiles(tokens: int) -> list[slice]:
-    """Return the tiles of a group that have two steps."""
+    """Return the tiles of a group with two steps."""
     every = (slice(first, min(tokens, first + TILE)) for first in range(0, tokens, TILE))
     return [tile for tile in every if tile.stop - tile.start > LANES]
 
 
 def join_references(parts: dict[int, tuple[NDArray[np.bool_], NDArray[np.intp]]], tokens: int) -> References:
-    """Build references from parts by first token of a tile; other tiles have some that change nothing.
+    """Build references from parts by first token of a tile; other tiles get neutral ones.
 
-    A part says of each token of its tile whether it is of the second step, and to which token of the tile it refers.
+    For each token of its tile, a part has its step and its referenced token.
     """
     place = (np.arange(tokens) % TILE).astype(np.uint8)
     lane = np.zeros(tokens, np.uint8)
@@ -77,7 +77,7 @@ def references_size(tokens: int) -> int:
 
 
 def read_references(data: bytes | memoryview, tokens: int) -> References:
-    """Parse untrusted references of a group; raise a `FormatError` if no encoder writes them."""
+    """Parse untrusted references of a group; raise `FormatError` unless an encoder writes them."""
     bad = FormatError("references of tokens that no encoder writes; the payload is corrupt")
     numbers = np.frombuffer(data, np.uint8)
     if len(numbers) != references_size(tokens):

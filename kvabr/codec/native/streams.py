@@ -1,22 +1,21 @@
-"""The layout of a payload: what the coder writes of the indices of a group, and the directory of its streams.
+"""The layout of a coded part: the indices of a group in one or several streams, and their directory.
 
-    words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
+ words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
 
-or, cut into n streams that are decoded independently of each other,
+or n streams, decoded independently,
 
-    n + 0xFFFF0000 4 | words 4 | escapes 4 of each stream | of each: 64 states 4 | words 2 ... | escapes 2 ...
+ n + 0xFFFF0000 4 | words 4 | escapes 4 of each stream | of each: 64 states 4 | words 2 ... | escapes 2 ...
 
-In coding order, stream s has the runs s, s + n, s + 2n ... of 64 rows each, of which the last may be shorter. So all
-streams are about as long, and neighbours in one share tables. Each has at least one whole run. What follows is the same
-for each of them, and for a payload of one.
+In coding order, stream s has the runs s, s + n, s + 2n ... of 64 rows each (the last may be shorter), and at least one
+whole run. So all streams are about as long, and neighbours in one share tables. Each stream has this format:
 
 The words are those of 64 interleaved rANS coders (Duda, 2013; Giesen, 2014) with 32-bit states, 12-bit probabilities
-and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes whose state fell
+and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes with a state
 below 2^16 take one word each, in order. A group is cut into tiles of 128 tokens. Each tile starts with the flags of all
-rows in coding order, 64 per step; then, row by row, the indices of the rows whose flag is set, 64 tokens per step.
-With references (`kvabr.codec.native.references`) the tokens of a tile are in another order, and those of the second
-step have other tables, which what they refer to selects (`NearTables`).
-Escaped indices follow at the end. States start (for the decoder: end) at 2^16.
+rows in coding order, 64 per step; then, row by row, the indices of the flagged rows, 64 tokens per step. With
+references (`kvabr.codec.native.references`) the tokens of a tile are in another order, and the tokens of the second
+step use other tables, selected by the referenced tokens (`NearTables`). Escaped indices follow at the end. States start
+(for the decoder: end) at 2^16.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from numpy.typing import NDArray
 from kvabr.codec.native.references import LANES
 
 STREAMED = 0xFFFF0000
-"""Added to the number of streams, which stands before the directory of more than one."""
+"""Added to the number of streams before a directory."""
 _NUMBER = struct.Struct("<I")
 _ALIGN = 16
 
 
 def has_streams(data: bytes | memoryview) -> bool:
-    """Return whether a payload says that it is cut into several streams."""
+    """Return True for a payload in several streams."""
     return memoryview(data).nbytes >= _NUMBER.size and bool(_NUMBER.unpack_from(data)[0] >= STREAMED)
 
 
 def payload_heads(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return what precedes the streams in payloads, [group, byte], from words and escapes, [group, stream, 2]."""
+    """Return the bytes before the streams in payloads, [group, byte], from words and escapes, [group, stream, 2]."""
     groups, streams = counts.shape[:2]
     numbers = counts.reshape(groups, -1)
     if streams > 1:
@@ -51,7 +50,7 @@ def payload_heads(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
-    """Return how many rows each stream has; see `cut`."""
+    """Return the number of rows of each stream; see `cut`."""
     runs, rest = divmod(rows, LANES)
     out = np.full(streams, LANES * (runs // streams))
     out[: runs % streams] += LANES
@@ -60,6 +59,6 @@ def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
 
 
 def gathered_places(payloads: Sequence[bytes | memoryview]) -> list[int]:
-    """Return where `coder.gather` puts each payload, and, last, the room that it needs."""
+    """Return the places of `coder.gather` for payloads, and, last, the total size."""
     sizes = (-(-memoryview(payload).nbytes // _ALIGN) * _ALIGN for payload in payloads)
     return list(accumulate(sizes, initial=0))

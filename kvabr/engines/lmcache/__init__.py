@@ -1,7 +1,7 @@
 """LMCache: a remote storage plug-in and an L2 adapter of its daemon, tested with LMCache 0.5.6.
 
-A chunk of LMCache becomes an asset: encoded on several tracks when it is put, and played at the quality that the
-deadline allows when it is fetched. In LMCache's configuration::
+A chunk of LMCache becomes an asset: encoded on several tracks when stored, and played at the quality that the deadline
+allows when fetched. In LMCache's configuration::
 
     chunk_size: 256
     remote_storage_plugins: ["kvabr"]
@@ -13,11 +13,11 @@ deadline allows when it is fetched. In LMCache's configuration::
       remote_storage_plugin.kvabr.publish: /srv/kvabr
       remote_storage_plugin.kvabr.deadline_s: 1.0
 
-`kvabr.engines.chunk_store.KeyedSettings` has all keys. ``publish`` is a folder that `kvabr serve` serves; an instance
-that only fetches needs none, and one that only stores needs no ``url``. With a codec profile of the model (``profile``)
-the AC tracks are published too.
+`kvabr.engines.chunk_store.KeyedSettings` has all keys. ``publish`` is a folder for `kvabr serve`; without it an
+instance only fetches, without ``url`` it only stores. With a codec profile of the model (``profile``), the AC tracks
+are published too.
 
-LMCache's multi-process mode has a daemon, which loads the adapter that its arguments name::
+The daemon of LMCache's multi-process mode loads an adapter by its arguments::
 
     --l2-adapter '{"type": "plugin", "module_path": "kvabr.engines.lmcache.daemon", "class_name": "KvabrL2",
         "adapter_params": {"url": "moqt://origin.example:4443/", "publish": "/srv/kvabr", "deadline_s": 1.0}}'

@@ -1,4 +1,4 @@
-"""Settings, spec, layout and positions of LMCache's chunks. LMCache is not needed."""
+"""Settings, spec, layout and positions of LMCache's chunks. Needs no LMCache."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 
 _OWN_KEYS = ("module_path", "class_name")
-"""Keys that LMCache reads itself."""
+"""Keys for LMCache itself."""
 _DCP = "##lmcache-dcp-layout"
-"""Begins what a daemon's engine adds to a model's name if ranks of decode context parallelism hold parts of a chunk."""
+"""Start of a suffix of the model's name in a daemon, if ranks of decode context parallelism hold parts of a chunk."""
 _MAX_PLACES = 1 << 16
 _UNSURE = -1
 ChunkHash = int | bytes
-"""Of the tokens of a prompt up to the end of a chunk: a number in an engine's process, bytes in a daemon."""
+"""Hash of a prompt's tokens up to the end of a chunk: a number in an engine, bytes in a daemon."""
 
 
 def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> KeyedSettings:
-    """Return the settings of a plug-in, which the user lists under the name ``plugin``; see `KeyedSettings.read`."""
+    """Return the settings of a plug-in that the user lists as ``plugin``; see `KeyedSettings.read`."""
     prefix = f"remote_storage_plugin.{plugin}."
     given = {key.removeprefix(prefix): value for key, value in (extra_config or {}).items() if key.startswith(prefix)}
     for key in _OWN_KEYS:
@@ -38,9 +38,9 @@ def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr")
 
 
 def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
-    """Return the spec of chunks of LMCache's shape (layers, 2, tokens, heads of one rank, dim); not of FP8.
+    """Return the spec of chunks of LMCache's shape (layers, 2, tokens, heads of one rank, dim); FP8 is not supported.
 
-    Of MLA it is (layers, 1, tokens, 1, dim).
+    MLA's shape is (layers, 1, tokens, 1, dim).
     """
     layers, halves, _, heads, dim = shape
     if halves == 1 and heads == 1:
@@ -51,11 +51,11 @@ def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
 
 
 def name_of(settings: KeyedSettings, metadata: Any) -> str:
-    """Return what the model is called in the names of its chunks; errors as `kvabr.engines.chunk_store.named`.
+    """Return the model's name for its chunks; errors as `kvabr.engines.chunk_store.named`.
 
-    LMCache tells no more of a model than its name, and the shape of a worker's caches. Of several workers, these are
-    in the name: their numbers do not tell whether they share layers or heads. Of MLA they always are: each rank of
-    tensor parallelism has the whole cache, which one publishes and all read, however many they are.
+    LMCache reports only a model's name and the shape of a worker's caches. With several workers the shape is part of
+    the name, since their numbers do not show whether they share layers or heads. For MLA it always is: each
+    tensor-parallel rank has the whole cache, and one publishes it for all.
 
     Args:
         settings: the user's.
@@ -76,12 +76,12 @@ class ObjectLayout:
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> ObjectLayout:
-        """Return that of LMCache's lists."""
+        """Return the layout for LMCache's lists."""
         return cls(tuple(map(tuple, shapes)), tuple(dtypes))
 
     @property
     def tokens(self) -> int:
-        """Tokens of an object, of which there is one kind of layers."""
+        """Tokens of an object with one kind of layers."""
         return self.shapes[0][-2]
 
     @property
@@ -91,9 +91,9 @@ class ObjectLayout:
 
 
 def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -> KVSpec:
-    """Return the spec of a daemon's objects, which have the shapes of `as_kv`.
+    """Return the spec of a daemon's objects, with the shapes of `as_kv`.
 
-    ``heads`` returns the dimensions of a head for those of all. Raises `FormatError` for objects of several kinds of
+    ``heads`` returns the dimensions of a head, given those of all. Raise `FormatError` for objects of several kinds of
     layers, and as `spec_of`.
     """
     if len(layout.shapes) != 1:
@@ -104,12 +104,12 @@ def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -
     halves, layers, tokens, width = shape
     dim = heads(width) if halves == 2 else width
     if not dim or width % dim:
-        raise FormatError(f"{width} numbers of a token are not heads of {dim}")
+        raise FormatError(f"{width} numbers of a token are not a multiple of heads of {dim}")
     return spec_of(model, (layers, halves, tokens, width // dim, dim), layout.dtypes[0])
 
 
 def object_name(settings: KeyedSettings, model: str, spec: KVSpec, workers: int) -> str:
-    """Return what a daemon's model is called in the names of its objects; as `name_of`."""
+    """Return a daemon's model name for its objects; as `name_of`."""
     only = spec.only
     latent = only.kind == "latent"
     facts = {"shape": [spec.layers, only.heads * only.k_dim] if workers > 1 or latent else None}
@@ -117,13 +117,13 @@ def object_name(settings: KeyedSettings, model: str, spec: KVSpec, workers: int)
 
 
 def object_key(key: Any, dtype: torch.dtype) -> str:
-    """Return a daemon's ``ObjectKey`` as text, without the model's name: rank, group of layers, type, tokens, salt."""
+    """Return a daemon's ``ObjectKey`` as text, without the model's name."""
     rank, group, kind = f"{key.kv_rank:x}", key.object_group_id, str(dtype).removeprefix("torch.")
     return f"@daemon@{rank}@{group}@{kind}@{key.chunk_hash.hex()}@{key.cache_salt}"
 
 
 def chunk_key(key: Any) -> str:
-    """Return LMCache's key of a chunk as text, without the model's name: worker, tokens, element type and tags."""
+    """Return LMCache's key of a chunk as text, without the model's name."""
     text: str = key.to_string()
     return text.removeprefix(key.model_name)
 
@@ -131,8 +131,8 @@ def chunk_key(key: Any) -> str:
 def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
     """Return a view in kvabr's layout, [layer, K/V, head, token, dim], of a chunk in LMCache's.
 
-    That is [K/V, layer, token, head x dim] (KV_2LTD), of MLA [1, layer, token, dim], in daemons also [layer, token,
-    dim]. Another shape is a `FormatError`.
+    That is [K/V, layer, token, head x dim] (KV_2LTD); for MLA [1, layer, token, dim], in daemons also [layer, token,
+    dim]. Raise `FormatError` for another shape.
     """
     only = spec.only
     sides, width = (1, sum(only.split)) if only.kind == "latent" else (2, spec.kv_heads * spec.head_dim)
@@ -146,10 +146,10 @@ def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
 
 
 class Places:
-    """Positions of chunks in their prompts, by the hashes that are their keys. For several threads.
+    """Positions of chunks in their prompts, by hash. Thread-safe.
 
-    LMCache gives its storages hashes alone. Its token database makes them from the tokens of a whole prompt, and yields
-    each with the chunk's first token: see `watch`.
+    LMCache gives its storages only hashes. Its token database computes them from the tokens of a whole prompt, and
+    yields each with the chunk's first token: see `watch`.
     """
 
     def __init__(self) -> None:
@@ -157,21 +157,21 @@ class Places:
         self._lock = threading.Lock()
 
     def note(self, chunk_hash: ChunkHash, first: int) -> None:
-        """Note where a chunk begins. A hash that is seen at two places has none."""
+        """Record where a chunk begins; a hash seen at two positions has none."""
         with self._lock:
             known = self._first.get(chunk_hash, first)
             self._first[chunk_hash] = first if known == first else _UNSURE
 
     def at(self, chunk_hash: ChunkHash) -> int | None:
-        """Return the position of a chunk's first token; None if it is not known."""
+        """Return the position of a chunk's first token, if known."""
         with self._lock:
             first: int = self._first.get(chunk_hash, _UNSURE)
         return None if first == _UNSURE else first
 
     def possible(self, chunk_hash: ChunkHash) -> range | None:
-        """Return the positions that a chunk can have, as `ChunkStore.find` takes them.
+        """Return the possible positions of a chunk for `ChunkStore.find`.
 
-        That is one; none of a hash that was seen at two places; None if nothing is known.
+        One, none for a hash seen at two positions, or None if unknown.
         """
         with self._lock:
             first = self._first.get(chunk_hash)
@@ -180,10 +180,10 @@ class Places:
         return range(0) if first == _UNSURE else range(first, first + 1)
 
     def watch(self, database: type[Any]) -> None:
-        """Note all chunks that objects of a class like LMCache's `ChunkedTokenDatabase` cut from now on.
+        """Record all chunks that objects of a class like LMCache's `ChunkedTokenDatabase` cut from now on.
 
-        Its method ``process_tokens(tokens, ...)`` yields (first token, end, key or hash). Chunks that it is given as
-        hashes are not noted: they need not be those of a whole prompt.
+        Its method ``process_tokens(tokens, ...)`` yields (first token, end, key or hash). Calls with hashes are
+        ignored, as they may not be those of a whole prompt.
         """
         made: Callable[..., Iterable[Any]] = database.process_tokens
         if getattr(made, "kvabr_places", None) is self:
@@ -198,9 +198,9 @@ class Places:
         database.process_tokens = process_tokens
 
     def watch_hasher(self, hasher: type[Any]) -> None:
-        """Note all chunks that objects of a class like LMCache's `TokenHasher`, the daemon's, hash from now on.
+        """Record all chunks that objects of a class like the daemon's `TokenHasher` hash from now on.
 
-        Its method ``hash_tokens(tokens, prefix_hash)`` hashes a chunk behind another, or behind ``none_hash``.
+        Its method ``hash_tokens(tokens, prefix_hash)`` hashes a chunk after another, or after ``none_hash``.
         """
         made: Callable[..., Any] = hasher.hash_tokens
         if getattr(made, "kvabr_places", None) is self:
@@ -226,4 +226,4 @@ class Places:
 
 
 PLACES = Places()
-"""Of all engines in this process."""
+"""Shared by all engines in this process."""

@@ -1,16 +1,15 @@
-"""An object of LMCache's daemon as bytes of a length that only its shape tells: kvabr's codecs behind LMCache's stores.
+"""Objects of LMCache's daemon in a coded form of fixed length: kvabr's codecs for LMCache's own stores.
 
-LMCache's stores read an object into a buffer whose size they know beforehand, and some take a shorter one for damaged.
-So each object has the room of a track of constant rate, or a share of its size that the user sets, and the layers of
-the AC codec fill as much of it as they can: bases first, and of the last layer that fits all groups or none.
+LMCache's stores read an object into a buffer of known size, and some treat a shorter one as damaged. So each object has
+the size of a track of constant rate, or a configured share of its own, filled with layers of the AC codec: bases first,
+and each layer for all groups or none.
 
-    magic 4 | version 1 | kind 1 | frames 2 | position 8 | dims of a head 4 | CRC-32 of all before 4 |
-    frames, each behind its length 4 | zeros
+    magic 4 | version 1 | kind 1 | frames 2 | position 8 | dims of a head 4 | CRC-32 of all before 4 | frames, each
+    after its length 4 | zeros
 
-All numbers are unsigned and little-endian. Frames are those of `kvabr.codec.container`, with checksums. Of objects that
-kvabr has no tracks for, the only frame is their bytes and a CRC-32. All checksums cover what the object is called, or
-frames its digest, so objects are not mistaken for each other; nor are layers read with another profile than theirs.
-LMCache is not needed here.
+All numbers are unsigned and little-endian. Frames are those of `kvabr.codec.container`, with checksums. Objects without
+suitable tracks have one frame, their bytes with a CRC-32. All checksums cover the object's name, or frames its digest,
+so objects and profiles cannot be confused. Needs no LMCache.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ _HEAD, _CRC, _LENGTH = struct.Struct("<4sBBHQI"), struct.Struct("<I"), struct.St
 _TRACKS, _BYTES = 1, 2
 """Kinds of objects."""
 _NOWHERE = (1 << 64) - 1
-"""Position of an object whose position is not known."""
+"""Unknown position."""
 _MODEL = "object"
-"""Name of the model in frames, which its store's names tell."""
+"""Name of the model in frames; the store's keys have the real one."""
 _PROBE = KVSpec.uniform(_MODEL, "lmcache", 1, 1, 64, "float16")
 
 
@@ -53,29 +52,29 @@ class SerdeSettings(SettingsTable):
     """Keys of the table ``serde``."""
 
     track: Text | None = None
-    """``layers``: those of the AC codec. Or a track of constant rate, such as Int8, Int4, FP8 or FP16. None: layers, if
-    there is a profile, otherwise Int8."""
+    """``layers``: those of the AC codec. Or a track of constant rate, such as Int8, Int4, FP8 or FP16. None: layers
+    with a profile, otherwise Int8.
+    """
     profile: FilePath | None = None
     """Codec profile of the model, for the layers."""
     share: Annotated[float | None, Field(gt=0, le=1)] = None
-    """Bytes of an object with layers, as a share of those that it has in memory. None: as many as ``fallback`` has."""
+    """Size of an object with layers, as a share of its size in memory. None: that of ``fallback``."""
     fallback: Text = "Int4"
-    """Track of constant rate for an object that the layers do not fit, or whose position is not known."""
+    """Track of constant rate for an object that is too small for layers, or has an unknown position."""
     max_workers: Count = 1
     """Threads that code objects."""
 
 
 class _Plan(NamedTuple):
-    """How objects of one layout are coded."""
+    """Coding of objects of one layout."""
 
     spec: KVSpec
     size: int
-    """Bytes of an object."""
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What the head of an object says, and the frames."""
+    """The fields of an object's head, and its frames."""
 
     kind: int
     frames: Sequence[memoryview]
@@ -84,10 +83,10 @@ class _Head:
 
 
 class ObjectCoder:
-    """Codes objects, for several threads."""
+    """Codes objects; thread-safe."""
 
     def __init__(self, settings: SerdeSettings) -> None:
-        """Load the profile. A `UsageError` or an error of the profile's file says what is wrong."""
+        """Load the profile; raise `UsageError`, or an error of the profile's file."""
         self._layers = settings.track == "layers" or (settings.track is None and settings.profile is not None)
         self._plain = settings.fallback if self._layers else settings.track or "Int8"
         self._share, self._trouble = settings.share, TroubleLog(LOG)
@@ -101,25 +100,25 @@ class ObjectCoder:
         self._profile = lru_cache(64)(self._fitting)
 
     def size(self, layout: ObjectLayout) -> int:
-        """Return the bytes of a coded object of this layout; any has some."""
+        """Return the bytes of a coded object of this layout."""
         plan = self._plan(layout, None)
         return _bytes_size(layout) if plan is None else plan.size
 
     def encode(
         self, name: str, layout: ObjectLayout, data: memoryview, chunk: torch.Tensor | None, position: int | None
     ) -> bytes:
-        """Return a coded object, of `size` bytes.
+        """Return a coded object of `size` bytes.
 
         Args:
-            name: what the object is called.
+            name: of the object.
             layout: its shapes and element types.
             data: its bytes.
             chunk: the same as a tensor, if it is one; see `as_kv`.
-            position: of its first token in the prompt; None: not known, so it has no layers.
+            position: of its first token in the prompt; None (unknown) excludes layers.
 
         Raises:
-            NotFiniteError: a number is NaN or infinite; LMCache does not store the object.
-            FormatError: the level does not hold a number.
+            NotFiniteError: NaN or infinity; LMCache does not store the object.
+            FormatError: the track cannot hold a number.
         """
         plan = self._plan(layout, None)
         if plan is None or chunk is None:
@@ -132,11 +131,11 @@ class ObjectCoder:
         except (NotFiniteError, FormatError) as error:
             self._trouble.tell("an object is not stored", error)
             raise
-        room = plan.size - _HEAD.size - _CRC.size
+        limit = plan.size - _HEAD.size - _CRC.size
         if self._layers and position is None:
             self._trouble.tell("objects are coded without layers", "the daemon did not hash their prompt's tokens")
         elif self._layers and (profile := self._profile(plan.spec)) is not None:
-            frames = _layers_within(room, name, _contexts(profile.spec, kv, position or 0, profile))
+            frames = _layers_within(limit, name, _contexts(profile.spec, kv, position or 0, profile))
             if frames:
                 return _filled(_TRACKS, frames, position, kv.shape[-1], plan.size)
             self._trouble.tell("objects are coded without layers", f"not even the base fits {plan.size} bytes")
@@ -151,9 +150,9 @@ class ObjectCoder:
     def decode(
         self, name: str, layout: ObjectLayout, coded: memoryview, data: memoryview, chunk: torch.Tensor | None
     ) -> None:
-        """Write an object to ``data``, which is ``chunk`` if that is not None; the coded one is not trusted.
+        """Decode an untrusted object to ``data``, or its tensor ``chunk``.
 
-        Raises a `FormatError` if it is damaged or of another layout, `ForeignError` if it is another object.
+        Raise `FormatError` if it is damaged or of another layout, `ForeignError` if it is another object.
         """
         head = _parsed(coded)
         if head.kind == _BYTES:
@@ -182,7 +181,7 @@ class ObjectCoder:
             decode_payload(below.pop(), tracks[len(stack) - 1], context, group, part, below)
 
     def _planned(self, layout: ObjectLayout, head_dim: int | None) -> _Plan | None:
-        """Return how objects of a layout are coded; None: as they are. ``head_dim``: that of one that exists."""
+        """Return the coding of a layout (None: plain bytes), with the ``head_dim`` of an existing object."""
         try:
             spec = object_spec(_MODEL, layout, lambda width: head_dim or head_dim_of(_MODEL, width, self._engine))
         except FormatError:
@@ -204,8 +203,8 @@ class ObjectCoder:
             return None
 
 
-def _layers_within(room: int, name: str, groups: Sequence[tuple[GroupContext, torch.Tensor]]) -> list[bytes]:
-    """Return the frames of as many layers as have room, base first, and of each those of all groups."""
+def _layers_within(limit: int, name: str, groups: Sequence[tuple[GroupContext, torch.Tensor]]) -> list[bytes]:
+    """Return the frames of all layers that fit, base first, each for all groups."""
     frames: list[bytes] = []
     payloads: list[list[bytes]] = [[] for _ in groups]
     for track in LAYERS:
@@ -214,8 +213,8 @@ def _layers_within(room: int, name: str, groups: Sequence[tuple[GroupContext, to
             payload = encode_payload(part, track, context, payloads[group])
             payloads[group].append(payload)
             level.append(framed(payload, track, context, _chunk(name, group, context), group))
-        room -= sum(_LENGTH.size + len(frame) for frame in level)
-        if room < 0:
+        limit -= sum(_LENGTH.size + len(frame) for frame in level)
+        if limit < 0:
             break
         frames += level
     return frames
@@ -224,7 +223,7 @@ def _layers_within(room: int, name: str, groups: Sequence[tuple[GroupContext, to
 def _contexts(
     spec: KVSpec, kv: torch.Tensor, position: int = 0, profile: Profile | None = None
 ) -> list[tuple[GroupContext, torch.Tensor]]:
-    """Return the groups of an object, and what codecs know of each."""
+    """Return the groups of an object with their contexts."""
     return [
         (GroupContext(spec, position + first, last - first, profile, memo={}), kv[:, :, :, first:last])
         for first, last in _ranges(spec, kv.shape[3])
@@ -236,7 +235,7 @@ def _ranges(spec: KVSpec, tokens: int) -> list[tuple[int, int]]:
 
 
 def _chunk(name: str, group: int, context: GroupContext) -> str:
-    """Return the digest that binds a frame to its object, and layers to their profile: another makes other numbers."""
+    """Return the digest that binds a frame to its object, and layers to their profile."""
     profile = "" if context.profile is None else context.profile.digest
     return hashlib.sha256(f"kvabr.object/1\0{group}\0{profile}\0{name}".encode()).hexdigest()
 
@@ -246,28 +245,27 @@ def _bytes_size(layout: ObjectLayout) -> int:
 
 
 def _filled(kind: int, frames: Sequence[bytes], position: int | None, head_dim: int, size: int) -> bytes:
-    """Return an object of these frames."""
     head = _HEAD.pack(_MAGIC, _VERSION, kind, len(frames), _NOWHERE if position is None else position, head_dim)
     parts = [head, _CRC.pack(zlib.crc32(head))]
     for frame in frames:
         parts += [_LENGTH.pack(len(frame)), frame]
     made = b"".join(parts)
     if len(made) > size:
-        raise FormatError(f"a coded object of LMCache has {len(made)} bytes, and room for {size}")
+        raise FormatError(f"a coded object of LMCache has {len(made)} bytes; the limit is {size}")
     return made.ljust(size, b"\0")
 
 
 def _write_bytes(name: str, head: _Head, data: memoryview) -> None:
     if len(head.frames) != 1 or len(head.frames[0]) != len(data) + _CRC.size:
         raise FormatError(f"a coded object of LMCache has not the {len(data)} bytes of its layout")
-    body, told = head.frames[0][: -_CRC.size], head.frames[0][-_CRC.size :]
-    if zlib.crc32(body, zlib.crc32(name.encode())) != _CRC.unpack(told)[0]:
+    body, crc = head.frames[0][: -_CRC.size], head.frames[0][-_CRC.size :]
+    if zlib.crc32(body, zlib.crc32(name.encode())) != _CRC.unpack(crc)[0]:
         raise FormatError("a coded object of LMCache is damaged, or another one")
     data[:] = body
 
 
 def _parsed(coded: memoryview) -> _Head:
-    """Return the head of an object, and its frames, of which nothing is checked but their lengths."""
+    """Parse the head of an object, and its frames, checking only their lengths."""
     if len(coded) < _HEAD.size + _CRC.size:
         raise FormatError(f"a coded object of LMCache has {len(coded)} bytes, too few for its head")
     magic, version, kind, count, position, head_dim = _HEAD.unpack_from(coded)

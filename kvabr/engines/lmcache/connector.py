@@ -1,8 +1,7 @@
 """The plug-in that LMCache loads: `KvabrAdapter`, which makes a `ChunkConnector`.
 
-The client runs on the event loop that LMCache provides. The chunks of all requests share one connection, and the
-earliest deadline is served first. A chunk that does not come in time is reported as missing, and the engine computes
-it.
+The client runs on LMCache's event loop. All requests share one connection, earliest deadline first. A late chunk counts
+as missing.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ from kvabr.engines.lmcache.chunks import PLACES, as_kv, chunk_key, name_of, read
 from kvabr.types.errors import KvabrError
 
 _WAIT_S = 30.0
-"""Seconds that a thread of LMCache waits for the event loop, in addition to the time of the lookup."""
+"""Seconds that an LMCache thread waits for the event loop, in addition to the lookup."""
 _MAX_LISTED = 1 << 16
 
 
 class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not there when types are checked
-    """The class that LMCache's configuration names as ``class_name``."""
+    """The ``class_name`` for LMCache's configuration."""
 
     def __init__(self) -> None:
         super().__init__("kvabr://")
         ADAPTER.check()
 
     def can_parse(self, url: str) -> bool:
-        """Return whether a URL is ``kvabr://HOST:PORT/``, or that of a plug-in called ``kvabr`` or ``kvabr.NAME``."""
+        """Return True for ``kvabr://HOST:PORT/``, or the URL of a plug-in ``kvabr`` or ``kvabr.NAME``."""
         plugin = url.removeprefix("plugin://")
         return url.startswith(self.schema) or (plugin != url and extract_plugin_type(plugin) == "kvabr")
 
     def create_connector(self, context: ConnectorContext) -> ChunkConnector:
         """Make the connector of a configuration.
 
-        If that is wrong, or kvabr does not support the cache, raise `IrrecoverableException`: LMCache logs an error and
-        continues without the plug-in.
+        If that is wrong or unsupported, raise `IrrecoverableException`: LMCache logs an error and continues without the
+        plug-in.
         """
         config, metadata = context.config, context.metadata
         if config is None or metadata is None:
-            raise IrrecoverableException("kvabr: LMCache gave no configuration, or no metadata")
+            raise IrrecoverableException("kvabr: LMCache passed no configuration, or no metadata")
         try:
             extra = dict(config.extra_config or {})
             if context.plugin_name is None:
@@ -76,10 +75,10 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         config: LMCacheEngineConfig,
         metadata: LMCacheMetadata,
     ) -> None:
-        """Prepare; nothing is dialled before the first lookup.
+        """Prepare without dialling.
 
-        LMCache gives its event loop, which runs in a thread of its own, the memory that chunks are allocated in, its
-        configuration, and the shape and type of the engine's cache.
+        LMCache passes its event loop, the memory to allocate chunks in, its configuration, and the shape and type of
+        the cache.
         """
         super().__init__(config, metadata)
         if len(self.meta_shapes) != 1 or config.use_layerwise:
@@ -98,22 +97,22 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             settings,
             "a chunk of LMCache",
             max_tokens=chunk_tokens,
-            # A key does not tell the length of its chunk, but LMCache copies as many tokens as a full chunk has.
+            # A key hides the length of its chunk, but LMCache copies as many tokens as a full chunk has.
             min_tokens=1 if config.save_unfull_chunk else chunk_tokens,
             unplaced="the position of a chunk is not known: LMCache did not cut it from a prompt's tokens here",
         )
         if self._store.publisher is not None:
-            # LMCache frees the memory of its chunks before it closes this storage, which may still be encoding them.
+            # LMCache frees the chunks' memory before it closes this storage, which may still be encoding them.
             memory.close = partial(_close_both, self._store.publisher.close, memory.close)
         self.metrics = self._store.client.metrics
         self._put: dict[str, None] = {}
 
     async def exists(self, key: CacheEngineKey) -> bool:
-        """Return whether a chunk can be fetched."""
+        """Return True if a chunk can be fetched."""
         return await self._store.find(chunk_key(key), PLACES.possible(key.chunk_hash)) is not None
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
-        """As `exists`, for threads other than the event loop's."""
+        """As `exists`, for other threads than the event loop's."""
         return self.batched_contains([key]) == 1
 
     def support_batched_contains(self) -> bool:
@@ -121,10 +120,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
-        """Return how many chunks, from the first on, LMCache is to fetch: see `ChunkStore.leading`.
-
-        For threads other than the event loop's.
-        """
+        """Return the number of leading chunks to fetch, see `ChunkStore.leading`; not for the event loop's thread."""
         leading = self._store.leading(
             [chunk_key(key) for key in keys], [PLACES.possible(key.chunk_hash) for key in keys]
         )
@@ -136,7 +132,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             return 0
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
-        """Play one chunk; None if it is missing or does not come in time."""
+        """Play one chunk; None if it is missing or late."""
         played = await self._store.play(chunk_key(key), PLACES.possible(key.chunk_hash))
         if played is None:
             return None
@@ -155,7 +151,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         try:
             errors = await asyncio.shield(decoding)
         except BaseException:
-            # LMCache has cancelled the call: its memory is written to until the threads have ended.
+            # LMCache has cancelled the call; threads still write to its memory.
             decoding.add_done_callback(lambda _: chunk.ref_count_down())
             raise
         if (wrong := next(filter(None, errors), None)) is not None:
@@ -169,13 +165,13 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_get(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """Play many chunks; None for each that is missing or does not come in time."""
+        """Play many chunks; None for each missing or late one."""
         loop = asyncio.get_running_loop()
         getting = [loop.create_task(self.get(key)) for key in keys]
         try:
             return list(await asyncio.gather(*getting))
         except BaseException:
-            # LMCache has cancelled the call: release the memory of chunks that have come.
+            # LMCache has cancelled the call: release received chunks.
             for task in getting:
                 task.cancel()
             for chunk in await asyncio.gather(*getting, return_exceptions=True):
@@ -184,7 +180,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             raise
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[CacheEngineKey]) -> list[MemoryObj]:
-        """Play many chunks; return those before the first that is missing."""
+        """Play many chunks; return those before the first missing one."""
         del lookup_id
         chunks = await self.batched_get(keys)
         came = list(itertools.takewhile(lambda chunk: chunk is not None, chunks))
@@ -194,7 +190,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return came
 
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
-        """Publish a chunk and wait for that, unless it exists already or the queue is full."""
+        """Publish a chunk and wait, unless it exists already or the queue is full."""
         chunk = memory_obj.tensor
         if chunk is None:
             return
@@ -209,11 +205,11 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
                 del self._put[next(iter(self._put))]
 
     async def list(self) -> list[str]:
-        """Return the keys of the last 65,536 chunks that this process has published."""
+        """Return the keys of the last 65,536 chunks published by this process."""
         return [*self._put]
 
     def support_ping(self) -> bool:
-        """Return whether `ping` has an origin to ask."""
+        """Return True with an origin to ping."""
         return self._settings.url is not None
 
     async def ping(self) -> int:
@@ -221,12 +217,12 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return 0 if await self._store.answers() else 1
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
-        """Remove nothing: ``publish_mib`` limits what is published."""
+        """Remove nothing: ``publish_mib`` limits published caches."""
         del key
         return False
 
     async def close(self) -> None:
-        """End all plays, and publish what waits."""
+        """End all plays, and publish waiting chunks."""
         await self._store.close()
 
 

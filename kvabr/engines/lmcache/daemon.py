@@ -1,8 +1,7 @@
-"""The adapter that LMCache's daemon loads beside its own stores: `KvabrL2`.
+"""The adapter for LMCache's daemon, next to its own stores: `KvabrL2`.
 
-The daemon asks from the threads of its controllers, and polls descriptors for what is done. Everything runs on one
-event loop in a thread of its own. Nothing waits longer than the settings say: what an origin does not answer in time,
-or does not bring, is a miss.
+The daemon calls from its controllers' threads, and polls descriptors for results. Everything runs on one event loop in
+a separate thread, within the time limits of the settings: late answers and objects are misses.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from kvabr.engines.settings import TroubleLog
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 
 _MAX_KINDS = 64
-"""Kinds of objects in one daemon: models, their groups of layers, element types."""
+"""Kinds of objects in one daemon: models, groups of layers, element types."""
 
 _R = TypeVar("_R")
 
 
 class CompletedTasks(Generic[_R]):
-    """Results of tasks by number, and the descriptor that tells the daemon of new ones. For several threads."""
+    """Results of tasks by number, with a descriptor that signals new ones. Thread-safe."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._results: dict[int, _R] = {}
@@ -53,7 +52,7 @@ class CompletedTasks(Generic[_R]):
         self.notifier.notify()
 
     def pop(self, task: int) -> _R | None:
-        """Return the result of a task, once; None if there is none yet."""
+        """Return the result of a task, once, if there is one."""
         with self._lock:
             return self._results.pop(task, None)
 
@@ -66,7 +65,7 @@ class CompletedTasks(Generic[_R]):
 
 @dataclass(frozen=True)
 class ObjectKind:
-    """What objects have in common that are stored alike."""
+    """Common properties of objects in one store."""
 
     model: str
     workers: int
@@ -74,7 +73,7 @@ class ObjectKind:
 
     @classmethod
     def of(cls, key: ObjectKey, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> ObjectKind:
-        """Return that of an object."""
+        """Return the kind of an object."""
         return cls(key.model_name, ObjectKey.WorldSizeFromKVRank(key.kv_rank), ObjectLayout.of(shapes, dtypes))
 
 
@@ -84,14 +83,14 @@ class KindStore:
 
     store: ChunkStore
     room: asyncio.Semaphore
-    """For what may wait to be published: LMCache stores a whole prompt at once."""
+    """Limits waiting publications: LMCache stores a whole prompt at once."""
 
 
 class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there when types are checked
-    """The class that ``--l2-adapter`` names as ``class_name``."""
+    """The ``class_name`` for ``--l2-adapter``."""
 
     def __init__(self, adapter_params: dict[str, Any], l1_memory_desc: object = None) -> None:
-        """Read ``adapter_params``, see `KeyedSettings`; dial nothing. A `UsageError` says what is wrong."""
+        """Read ``adapter_params`` (see `KeyedSettings`) without dialling; raise `UsageError` if they are wrong."""
         super().__init__()
         del l1_memory_desc
         ADAPTER.check()
@@ -121,56 +120,56 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
     # ------------------------------------------------------------------ LMCache's contract
 
     def get_store_event_fd(self) -> int:
-        """Return the descriptor that is readable when a store task is done."""
+        """Return the descriptor that signals finished store tasks."""
         return int(self._stored.notifier.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Return the descriptor that is readable when a lookup is done."""
+        """Return the descriptor that signals finished lookups."""
         return int(self._looked_up.notifier.fileno())
 
     def get_load_event_fd(self) -> int:
-        """Return the descriptor that is readable when a load is done."""
+        """Return the descriptor that signals finished loads."""
         return int(self._loaded.notifier.fileno())
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to publish objects, which keep their memory until the task is done.
 
-        Without ``publish`` nothing is stored, which is no failure.
+        Without ``publish``, storing nothing counts as success.
         """
         _check_pairs(keys, objects)
         return self._submit(self._stored, L2StoreResult(False, 0), lambda: self._store(keys, objects))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
-        """Return what has been stored: a task succeeds if all its objects are published, now or before."""
+        """Return finished store tasks; they succeed if all objects are published, now or before."""
         return self._stored.pop_all()
 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Begin to ask which objects can be fetched.
+        """Begin to look up objects.
 
-        Nothing is locked: a player knows what it has found by its content, and what has gone since is a miss.
+        Nothing is locked: objects that disappear later are misses.
         """
         return self._submit(self._looked_up, Bitmap(len(keys)), lambda: self._look_up(keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """Return which objects of a lookup LMCache is to load, once; None if it is not done."""
+        """Return, once, the objects to load after a lookup; None while it runs."""
         return self._looked_up.pop(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Do nothing, as nothing is locked."""
+        """Do nothing: there are no locks."""
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begin to play objects into memory that is not touched once the task is done."""
+        """Begin to play objects into memory, which is untouched after the task."""
         _check_pairs(keys, objects)
         return self._submit(self._loaded, Bitmap(len(keys)), lambda: self._load(keys, objects))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """Return which objects have come whole and in time, once; None if the load is not done."""
+        """Return, once, the completely loaded objects; None while the load runs."""
         return self._loaded.pop(task_id)
 
     def report_status(self) -> dict[str, Any]:
-        """Return the state for LMCache's ``/status``. An origin that does not answer makes no daemon unhealthy."""
+        """Return the state for LMCache's ``/status``; a silent origin is not unhealthy."""
         return {
             "is_healthy": not self._closing,
             "type": type(self).__name__,
@@ -182,7 +181,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         }
 
     def close(self) -> None:
-        """Publish what waits, and end; loads are waited for, as they write to LMCache's memory."""
+        """Publish waiting objects, and end after running loads, which write to LMCache's memory."""
         with self._lock:
             if self._closing:
                 return
@@ -196,7 +195,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
     # ----------------------------------------------------------------------- tasks
 
     def _submit(self, done: CompletedTasks[_R], failed: _R, work: Callable[[], Coroutine[Any, Any, _R]]) -> int:
-        """Begin a task and return its number. Whatever goes wrong, it has a result."""
+        """Begin a task and return its number; it has a result in any event."""
 
         async def run() -> None:
             (result,) = await self._all(failed, [work()])
@@ -217,10 +216,10 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
             self._running.discard(running)
 
     async def _kind(self, kind: ObjectKind) -> KindStore | None:
-        """Return the store of a kind of objects; None if kvabr does not take them. The log says why, once."""
+        """Return the store of a kind of objects; log once and return None if unsupported."""
         if kind not in self._kinds:
             if len(self._kinds) >= _MAX_KINDS:
-                self._trouble.tell("objects are not taken", f"there are {_MAX_KINDS} kinds of them already")
+                self._trouble.tell("objects are not stored", f"more than {_MAX_KINDS} kinds")
                 return None
             self._kinds[kind] = asyncio.get_running_loop().create_task(self._open(kind))
         return await asyncio.shield(self._kinds[kind])
@@ -229,7 +228,6 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         settings = self._settings
         try:
             bare = object_spec("model", kind.layout, lambda width: width)
-            # The digest of a model's weights may take seconds, the first time.
             name = await asyncio.to_thread(object_name, settings, kind.model, bare, kind.workers)
             spec = await asyncio.to_thread(
                 object_spec, name, kind.layout, lambda width: head_dim_of(name, width, settings)
@@ -259,13 +257,12 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return L2StoreResult(None not in sizes, sum(size for _, size in new))
 
     async def _store_one(self, key: ObjectKey, held: MemoryObj) -> int | None:
-        """Publish an object; return its bytes, 0 if it was published before, None if it is not."""
+        """Publish an object; return its bytes, 0 if published before, None if not published."""
         if (kind := await self._kind(_kind_of(key, held))) is None:
             return None
         kv = as_kv(_tensor(held), kind.store.spec)
         async with kind.room:
             text, position = object_key(key, kv.dtype), PLACES.at(key.chunk_hash)
-            # Whether a store has it is asked at once, which a bucket may take its time for.
             return await asyncio.wrap_future(await asyncio.to_thread(kind.store.put, text, kv, position))
 
     async def _look_up(self, keys: Sequence[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
@@ -298,7 +295,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return came
 
     async def _load_one(self, key: ObjectKey, held: MemoryObj) -> bool:
-        """Play an object into its memory; return whether it came."""
+        """Play an object into its memory; return whether it arrived."""
         if (kind := await self._kind(_kind_of(key, held))) is None:
             return False
         chunk = _tensor(held)
@@ -312,7 +309,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return wrong is None
 
     async def _all(self, failed: _R, works: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
-        """Do all of them, and return ``failed`` for each that cannot be done; when this returns, none goes on."""
+        """Run all; return ``failed`` for each failure, after all have ended."""
         results = await asyncio.gather(*works, return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException):
@@ -321,7 +318,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
 
     async def _close(self) -> None:
         for opening in self._kinds.values():
-            opening.cancel()  # does nothing to those that are open
+            opening.cancel()
         for kind in await asyncio.gather(*self._kinds.values(), return_exceptions=True):
             if isinstance(kind, KindStore):
                 await kind.store.close()

@@ -1,7 +1,7 @@
 """LMCache's serde ``kvabr``: kvabr's codecs for objects in the daemon's own stores, such as a folder or Redis.
 
-Importing this module registers it. A daemon imports it where an adapter is one of kvabr's: `CodedL2` is any adapter of
-LMCache, made from the table that its own specification would be.
+Importing this module registers it. A daemon imports it for kvabr's adapters only: `CodedL2` wraps any adapter of
+LMCache, given the table of its own specification.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ NAME = "kvabr"
 
 
 class ObjectSerde(Serializer, Deserializer):  # type: ignore[misc]  # LMCache is not there when types are checked
-    """`ObjectCoder` as LMCache calls it."""
+    """`ObjectCoder` with LMCache's interface."""
 
     def __init__(self, coder: ObjectCoder) -> None:
         self._coder = coder
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        """Code ``src`` into the bytes ``dst``, and return how many there are."""
+        """Code ``src`` into the bytes ``dst``, and return their number."""
         layout, position = _layout_of(src), PLACES.at(key.chunk_hash)
         coded = self._coder.encode(_name_of(key, layout), layout, _bytes_of(src), _chunk_of(src, layout), position)
         _bytes_of(dst)[: len(coded)] = coded
         return len(coded)
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """Return the bytes of a coded object, which only its layout tells."""
+        """Return the bytes of a coded object."""
         return self._coder.size(ObjectLayout.of(layout_desc.shapes, layout_desc.dtypes))
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        """Decode the bytes ``src`` into ``dst``; raise a `FormatError` if they are not the object."""
+        """Decode the bytes ``src`` into ``dst``; raise `FormatError` if they are damaged."""
         layout = _layout_of(dst)
         self._coder.decode(_name_of(key, layout), layout, _bytes_of(src), _bytes_of(dst), _chunk_of(dst, layout))
 
 
 class CodedL2(L2AdapterInterface):  # type: ignore[misc]
-    """The class that ``--l2-adapter`` names for an adapter of LMCache with the serde ``kvabr``."""
+    """The class for ``--l2-adapter`` that adds the serde ``kvabr`` to an adapter of LMCache."""
 
     def __new__(cls, adapter_params: dict[str, Any], l1_memory_desc: object = None) -> L2AdapterInterface:
-        """Return the adapter that ``adapter_params`` specify, as LMCache makes it."""
+        """Return LMCache's adapter for ``adapter_params``."""
         kind = adapter_params.get("type")
         if not isinstance(kind, str):
             raise UsageError(

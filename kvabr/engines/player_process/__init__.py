@@ -1,10 +1,9 @@
-"""A player process: network, policies and checks of all engines of a node, out of the way of those that run models.
+"""A player process: network, policies and checks of all engines of a node, apart from the models' processes.
 
-An engine's process asks through a Unix socket (`client`), and gets compressed groups in shared memory, which it expands
-where they belong. The process (`process`, the command ``kvabr player``) is started by the first engine that needs one,
-and ends some time after the last. If it dies, its plays fail, their requests are computed, and the next call starts
-another.
+An engine's process sends requests through a Unix socket (`client`), and receives compressed groups in shared memory,
+which it expands in place. The process (`process`, ``kvabr player``) is started by the first engine, and ends some time
+after the last. If it dies, its plays fail, their requests are computed, and the next call starts another.
 
-Both ends must be processes of one user, on one host, with the same kvabr. That is why messages are pickled (`channel`):
-who may connect may as well debug the other process.
+Both ends must be processes of one user, on one host, with the same kvabr. Messages are therefore pickled (`channel`): a
+peer that may connect may also debug the other process.
 """

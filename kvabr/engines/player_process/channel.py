@@ -1,8 +1,8 @@
 """Messages between two processes of one user: pickled objects and open files, over a Unix socket.
 
-Bytes, codec profiles and catalogs are not pickled with the rest. The sender puts bytes into shared memory (`regions`).
-A profile is sent once, and then named by its digest. So is a catalog, of which both ends keep the same ones, those used
-last. The end that got one can name it, too; if the other has just forgotten it, `LackingError` says so.
+Bytes, codec profiles and catalogs are not part of the pickle. The sender puts bytes into shared memory (`regions`).
+Profiles and catalogs are sent once, and then named by digest; both ends keep the same recent catalogs. If a receiver
+has just dropped a named catalog, `LackingError` is raised.
 """
 
 from __future__ import annotations
@@ -24,49 +24,47 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ConnectionLostError, FormatError, PlayError
 
 _HEAD = struct.Struct("=QB")
-"""Bytes of the message that follows, and files that come with it."""
-_MOST_BYTES = 1 << 30
+"""Bytes of the following message, and number of its files."""
+_MAX_BYTES = 1 << 30
 _READ_BYTES = 256 << 10
-_MOST_FILES = 8
+_MAX_FILES = 8
 _NOTHING = memoryview(b"")
-_MOST_CATALOG_BYTES = 16 << 20
-"""Of catalogs that an end keeps of each direction, pickled: two for a million tokens, or hundreds for 8,192. A larger
-one is kept alone. As objects they take two to three times as much."""
+_MAX_CATALOG_BYTES = 16 << 20
+"""Limit of kept catalogs per direction, pickled: two for a million tokens, or hundreds for 8,192. One larger catalog is
+kept alone. Objects take two to three times as much.
+"""
 _BYTES, _PROFILE, _CATALOG = 0, 1, 2
-"""What stands for something that is not pickled with the rest: bytes in shared memory, a profile, or a catalog."""
+"""Kinds of placeholders in a pickle: bytes in shared memory, a profile, or a catalog."""
 _CREDENTIALS = struct.Struct("=iii")
-"""A process, its user and its group, as Linux tells them of the other end of a socket."""
+"""Process, user and group of the other end of a socket on Linux."""
 
 
 class ChannelMessage(NamedTuple):
-    """What came."""
+    """A received message."""
 
     data: bytes
     files: tuple[int, ...]
-    """Descriptors, which the receiver closes."""
+    """Descriptors for the receiver to close."""
 
 
 class LackingError(FormatError):
-    """A message names a catalog that is not here any more."""
+    """A message names a catalog that is no longer kept."""
 
     def __init__(self, message: Any) -> None:
-        """Describe it; ``message`` has None instead of the catalog."""
-        super().__init__("a catalog is not here any more")
+        """Take a message with None in place of the catalog."""
+        super().__init__("a catalog is no longer kept")
         self.message = message
 
 
 class ProcessChannel:
-    """One end of a connection, on an event loop. All its methods are for the loop's thread."""
+    """One end of a connection, for the event loop's thread."""
 
     def __init__(
         self, link: socket.socket, received: Callable[[ChannelMessage], None], lost: Callable[[Exception], None]
     ) -> None:
-        """Take over a connected socket; raise `ConnectionLostError` unless it leads to a process of the same user.
+        """Take over a connected socket; raise `ConnectionLostError` for a process of another user.
 
-        Args:
-            link: the socket.
-            received: is called with each message.
-            lost: is called, once, when the connection has ended otherwise than by `close`.
+        ``received`` takes each message; ``lost`` is called once if the connection ends other than by `close`.
         """
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():
@@ -77,10 +75,10 @@ class ProcessChannel:
         self._loop = asyncio.get_running_loop()
         self._came, self._files = bytearray(), deque[int]()
         self._waiting: deque[tuple[memoryview, Sequence[int]]] = deque()
-        self._told: set[str] = set()
-        """Profiles that the other end has."""
+        self._sent_profiles: set[str] = set()
+        """Profiles at the other end."""
         self._profiles: dict[str, Profile] = {}
-        """Those that it has sent."""
+        """Profiles from the other end."""
         self._sent, self._got = _Catalogs(), _Catalogs()
         self._open = True
         self._loop.add_reader(link, self._read)
@@ -93,21 +91,21 @@ class ProcessChannel:
         file: int | None = None,
         theirs: bool = False,
     ) -> None:
-        """Send an object; nothing once the connection has ended.
+        """Send an object; do nothing after the end of the connection.
 
         Args:
             message: the object.
             places: offset and bytes in shared memory of views within the message, by their ids.
             file: an open file to send along, which may be closed afterwards.
-            theirs: whether catalogs that came from the other end are named, although it may have forgotten them.
+            theirs: name catalogs from the other end, although it may have dropped them.
         """
         if not self._open:
             return
         out = io.BytesIO()
         out.write(bytes(_HEAD.size))
-        pickler = _Pickler(out, places, set(self._told), self._sent, self._got if theirs else _Catalogs())
+        pickler = _Pickler(out, places, set(self._sent_profiles), self._sent, self._got if theirs else _Catalogs())
         pickler.dump(message)
-        self._told = pickler.told  # unless it could not be pickled
+        self._sent_profiles = pickler.profiles  # unless it could not be pickled
         self._sent.use(pickler.used)
         data = out.getbuffer()
         _HEAD.pack_into(data, 0, len(data) - _HEAD.size, file is not None)
@@ -117,10 +115,10 @@ class ProcessChannel:
             self._write()
 
     def read(self, message: ChannelMessage, shared: memoryview = _NOTHING) -> Any:
-        """Return the object of a message; ``shared`` is the memory that its views lie in. Read them in their order.
+        """Return the object of a message with views of ``shared``. Read messages in order.
 
         Raises:
-            LackingError: it names a catalog that this end has forgotten after it was sent.
+            LackingError: it names a catalog that this end has dropped.
             FormatError: it is not from this version of kvabr.
         """
         unpickler = _Unpickler(message.data, shared, self._profiles, self._got, self._sent)
@@ -128,7 +126,7 @@ class ProcessChannel:
             thing = unpickler.load()
         except FormatError:
             raise
-        except Exception as error:  # unpickling raises whatever it likes
+        except Exception as error:  # unpickling may raise anything
             raise FormatError(f"a message that cannot be read: {error!r}") from error
         self._got.use(unpickler.used)
         if unpickler.lacks:
@@ -171,14 +169,14 @@ class ProcessChannel:
 
     def _read(self) -> None:
         try:
-            data, files, flags, _ = socket.recv_fds(self._link, _READ_BYTES, _MOST_FILES)
+            data, files, flags, _ = socket.recv_fds(self._link, _READ_BYTES, _MAX_FILES)
         except BlockingIOError:
             return
         except OSError as error:
             self._fail(error)
             return
         self._files.extend(files)
-        if flags & socket.MSG_CTRUNC:  # a later message's file would be taken for this one's
+        if flags & socket.MSG_CTRUNC:  # a later message's file would be assigned to this one
             self._fail(ConnectionLostError("a file did not come along: this process has no descriptor left"))
             return
         if not data:
@@ -187,7 +185,7 @@ class ProcessChannel:
         self._came += data
         while self._open and len(self._came) >= _HEAD.size:
             size, count = _HEAD.unpack_from(self._came)
-            if size > _MOST_BYTES or count > _MOST_FILES:
+            if size > _MAX_BYTES or count > _MAX_FILES:
                 self._fail(FormatError(f"a message of {size:,} bytes with {count} files"))
                 return
             end = _HEAD.size + size
@@ -202,52 +200,57 @@ class ProcessChannel:
 
 
 class _Catalogs:
-    """Catalogs that one end has sent and the other has got: the same ones at both, as messages keep their order."""
+    """Catalogs sent by one end and received by the other; equal at both, as messages stay in order."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Catalog, int]] = OrderedDict()
-        """With their sizes in bytes, pickled; the longest unused first."""
+        """With their pickled sizes; least recently used first."""
         self._nbytes = 0
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._kept
 
     def get(self, digest: str) -> Catalog | None:
-        """Return one; None if it is not kept."""
+        """Return a catalog, if kept."""
         return self._kept[digest][0] if digest in self._kept else None
 
     def use(self, used: Mapping[str, tuple[Catalog, int]]) -> None:
-        """Keep those of a message; only then are others forgotten, which it may have named, too."""
+        """Keep a message's catalogs, and only then drop others, which it may also name."""
         for digest, (catalog, nbytes) in used.items():
             if digest not in self._kept:
                 self._kept[digest] = catalog, nbytes
                 self._nbytes += nbytes
             self._kept.move_to_end(digest)
-        while self._nbytes > _MOST_CATALOG_BYTES and len(self._kept) > 1:
+        while self._nbytes > _MAX_CATALOG_BYTES and len(self._kept) > 1:
             self._nbytes -= self._kept.popitem(last=False)[1][1]
 
 
 class _Pickler(pickle.Pickler):
     def __init__(
-        self, out: io.BytesIO, places: Mapping[int, tuple[int, int]], told: set[str], sent: _Catalogs, got: _Catalogs
+        self,
+        out: io.BytesIO,
+        places: Mapping[int, tuple[int, int]],
+        profiles: set[str],
+        sent: _Catalogs,
+        got: _Catalogs,
     ) -> None:
         super().__init__(out, pickle.HIGHEST_PROTOCOL)
-        self.told, self.used = told, dict[str, tuple[Catalog, int]]()
+        self.profiles, self.used = profiles, dict[str, tuple[Catalog, int]]()
         self._places, self._sent, self._got = places, sent, got
 
     def persistent_id(self, thing: object) -> tuple[object, ...] | None:
         if isinstance(thing, memoryview):
             return (_BYTES, *self._places[id(thing)])
         if isinstance(thing, Profile):
-            new = thing.digest not in self.told
-            self.told.add(thing.digest)
+            new = thing.digest not in self.profiles
+            self.profiles.add(thing.digest)
             return _PROFILE, thing.digest, thing.to_bytes() if new else None
         if isinstance(thing, Catalog):
             return _CATALOG, thing.digest, self._new(thing)
         return None
 
     def _new(self, catalog: Catalog) -> bytes | None:
-        """Return a catalog for an end that lacks it."""
+        """Return a pickled catalog if the other end lacks it."""
         digest, data = catalog.digest, None
         if digest in self._sent or digest in self.used:
             self.used.setdefault(digest, (catalog, 0))
@@ -257,7 +260,7 @@ class _Pickler(pickle.Pickler):
         return data
 
     def reducer_override(self, thing: object) -> Any:
-        if isinstance(thing, BaseException):  # those with arguments of their own cannot be made again by calling them
+        if isinstance(thing, BaseException):  # errors with other arguments cannot be rebuilt by calling them
             return _error, (type(thing), thing.args, vars(thing))
         return NotImplemented
 
@@ -265,7 +268,7 @@ class _Pickler(pickle.Pickler):
 def _error(kind: type[BaseException], args: tuple[object, ...], facts: dict[str, object]) -> BaseException:
     try:
         error = kind.__new__(kind)
-    except TypeError:  # a group of errors, say
+    except TypeError:  # for example a group of errors
         return PlayError(f"{kind.__name__}: {args}")
     error.args = args
     vars(error).update(facts)

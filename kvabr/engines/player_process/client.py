@@ -1,4 +1,4 @@
-"""`RemoteClient`: the client of an engine whose plays run in a player process."""
+"""`RemoteClient`: an engine's client with plays in a player process."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ from kvabr.types.kv import KVSpec
 _log = logging.getLogger("kvabr.engines")
 
 _IDLE_S = 60
-"""Seconds without an engine after which a process ends that engines have started."""
+"""Idle seconds after which a process started by engines ends."""
 _START_S, _NAP_S = 30.0, 0.05
 _ANSWER_S = 10.0
-"""Seconds that a process may need to answer beyond those of a call, which it counts itself: one that hangs does not."""
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
+"""Additional time for an answer, for processes that hang; calls have their own limits."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _started: list[subprocess.Popen[bytes]] = []
-"""Kept, so that nothing is said of processes that outlive this one."""
+"""Referenced, so that Python does not warn about processes that outlive this one."""
 
 
 P = ParamSpec("P")
@@ -71,7 +71,7 @@ T = TypeVar("T")
 def _remote(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[RemoteClient, P], Coroutine[Any, Any, T]]:
-    """Return a method of `AsyncClient` as one that is called in the player process."""
+    """Return a method of `AsyncClient` as a call in the player process."""
 
     async def call(self: RemoteClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         value: T = await self.call(method.__name__, args, kwargs)
@@ -82,27 +82,25 @@ def _remote(
 
 
 class RemoteClient:
-    """What an adapter needs of `AsyncClient`, for one event loop."""
+    """The part of `AsyncClient` that adapters need, for one event loop."""
 
     def __init__(self, arguments: ClientArguments, player: str) -> None:
-        """Prepare; a process is looked for, and started, when it is needed.
+        """Prepare; a process is found or started on demand.
 
-        Args:
-            arguments: of the client in that process.
-            player: the socket of a process that somebody else starts, or `OWN`.
+        ``player`` is the socket of a running process, or `OWN`.
         """
         self.metrics = ClientMetrics()
-        """Count nothing: the player process does."""
+        """Empty: the player process counts."""
         self._arguments = arguments
         self._starts = player == OWN
         self._socket = own_socket() if self._starts else Path(player).absolute()
         self._speeds = speeds_at(None if arguments.cache is None else arguments.cache / SPEEDS_FILE)
         self._link: asyncio.Task[_Link] | None = None
         self._home = HomeProcess("the client of the player process")
-        self._pauses, self._again_s = Backoff(_FIRST_PAUSE_S, _MOST_PAUSE_S), 0.0
-        """When a process may be started again after one that ended at once."""
+        self._pauses, self._again_s = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S), 0.0
+        """Earliest restart after a process that ended at once."""
         self._playing = 0
-        """Plays under way, which share this process' GPU."""
+        """Running plays, which share this process' GPU."""
 
     find = _remote(AsyncClient.find)
     find_asset = _remote(AsyncClient.find_asset)
@@ -117,11 +115,11 @@ class RemoteClient:
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
     ) -> None:
-        """As `AsyncClient.warm`, here: this process has the device."""
+        """As `AsyncClient.warm`, in this process, which has the device."""
         warm_engine(spec, device, dtype, like, self._speeds)
 
     async def close(self) -> None:
-        """Leave the process, which ends all plays of this client."""
+        """Disconnect, which ends all plays of this client."""
         link, self._link = self._link, None
         if link is not None and self._home.here:
             link.cancel()
@@ -131,7 +129,7 @@ class RemoteClient:
     # -------------------------------------------------------------- internals
 
     async def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Have a method of the client in the process called; errors are its own, or a `TransportError` without one."""
+        """Call a method of the client in the process; raise its errors, or `TransportError` without a process."""
         how, device, plays = options.get("options"), None, name.startswith("play")
         self._playing += plays
         link, within_s, begun_s = None, _longest_s(options), asyncio.get_running_loop().time()
@@ -149,21 +147,21 @@ class RemoteClient:
             log = self._socket.with_suffix(".log")
             raise TransportError(
                 f"the player process has not started within {within_s or _ANSWER_S:.3g} s: see {log}; a later request "
-                "finds it started"
+                "may succeed"
                 if link is None
                 else f"the player process does not answer: see {log}, and end it; the next request finds another"
             ) from error
         finally:
             self._playing -= plays
         if isinstance(value, PlayedPrefix) and device is not None:
-            # Profiles that are new to this process: the process that played has no GPU.
+            # The process that played has no GPU.
             for profile in {id(one.context.profile): one.context.profile for one in value.groups}.values():
                 if profile is not None:
                     warm_in_background(profile, device, speeds=self._speeds)
         return value
 
     def _planned(self, how: PlayOptions, args: tuple[Any, ...]) -> PlayOptions:
-        """Return the options for a process without a GPU: instead of this one's, how fast it expands groups."""
+        """Return the options for a process without a GPU: this one's decoding speed instead of its device."""
         share = None
         if how.device is not None and how.device.type == "cuda" and isinstance(args[0], Found):
             catalog = args[0].catalog.to_play
@@ -173,17 +171,17 @@ class RemoteClient:
         return replace(how, device=None, decode_share=share, policy=own[0], estimator=own[1])
 
     async def _connected(self) -> _Link:
-        """Return the connection to the process, which is made, or made again, if there is none."""
-        self._home.check()  # the parent's socket is not to be written to
+        """Return the connection to the process, connecting if needed."""
+        self._home.check()  # a forked child must not write to the parent's socket
         made = self._link
         if made is None or (made.done() and (made.cancelled() or made.exception() or made.result().over)):
             made = self._link = asyncio.get_running_loop().create_task(self._connect())
-        # A caller that gives up must not end it for the others.
+        # A cancelled caller must not end it for the others.
         return await asyncio.shield(made)
 
     async def _connect(self) -> _Link:
         if self._starts:
-            with contextlib.suppress(ConnectionLostError):  # nobody had needed that process, and it was about to end
+            with contextlib.suppress(ConnectionLostError):  # that process was unused, and about to end
                 return await self._opened()
         return await self._opened()
 
@@ -199,7 +197,7 @@ class RemoteClient:
             with told_if_exhausted():
                 link = socket.socket(socket.AF_UNIX)
             try:
-                link.setblocking(False)  # with too many who wait to be accepted, it would wait, too
+                link.setblocking(False)  # a full backlog would block
                 link.connect(str(self._socket))
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 link.close()
@@ -217,7 +215,7 @@ class RemoteClient:
                     await loop.run_in_executor(None, start, self._socket)
             except OSError as error:
                 link.close()
-                if not isinstance(error, BlockingIOError) or loop.time() > until_s:  # else too many wait before us
+                if not isinstance(error, BlockingIOError) or loop.time() > until_s:  # otherwise the backlog is full
                     raise TransportError(f"{self._socket}: {error}") from error
             else:
                 self._pauses.reset()
@@ -226,29 +224,29 @@ class RemoteClient:
 
 
 _LIMITS = ("deadline", "within_s", "probe_s")
-"""Options that say how many seconds a call may take."""
+"""Options with a call's time limit."""
 
 
-_LEAST_S = 1e-6
-"""Seconds that are left to a call at least, as none may take 0."""
+_MIN_S = 1e-6
+"""Minimum time limit of a call, as 0 is not allowed."""
 
 
 def _longest_s(options: Mapping[str, Any]) -> float:
-    """Return the seconds that a call may take by its own options; 0 if they do not say."""
+    """Return a call's time limit from its options; 0 without one."""
     how = options.get("options")
     patience = how.patience if isinstance(how, PlayOptions) else 1.0
     return max(1.0, patience) * max(options.get(name) or 0.0 for name in _LIMITS)
 
 
 def _shorten(options: dict[str, Any], waited_s: float) -> None:
-    """Take the seconds that a call has waited for the process from those that it may take there."""
+    """Subtract the time waited for the process from a call's limits."""
     for name in _LIMITS:
         if options.get(name):
-            options[name] = max(min(options[name], _LEAST_S), options[name] - waited_s)
+            options[name] = max(min(options[name], _MIN_S), options[name] - waited_s)
 
 
 def _from_here(plugin: str) -> str:
-    """Return the name of a plug-in, of which a file is found from another working directory, too."""
+    """Return a plug-in's name, with an absolute path for files."""
     file, colon, rest = plugin.partition(":")
     return f"{Path(file).absolute()}{colon}{rest}" if file.endswith(".py") else plugin
 
@@ -261,15 +259,14 @@ class _Link:
         self._loop = asyncio.get_running_loop()
         self._channel = ProcessChannel(link, self._received, self._lost)
         self.over = False
-        """Whether it has ended."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(OPENED + 1)
         self._regions: dict[int, mmap.mmap | memoryview] = {}
         self._shared: memoryview | None = None
-        """Where the views of the next message lie."""
+        """Memory of the next message's views."""
 
     async def open(self, message: OpenClient) -> None:
-        """Begin; raise a `UsageError` if the process does not take us."""
+        """Begin; raise `UsageError` if the process refuses."""
         try:
             await self._answer(OPENED, message)
         except BaseException:
@@ -277,7 +274,7 @@ class _Link:
             raise
 
     async def call(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> Any:
-        """Have a method called, and return what it returns; cancelling this cancels it."""
+        """Call a method, and return its result; cancelling this cancels it."""
         number = next(self._numbers)
         call = CallMethod(number, name, args, options)
         try:
@@ -300,7 +297,7 @@ class _Link:
             del self._answers[number]
 
     def close(self) -> None:
-        """End it, and all calls."""
+        """End the connection and all calls."""
         self._channel.close()
         self._lost(ConnectionLostError("this side closed the connection"))
 
@@ -335,7 +332,7 @@ class _Link:
                 answer.set_exception(thing.error)
 
     def _mapped(self, memory: PlayedMemory, message: ChannelMessage) -> memoryview:
-        """Return the memory of a play, and give it back when no view of it is left."""
+        """Return the memory of a play, to be released with its last view."""
         if message.files:
             self._regions[memory.region] = regions.mapped(message.files[0], GROUPS.pin)
         shown = np.frombuffer(self._regions[memory.region], np.uint8, count=memory.nbytes)
@@ -343,13 +340,13 @@ class _Link:
         return shown.data.toreadonly()
 
     def _released(self, region: int) -> None:
-        """Called in any thread."""
+        """Release a region, in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._channel.send, ReleaseRegion(region))
 
 
 def start(path: Path) -> None:
-    """Start a player process that ends some time after the last engine has left; what it says is in a file beside.
+    """Start a player process that ends some time after the last engine; its output is in a file next to the socket.
 
     Raises:
         TransportError: it cannot be started.
@@ -358,7 +355,7 @@ def start(path: Path) -> None:
         private_folder(path.parent)
         with path.with_suffix(".log").open("ab") as log:
             command = [sys.executable, "-P", "-m", "kvabr", "player", "--socket", str(path), "--idle", str(_IDLE_S)]
-            # Modules come from where this process has them, and not from its working directory, which may be anybody's.
+            # Modules must not come from the working directory, which may be untrusted.
             places = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
             started = subprocess.Popen(  # noqa: S603  # this very interpreter
                 command,
@@ -372,5 +369,5 @@ def start(path: Path) -> None:
         raise TransportError(
             f'no player process can be started ({error}); "player": "{INSIDE}" does without'
         ) from error
-    _started[:] = [*(one for one in _started if one.poll() is None), started]  # those that have ended are reaped
+    _started[:] = [*(one for one in _started if one.poll() is None), started]  # reaps ended ones
     _log.info("kvabr: started a player process, %s", path)

@@ -1,4 +1,4 @@
-"""What the two ends of a channel say to each other."""
+"""Messages between the two ends of a channel."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ OPENED = 0
 
 @dataclass(frozen=True, slots=True)
 class OpenClient:
-    """An engine begins."""
+    """An engine connects."""
 
     version: str
-    """Of its kvabr: messages are those of one version."""
+    """Version of its kvabr, which must be the same."""
     arguments: ClientArguments
 
 
@@ -34,14 +34,14 @@ class CallMethod:
 
 @dataclass(frozen=True, slots=True)
 class CancelCall:
-    """Cancel a call, whose answer is not waited for any more."""
+    """Cancel a call without an answer."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedMemory:
-    """The views of the next message lie in this region, whose file comes along unless it came before."""
+    """The next message's views are in this region; its file is attached the first time."""
 
     region: int
     nbytes: int
@@ -49,7 +49,7 @@ class PlayedMemory:
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer:
-    """What came of a call."""
+    """The result of a call."""
 
     number: int
     value: Any = None
@@ -58,13 +58,13 @@ class CallAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRegion:
-    """No view of a region is left."""
+    """The last view of a region is gone."""
 
     region: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetRegion:
-    """A region is gone, and its number not used again."""
+    """A region is gone; its number is not reused."""
 
     region: int

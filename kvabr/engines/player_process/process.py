@@ -42,34 +42,28 @@ _CALLS = frozenset(
 )
 """Methods of `AsyncClient` that engines may call."""
 _KEEP_S = 60.0
-"""Seconds for which a client that no engine uses is kept, with its connections and groups."""
+"""Seconds to keep an unused client, with its connections and groups."""
 _ENGINES = 64
-"""Engines' processes that may share a client."""
-_MOST_SPARE_BYTES = 512 << 20
+"""Engines that may share a client."""
+_MAX_SPARE_BYTES = 512 << 20
 _PAUSE_S = 1.0
-"""Seconds until a listener that could not accept an engine tries again."""
+"""Pause of a listener that could not accept an engine."""
 
 
 class PlayerProcess:
     """Serves the engines of a node, on one event loop."""
 
     def __init__(self, listener: socket.socket, log: FilteringBoundLogger, metrics: ClientMetrics) -> None:
-        """Take over a socket that listens.
-
-        Args:
-            listener: the socket.
-            log: hears of engines that come and go.
-            metrics: counts what all clients do.
-        """
+        """Take over a listening socket; ``metrics`` counts for all clients."""
         self._listener, self._log, self._metrics = listener, log, metrics
         self._clients: dict[ClientArguments, _Shared] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        """Clients that are being closed."""
+        """Clients being closed."""
         self._engines: set[_Engine] = set()
         self._changed = asyncio.Event()
 
     async def serve(self, idle_s: float | None) -> None:
-        """Serve until there was no engine for ``idle_s`` seconds; None: until this is cancelled."""
+        """Serve until there is no engine for ``idle_s`` seconds; None: until cancelled."""
         accepting = asyncio.create_task(self._accept())
         try:
             while True:
@@ -91,7 +85,7 @@ class PlayerProcess:
         while True:
             try:
                 link, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # no descriptor is left
+            except OSError as error:  # no free descriptors
                 self._log.warning("no engine can join", why=str(error))
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -103,7 +97,7 @@ class PlayerProcess:
         """Return the client with these arguments, for one more engine; errors as `ClientArguments.open`."""
         shared = self._clients.get(arguments)
         if shared is None:
-            # Each engine bounds its own plays, and a rank of one plays what the others play.
+            # Each engine limits its own plays, and ranks play the same caches.
             limits = replace(arguments.limits, plays=_ENGINES * arguments.limits.plays)
             shared = self._clients[arguments] = _Shared(replace(arguments, limits=limits).open(self._metrics))
         shared.users += 1
@@ -112,7 +106,7 @@ class PlayerProcess:
         return shared.client
 
     def left(self, engine: _Engine, arguments: ClientArguments | None, why: Exception | None) -> None:
-        """Note that an engine has left."""
+        """Record that an engine has left."""
         self._engines.discard(engine)
         self._changed.set()
         self._log.info("engine left", engines=len(self._engines), why=None if why is None else str(why))
@@ -124,7 +118,7 @@ class PlayerProcess:
             shared.ends = asyncio.get_running_loop().call_later(_KEEP_S, self._drop, arguments, shared)
 
     def joined(self, arguments: ClientArguments) -> None:
-        """Note that an engine has come."""
+        """Record that an engine has joined."""
         urls = ", ".join(url.partition("?")[0] for url in arguments.urls)
         self._log.info("engine joined", engines=len(self._engines), url=urls)
 
@@ -136,12 +130,12 @@ class PlayerProcess:
 
 
 class _Shared:
-    """A client, and how many engines use it."""
+    """A client with its number of engines."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client, self.users = client, 0
         self.ends: asyncio.TimerHandle | None = None
-        """When it is dropped, unless it is used before."""
+        """Timer to drop an unused client."""
 
 
 class _Engine:
@@ -154,7 +148,7 @@ class _Engine:
         self._arguments: ClientArguments | None = None
         self._client: AsyncClient | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._regions = Regions(_MOST_SPARE_BYTES, lambda region: self._channel.send(ForgetRegion(region)))
+        self._regions = Regions(_MAX_SPARE_BYTES, lambda region: self._channel.send(ForgetRegion(region)))
 
     def close(self) -> None:
         """End all calls and the connection."""
@@ -165,7 +159,7 @@ class _Engine:
         for call in self._calls.values():
             call.cancel()
         self._regions.close()
-        arguments, self._arguments = self._arguments, None  # it may be told twice
+        arguments, self._arguments = self._arguments, None  # may be called twice
         self._process.left(self, arguments, why)
 
     def _received(self, message: ChannelMessage) -> None:
@@ -201,7 +195,9 @@ class _Engine:
 
     def _open(self, message: OpenClient) -> None:
         if message.version != __version__:
-            why = f"the player process is of kvabr {__version__}, this engine has {message.version}: start it again"
+            why = (
+                f"the player process is of kvabr {__version__}, this engine has {message.version}: restart the process"
+            )
             self._fail(OPENED, UsageError(why))
             return
         try:
@@ -230,7 +226,7 @@ class _Engine:
             self._channel.send(CallAnswer(number, error=PlayError(f"{type(error).__name__}: {error}")))
 
     async def _hand_over(self, number: int, played: PlayedPrefix) -> None:
-        """Send what was played, its bytes in shared memory."""
+        """Send a play, with its bytes in shared memory."""
         views = {id(view): view for group in played.groups for view in (group.payload, *group.below)}
         placed, nbytes = laid_out(views.values())
         if not nbytes:
@@ -243,11 +239,11 @@ class _Engine:
         try:
             await asyncio.get_running_loop().run_in_executor(decoders(), region.fill, placed)
         except BaseException:
-            self._regions.drop(region.number)  # who was cancelled leaves a thread that copies
+            self._regions.drop(region.number)  # a cancelled copy may leave a thread that still writes
             raise
         try:
             self._channel.send(PlayedMemory(region.number, nbytes), file=region.file)
-        except OSError as error:  # no descriptor is left
+        except OSError as error:  # no free descriptors
             self._regions.drop(region.number)
             raise PlayError(f"shared memory cannot be handed over: {error}") from error
         region.close()

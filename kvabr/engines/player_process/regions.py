@@ -1,7 +1,7 @@
-"""Shared memory that a player process writes what it has played to, and an engine's process reads.
+"""Shared memory with played groups, written by a player process and read by an engine's process.
 
-A region is used for one play after the other: fresh memory costs both ends as much time as copying to it, and a device
-as much again to pin it. It is nobody's file: when the last process that has it open or mapped ends, it is gone.
+A region is reused: fresh memory costs both ends as much time as copying to it, and pinning it for a device as much
+again. It is an anonymous file, freed with the last process that has it open or mapped.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from kvabr.types.errors import FormatError
 
 _STEP_BYTES = 2 << 20
 _ALIGN = 64
-"""Bytes: a cache line, so that no two groups share one."""
+"""A cache line, which groups do not share."""
 _FIXED = 2 | 4
-"""F_SEAL_SHRINK and F_SEAL_GROW, of Linux: a file with these seals cannot be cut short, which would end a process that
-has mapped it."""
+"""Linux' F_SEAL_SHRINK and F_SEAL_GROW: truncating the file would crash a process that has mapped it."""
 
 
 class Region:
-    """A region of the process that writes."""
+    """A region of the writing process."""
 
     def __init__(self, number: int, size: int) -> None:
-        """Make one of at least ``size`` bytes; raise `OSError` if there is no memory."""
+        """Allocate at least ``size`` bytes; raise `OSError` if there is no memory."""
         self.number = number
         self.size = -(-size // _STEP_BYTES) * _STEP_BYTES
         file = os.memfd_create("kvabr-played", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -44,13 +43,13 @@ class Region:
             raise
 
     def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Copy pieces to their offsets; other threads run meanwhile."""
+        """Copy pieces to their offsets, releasing the interpreter's lock."""
         here = np.frombuffer(self._memory, np.uint8)
         for at, piece in pieces:
             here[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
 
     def close(self) -> None:
-        """Close the file; the memory is given back, as far as this process has it, when nobody uses this any more."""
+        """Close the file; this process' memory is freed with its last use."""
         if self.file is not None:
             os.close(self.file)
             self.file = None
@@ -60,20 +59,15 @@ class Regions:
     """The regions of one connection."""
 
     def __init__(self, most_spare_bytes: int, forget: Callable[[int], None]) -> None:
-        """Begin without any.
-
-        Args:
-            most_spare_bytes: of unused ones that are kept.
-            forget: is told the numbers of those that are gone.
-        """
+        """Start with up to ``most_spare_bytes`` of unused regions; ``forget`` takes the numbers of freed ones."""
         self._most, self._forget = most_spare_bytes, forget
         self._used: dict[int, Region] = {}
         self._spare: list[Region] = []
-        """The longest unused first."""
+        """Least recently used first."""
         self._made = 0
 
     def take(self, size: int) -> Region:
-        """Return a region for ``size`` bytes, until it is given back; raise `OSError` if there is no memory."""
+        """Return a region for ``size`` bytes; raise `OSError` if there is no memory."""
         fitting = [region for region in self._spare if size <= region.size <= 2 * size + _STEP_BYTES]
         if fitting:
             region = min(fitting, key=lambda one: one.size)
@@ -85,7 +79,7 @@ class Regions:
         return region
 
     def give_back(self, number: int) -> None:
-        """Take back a region that the other process does not read any more."""
+        """Take back a region that the other process has released."""
         region = self._used.pop(number, None)
         if region is None:
             return
@@ -94,13 +88,13 @@ class Regions:
             self._end(self._spare.pop(0))
 
     def drop(self, number: int) -> None:
-        """Never use a region again: a thread may still be copying to it."""
+        """Retire a region that a thread may still write to."""
         region = self._used.pop(number, None)
         if region is not None:
             self._end(region)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         for region in (*self._used.values(), *self._spare):
             region.close()
         self._used.clear()
@@ -113,7 +107,7 @@ class Regions:
 
 
 def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]], int]:
-    """Return the offset of each piece, and the bytes that they take together."""
+    """Return the offset of each piece, and the total bytes."""
     placed, end = [], 0
     for piece in pieces:
         placed.append((end, piece))
@@ -122,15 +116,9 @@ def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]]
 
 
 def mapped(file: int, pin: buffers.Pin | None) -> mmap.mmap | memoryview:
-    """Return a region as the reading process has it, and close the file.
+    """Map a region in the reading process, and close the file.
 
-    Args:
-        file: its descriptor.
-        pin: pins memory for a device; None: there is none.
-
-    Raises:
-        FormatError: it is no region.
-        OSError: there is no memory.
+    ``pin`` pins memory for a device. Raise `FormatError` if it is not a region, `OSError` if there is no memory.
     """
     try:
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _FIXED != _FIXED:

@@ -1,4 +1,4 @@
-"""Where player processes listen. Imports nothing that takes time: a process that is not needed ends at once."""
+"""Sockets of player processes. Imports only fast modules: an unneeded process ends at once."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from pathlib import Path
 from kvabr import __version__
 from kvabr.types.errors import UsageError
 
-_MOST_CHARACTERS = 107
-"""Of a Unix socket's path on Linux."""
+_MAX_CHARACTERS = 107
+"""Limit of a Unix socket's path on Linux."""
 
 
 def own_socket() -> Path:
-    """Return the socket of the process that the engines of this user share.
+    """Return the socket of the process shared by this user's engines.
 
-    There is one for each installation of kvabr and each environment of Python, which says what kvabr finds installed.
-    It lies in the first folder that only this user can enter: somebody else may have made one in the temporary files.
-    A `UsageError` says that there is none.
+    There is one per installation of kvabr and Python environment, in the first folder that only this user can enter.
+    Raise `UsageError` if there is none.
     """
     installation = hashlib.sha256(os.fsencode(f"{Path(__file__).resolve()}\n{sys.prefix}")).hexdigest()[:8]
     given, wrong = os.environ.get("XDG_RUNTIME_DIR"), []
@@ -36,21 +35,21 @@ def own_socket() -> Path:
             wrong.append(str(error))
         else:
             return folder.absolute() / f"player-{__version__}-{installation}.sock"
-    raise UsageError(f"no folder for a player process' socket: set XDG_RUNTIME_DIR ({'; '.join(wrong)})")
+    raise UsageError(f"no folder for the socket of a player process: set XDG_RUNTIME_DIR ({'; '.join(wrong)})")
 
 
 def _folders() -> Iterator[Path]:
-    """Return the folders that may hold this user's sockets where nobody has named one."""
-    with suppress(FileNotFoundError):  # there is no place for temporary files
+    """Yield default folders for this user's sockets."""
+    with suppress(FileNotFoundError):  # no temporary folder
         yield Path(tempfile.gettempdir()) / f"kvabr-{os.geteuid()}"
-    with suppress(RuntimeError):  # the user has no home
+    with suppress(RuntimeError):  # no home
         yield Path.home() / ".cache" / "kvabr" / "run"
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that only this user can enter; raise `UsageError` if it is there, and somebody else can.
+    """Make a folder that only this user can enter; raise `UsageError` if others can enter it.
 
-    Raises `OSError` if it cannot be made.
+    Raise `OSError` if it cannot be made.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
@@ -62,14 +61,14 @@ def private_folder(folder: Path) -> None:
 
 
 def listening(path: Path) -> tuple[socket.socket, int] | None:
-    """Return a socket that listens, and the open file that keeps others from doing so; None if somebody does.
+    """Return a listening socket and its open lock file; None if another process listens.
 
     Raises:
         UsageError: the path is too long, or others can enter its folder.
         OSError: it cannot be used.
     """
-    if len(os.fsencode(path)) > _MOST_CHARACTERS:
-        raise UsageError(f"{path}: the path of a socket has at most {_MOST_CHARACTERS} characters; give a shorter one")
+    if len(os.fsencode(path)) > _MAX_CHARACTERS:
+        raise UsageError(f"{path}: the path of a socket has at most {_MAX_CHARACTERS} characters; give a shorter one")
     private_folder(path.parent)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     made = socket.socket(socket.AF_UNIX)

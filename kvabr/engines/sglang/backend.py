@@ -1,10 +1,8 @@
-"""The backend that SGLang loads: `KvabrStorage`.
+"""The backend for SGLang: `KvabrStorage`.
 
-Beside the pool of keys and values, or of latents (MLA), SGLang may have further ones, such as a draft model's or that
-of layers with windows. Each has pages of its own under the same keys.
-
-SGLang calls from its prefetch thread and its backup thread, which block. The pages of a call are played concurrently,
-with one deadline, over one connection. For HiCache, a page that does not come in time ends the prefix.
+SGLang may have further pools, such as a draft model's or that of window layers, with their own pages under the same
+keys. Its prefetch and backup threads block in calls. The pages of a call share a deadline and a connection; a late page
+ends HiCache's prefix.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from kvabr.engines.sglang.pages import HostPages, read_settings
 from kvabr.types.errors import FormatError, UsageError
 
 _MAX_POSITION = 1 << 32
-_LEAST_TOKENS = 256
-"""SGLang fetches nothing of a prompt of which fewer tokens are found, unless it is told another threshold."""
+_MIN_TOKENS = 256
+"""SGLang's default minimum of found tokens for a fetch."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,17 @@ class PagePool:
     pages: HostPages
     store: ChunkStore
     name: Callable[[str], str]
-    """Returns the key of a page without the model's name, which `ChunkStore` adds."""
+    """Returns the key of a page without the model's name."""
 
     def named(self, keys: Sequence[str]) -> list[str]:
         """Return `name` of all keys."""
         return [self.name(key) for key in keys]
 
     def positions(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> list[range | None]:
-        """Return the positions in a prompt that pages which are asked for can have.
+        """Return the possible positions of requested pages in a prompt.
 
-        When SGLang asks, the keys before lack those of the last node of its tree that the prompt matches. So a page may
-        be behind what they say, but not before.
+        SGLang's prefix keys lack those of the last matching node of its tree, so a page may be later than they imply,
+        but not earlier.
         """
         before, size = self.pages_before(extra_info), self.pages.tokens
         if before is None:
@@ -64,14 +62,14 @@ class PagePool:
         return [range((before + page) * size, _MAX_POSITION, size) for page in range(len(keys))]
 
     async def there(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> list[bool]:
-        """Return for each page whether it can be fetched."""
+        """Return, for each page, whether it can be fetched."""
         found = await asyncio.gather(*map(self.store.find, self.named(keys), self.positions(keys, extra_info)))
         return [one is not None for one in found]
 
     def pages_before(self, extra_info: HiCacheStorageExtraInfo | None) -> int | None:
-        """Return the number of pages from the prompt's start to a call's first one.
+        """Return the number of pages before a call's first one.
 
-        None: SGLang does not say, or the tokens of a page do not follow each other in the prompt.
+        None: unknown, or the tokens of a page are not consecutive.
         """
         if extra_info is None or extra_info.prefix_keys is None or self.pages.shards > 1:
             return None
@@ -82,7 +80,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     """Plays and publishes pages of HiCache."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        """Read the configuration, and raise if it is wrong; `register_mem_pool_host` tells the layout of the pages."""
+        """Read the configuration, and raise if it is wrong; `register_mem_pool_host` sets the layout of the pages."""
         del kwargs
         ADAPTER.check()
         self._config, self._settings = storage_config, read_settings(storage_config.extra_config)
@@ -90,14 +88,14 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         self._pools: dict[str, PagePool] = {}
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Set the host pool and start; raise `FormatError` if kvabr does not support it, or the engine quantises it."""
+        """Set the host pool and start; raise `FormatError` if kvabr does not support it."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(PoolName.KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         """Add a further pool; raise as `register_mem_pool_host`, which ends SGLang's start."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if host_pool_name != PoolName.KV:  # SGLang tells that one twice
+        if host_pool_name != PoolName.KV:
             self._register(host_pool_name, host_pool)
 
     def _register(self, name: PoolName, host_pool: Any) -> None:
@@ -119,9 +117,9 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             min_tokens=size,
             unplaced="the position of a page is not known: set interface_v1 and hicache_storage_pass_prefix_keys in "
             "hicache-storage-backend-extra-config; ranks of decode context parallelism share a page",
-            told=weight_version,
+            version=weight_version,
             step_tokens=step_tokens(),
-            least=_LEAST_TOKENS,
+            least=_MIN_TOKENS,
             origin=origin,
         )
         self.metrics = origin.client.metrics
@@ -131,11 +129,11 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         )
 
     def exists(self, key: str) -> bool:
-        """Return whether a page can be fetched."""
+        """Return True if a page can be fetched."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many pages, from the first on, SGLang is to fetch: see `ChunkStore.leading`."""
+        """Return the number of leading pages to fetch, see `ChunkStore.leading`."""
         pool, goes_on = self._pool(), len(keys) >= STORAGE_BATCH_SIZE
         leading = pool.store.leading(pool.named(keys), pool.positions(keys, extra_info), goes_on=goes_on)
         return self._loop().call(leading)
@@ -146,7 +144,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """As `batch_exists`, with the pages of further pools: of all pages, or of the last ones of the prefix."""
+        """As `batch_exists`, with the pages of further pools: all pages, or the last ones of the prefix."""
         kept = self.batch_exists(keys, extra_info)
         hits, restorable = {str(PoolName.KV): kept}, list(range(1, kept + 1))
         for transfer in pool_transfers or ():
@@ -165,7 +163,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Play pages into the host pool, at the indices of all their tokens; return for each whether it came."""
+        """Play pages into the host pool, at the indices of all their tokens; return a success flag for each."""
         pool = self._pool()
         return self._play(pool, keys, pool.pages.at(host_indices, len(keys)), pool.positions(keys, extra_info))
 
@@ -183,7 +181,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """Play one page, flat as in the host pool; None if it is missing or does not come in time."""
+        """Play one page, flat as in the host pool; None if it is missing or late."""
         del target_sizes
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
@@ -200,7 +198,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Publish pages of the host pool and wait until they are encoded; return for each whether it is published."""
+        """Publish pages of the host pool, wait for their encoding, and return a success flag for each."""
         pool = self._pool()
         return self._publish(pool, keys, pool.pages.at(host_indices, len(keys)), extra_info)
 
@@ -223,23 +221,23 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """As `set`, for many pages; return whether all are published."""
+        """As `set`, for many pages; return True if all are published."""
         del target_locations, target_sizes
         pool = self._pool()
         return all(self._publish(pool, keys, [pool.pages.flat(value) for value in values]))
 
     def clear(self) -> bool:
-        """Play and publish nothing under the names from before: SGLang calls this when its weights have changed.
+        """Stop using the current names of caches: SGLang calls this when its weights have changed.
 
-        What engines with the old weights have published stays theirs; ``publish_mib`` and `kvabr store` remove it. If
-        the update came with a ``weight_version``, engines with that version share what they publish from now on.
+        Caches with the old weights remain; ``publish_mib`` and `kvabr store` remove them. If the update has a
+        ``weight_version``, engines with that version share new caches.
         """
         for pool in self._pools.values():
             pool.store.generation.changed()
         return True
 
     def close(self) -> None:
-        """End all plays, and publish what waits."""
+        """End all plays, and publish waiting pages."""
         if self._started is not None:
             origin, loop = self._started
             for pool in self._pools.values():
@@ -260,7 +258,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def _play(
         self, pool: PagePool, keys: Sequence[str], pages: Sequence[torch.Tensor], positions: Sequence[range | None]
     ) -> list[bool]:
-        """Play pages, and decode all of them together into their places; return for each whether it came."""
+        """Play pages, and decode them together; return a success flag for each."""
 
         async def play() -> list[PlayedPrefix | None]:
             return await asyncio.gather(*map(pool.store.play, pool.named(keys), positions))
@@ -283,10 +281,10 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         pages: Sequence[torch.Tensor],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Publish pages; return for each whether it is published once they need not keep their memory any more."""
+        """Publish pages; return a success flag for each, once their memory is free."""
         at_once, before = self._settings.queue, pool.pages_before(extra_info)
         results: list[bool] = []
-        for first in range(0, len(keys), at_once):  # SGLang writes more pages at once than may wait
+        for first in range(0, len(keys), at_once):  # SGLang may write more pages than the queue holds
             over = []
             for page in range(first, min(first + at_once, len(keys))):
                 position = None if before is None else (before + page) * pool.pages.tokens

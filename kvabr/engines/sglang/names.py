@@ -1,9 +1,7 @@
-"""What SGLang tells of its model besides its name, for the names of caches: ranks, weights, quantisation, overrides.
+"""Facts about SGLang's model for the names of caches: ranks, weights, quantisation, overrides; and its step size.
 
-And how much it computes in a step.
-
-A storage backend is given ranks and a name. The rest is in the context of the process (``sglang.srt.runtime_context``),
-which is looked at if SGLang has loaded it; in a test there may be none. Imports nothing of SGLang.
+A storage backend receives only ranks and a name. The rest is in the context of the process
+(``sglang.srt.runtime_context``), which is read if SGLang has loaded it. Does not import SGLang.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ _FACTS = {
     "torchao": "torchao_config",
     "model_impl": "model_impl",
 }
-"""By fact, the argument of the server that changes KV."""
+"""Server arguments that change KV, by fact."""
 _USUAL = (None, "", "{}", "auto", "default")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server was told of its model."""
+    """Facts about a server's model."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    """Where its weights are."""
+    """Folder of its weights."""
 
 
 def name_of(config: Any, settings: KeyedSettings, dtype: torch.dtype) -> str:
-    """Return what the model is called in the names of its pages; errors as `kvabr.engines.chunk_store.named`.
+    """Return the model's name for its pages; errors as `kvabr.engines.chunk_store.named`.
 
     Args:
         config: a ``HiCacheStorageConfig``.
@@ -48,22 +46,22 @@ def name_of(config: Any, settings: KeyedSettings, dtype: torch.dtype) -> str:
         dtype: element type of the host pool.
     """
     server, given = server_facts(), config.model_name or "model"
-    facts = {**server.facts, **shard_facts(config), "dtype": told_dtype(dtype)}
+    facts = {**server.facts, **shard_facts(config), "dtype": unusual_dtype(dtype)}
     return named(settings, given, facts, folder=server.folder or local_folder(given))
 
 
 def page_key(config: Any, key: str, *, latent: bool = False) -> str:
-    """Return the key of a page and this rank: SGLang's hash covers all tokens up to its end, and an adapter.
+    """Return the key of a page and this rank, given SGLang's hash of all tokens up to its end, and of an adapter.
 
-    Latents are the same in all ranks of tensor parallelism: one publishes them, all read them.
+    Latents are the same in all tensor-parallel ranks: one publishes them for all.
     """
     ranks = "mla" if latent else f"{config.tp_size}@{config.tp_rank}"
     return f"@{ranks}@{config.pp_size}@{config.pp_rank}@{key}"
 
 
 def server_facts() -> ServerFacts:
-    """Return what this process's server was told; nothing if there is none."""
-    arguments = _asked("get_server_args")
+    """Return the facts of this process's server; empty without one."""
+    arguments = _from_context("get_server_args")
     path = getattr(arguments, "model_path", None)
     if not isinstance(path, str):
         return ServerFacts()
@@ -76,9 +74,9 @@ def server_facts() -> ServerFacts:
 
 
 def shard_facts(config: Any) -> dict[str, Any]:
-    """Return the ranks of a ``HiCacheStorageConfig`` that hold a part of each page, where there are several.
+    """Return the ranks of a ``HiCacheStorageConfig`` that share each page.
 
-    Those of tensor and pipeline parallelism are in every key. Of data-parallel ranks each has whole pages.
+    Tensor and pipeline ranks are in every key; data-parallel ranks have whole pages.
     """
     facts: dict[str, Any] = {}
     for name in ("attn_cp", "dcp"):
@@ -90,25 +88,25 @@ def shard_facts(config: Any) -> dict[str, Any]:
     return facts
 
 
-def told_dtype(dtype: torch.dtype) -> str | None:
-    """Return the element type of a cache if it is not the usual one, bfloat16."""
+def unusual_dtype(dtype: torch.dtype) -> str | None:
+    """Return the element type of a cache unless it is bfloat16, the usual one."""
     return None if dtype is torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
 def weight_version() -> str | None:
-    """Return the version of the weights that the server was started with, or that came with their last update."""
-    version = getattr(_asked("get_serving"), "weight_version", None)
+    """Return the version of the weights at the server's start or last update."""
+    version = getattr(_from_context("get_serving"), "weight_version", None)
     return version if isinstance(version, str) and version not in _USUAL else None
 
 
 def step_tokens() -> int:
-    """Return the tokens that SGLang was told to compute in a step at most; the usual if nothing was said."""
-    told = getattr(_asked("get_server_args"), "chunked_prefill_size", None)
-    return told if isinstance(told, int) and told > 0 else STEP_TOKENS
+    """Return SGLang's maximum number of tokens per step, or the usual one."""
+    size = getattr(_from_context("get_server_args"), "chunked_prefill_size", None)
+    return size if isinstance(size, int) and size > 0 else STEP_TOKENS
 
 
-def _asked(name: str) -> Any:
-    """Return what a function of SGLang's context returns; None if there is none, or nothing is published there yet."""
+def _from_context(name: str) -> Any:
+    """Return the result of a function of SGLang's context, if available."""
     try:
         return getattr(sys.modules[_CONTEXT], name)()
     except (KeyError, AttributeError, ValueError, AssertionError, RuntimeError):

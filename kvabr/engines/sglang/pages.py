@@ -1,4 +1,4 @@
-"""Settings, and the layouts of pages in HiCache's host pools. Pure functions over tensors; SGLang is not needed."""
+"""Settings, and the layouts of pages in HiCache's host pools. Pure functions over tensors, without SGLang."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> KeyedSettings:
 def page_view(pool: torch.Tensor, layout: str, first: int, page_size: int, *, latent: bool = False) -> torch.Tensor:
     """Return a view in kvabr's layout, [layer, K/V, head, token, dim], of the page at token ``first`` of a host pool.
 
-    ``latent``: it is of MLA, without the axis K/V, and with one head.
-
-    Raises:
-        FormatError: the layout is unknown, or no page begins at ``first``.
+    ``latent``: MLA, without the axis K/V, and with one head. Raise `FormatError` for an unknown layout, or if no page
+    begins at ``first``.
     """
     if first % page_size:
         raise FormatError(f"no page of {page_size} tokens begins at token {first} of the host pool")
@@ -53,10 +51,10 @@ def page_view(pool: torch.Tensor, layout: str, first: int, page_size: int, *, la
 
 
 class HostPages:
-    """The pages of a host pool, such as ``MHATokenToKVPoolHost`` or, of MLA, ``MLATokenToKVPoolHost``."""
+    """The pages of a host pool, such as ``MHATokenToKVPoolHost`` or, for MLA, ``MLATokenToKVPoolHost``."""
 
     def __init__(self, pool: Any) -> None:
-        """Raise a `FormatError` if kvabr does not support the pool."""
+        """Raise `FormatError` for an unsupported pool."""
         buffer = getattr(pool, "kv_buffer", None)
         if not isinstance(buffer, torch.Tensor):
             raise FormatError(f"a host pool {type(pool).__name__}, which holds no keys and values; kvabr has no tracks")
@@ -68,18 +66,18 @@ class HostPages:
         self.tokens: int = pool.page_size
         """Tokens of a page in this pool."""
         self.shards = int(getattr(pool, "dcp_size", 1) or 1)
-        """Ranks of decode context parallelism, which have an equal part of each page's tokens."""
+        """Ranks of decode context parallelism, each with an equal part of a page's tokens."""
         page_view(buffer, pool.layout, 0, self.tokens, latent=self.latent)
 
     def spec(self, model: str) -> KVSpec:
-        """Return the spec of pages; `FormatError` if SGLang quantises them."""
+        """Return the spec of pages; raise `FormatError` if SGLang quantises them."""
         pool = self._pool
         if self.latent:
             return spec_of(model, "sglang", pool.layer_num, 1, pool.kv_cache_dim, pool.dtype, latent=True)
         return spec_of(model, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
 
     def at(self, indices: torch.Tensor, pages: int) -> list[torch.Tensor]:
-        """Return views of ``pages`` pages, see `page_view`, whose tokens of all ranks are at ``indices``."""
+        """Return views of ``pages`` pages, see `page_view`; ``indices`` are of the tokens of all ranks."""
         size = self.tokens * self.shards
         firsts = indices[::size].tolist()[:pages]
         if len(firsts) != pages:
@@ -97,7 +95,7 @@ class HostPages:
         return self._view(flat.view(shape), 0)
 
     def empty(self) -> torch.Tensor:
-        """Return a flat page to be filled."""
+        """Return an empty flat page."""
         made: torch.Tensor = self._pool.get_dummy_flat_data_page()
         return made
 

@@ -1,15 +1,13 @@
 """Hugging Face transformers plays through kvabr: prompt in, `DynamicCache` out, ready for ``generate()``.
 
-    model = AutoModelForCausalLM.from_pretrained("./my-llama")
-    engine = engine_of(model, "./my-llama")
-    with kvabr.Client("moqt://origin.example/", engine=engine) as client:
-        ready = play_cache(client, engine, input_ids, deadline=2.0)
-        output = model.generate(input_ids, past_key_values=ready.cache, max_new_tokens=64)
+    model = AutoModelForCausalLM.from_pretrained("./my-llama") engine = engine_of(model, "./my-llama") with
+    kvabr.Client("moqt://origin.example/", engine=engine) as client:
+        ready = play_cache(client, engine, input_ids, deadline=2.0) output = model.generate(input_ids,
+        past_key_values=ready.cache, max_new_tokens=64)
 
-The longest cached prefix is played; groups that do not come in time are computed where they are missing (mode
-``hole``), and the model computes what no cache covers. `play_cache_async` is the same for asyncio. `publish_cache`
-publishes what a prefill computed, `prefill_live` while it computes, and `Steps` lets upgrades into a cache while
-``generate()`` reads it.
+The longest cached prefix is played; late groups are computed in place (mode ``hole``), and the model computes uncached
+tokens. `play_cache_async` is for asyncio. `publish_cache` publishes a prefill's cache, `prefill_live` during the
+prefill, and `Steps` allows upgrades of a cache while ``generate()`` reads it.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: listing the adapters loads no torch, and a model alone needs no client."""
+    """Import on demand: listing the adapters loads no torch, and a model alone needs no client."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

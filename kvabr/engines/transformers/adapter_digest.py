@@ -1,8 +1,8 @@
-"""A digest of what a LoRA adapter does: the same of PEFT's modules in memory and of the folder that PEFT saves.
+"""Digests of LoRA adapters, equal for PEFT's modules in memory and for the folder that PEFT saves.
 
-It covers the matrices of each module, in float32, and what they are multiplied with. Names of adapters and folders,
-versions of PEFT, and settings of training do not count. Of an adapter that does more than add a product of matrices
-(DoRA, tokens that switch it on), and of one of another kind than LoRA, all of its configuration counts.
+A digest covers the matrices of each module, in float32, and their scales. Names, versions of PEFT, and training
+settings are ignored. For other adapters (DoRA, tokens that switch it on, kinds other than LoRA), the whole
+configuration counts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _READ_BYTES = 64 << 20
 _SOURCE = frozenset(
     {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
 )
-"""Where an adapter comes from."""
-_TOLD = frozenset(
+"""Keys about an adapter's origin."""
+_IMPLIED = frozenset(
     {"alpha_pattern", "bias", "corda_config", "eva_config", "exclude_modules", "fan_in_fan_out", "init_lora_weights"}
     | {"layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config"}
     | {"megatron_config", "megatron_core", "peft_type", "qalora_group_size", "r", "rank_pattern", "runtime_config"}
     | {"target_modules", "target_parameters", "use_rslora", "ensure_weight_tying"}
 )
-"""What the weights of a LoRA adapter, their places and their scales tell, or what acts in training only."""
+"""Keys implied by the weights of a LoRA adapter, their places and scales, or used only in training."""
 _PLAIN = re.compile(r"\^?[\w.-]+")
 _PREFIX = "base_model.model."
 _MODULE = re.compile(r"(?P<place>.+)\.(?P<name>lora_(?:embedding_)?[A-Za-z_]+(?:\.\w+)*)")
@@ -43,13 +43,10 @@ ActingTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def module_digest(place: str, scale: float | str | None, config: Mapping[str, Any] | None, own: ActingTensors) -> bytes:
-    """Return the digest of what an adapter does in one module.
+    """Return the digest of an adapter's effect in one module.
 
-    Args:
-        place: name of the module in the model.
-        scale: what the product of its matrices is multiplied with.
-        config: the adapter's configuration, see `config_of`.
-        own: its tensors, with names that do not have the adapter's.
+    ``place`` is the module's name in the model, ``scale`` the factor of its matrices' product, ``config`` a result of
+    `config_of`, and ``own`` has its tensors, without the adapter's name in theirs.
     """
     digest = hashlib.sha256(json.dumps([place, str(scale), config], sort_keys=True, default=str).encode())
     for name, tensor in sorted(own, key=lambda pair: pair[0]):
@@ -64,12 +61,12 @@ def module_digest(place: str, scale: float | str | None, config: Mapping[str, An
 
 
 def joined_digest(modules: Iterable[bytes]) -> str:
-    """Return the digest of an adapter, or of several that act together, given those of all its modules."""
+    """Return the digest of an adapter, or of several together, given those of all its modules."""
     return hashlib.sha256(b"kvabr.adapter/1\0" + b"".join(sorted(modules))).hexdigest()
 
 
 def config_of(config: Any) -> dict[str, Any] | None:
-    """Return what counts of an adapter's configuration besides weights and scales; None: nothing."""
+    """Return the relevant part of an adapter's configuration, in addition to weights and scales."""
     if config is None:
         return None
     values = dict(config.to_dict() if hasattr(config, "to_dict") else config)
@@ -80,16 +77,13 @@ def config_of(config: Any) -> dict[str, Any] | None:
     }
     kind = getattr(values.get("peft_type"), "value", values.get("peft_type"))
     plain = kind == "LORA" and values.get("bias") in (None, "none")
-    if plain and not any(value for key, value in values.items() if key not in _TOLD):
+    if plain and not any(value for key, value in values.items() if key not in _IMPLIED):
         return None
     return values
 
 
 def folder_digest(folder: Path) -> str:
-    """Return the digest of the LoRA adapter in a folder, as PEFT saves it; `ModelError` if there is none, or a bad one.
-
-    Tensors are read one by one.
-    """
+    """Return the digest of a LoRA adapter in PEFT's folder; raise `ModelError` if it is missing or malformed."""
     try:
         config = json.loads(read_text(folder / CONFIG, _MAX_CONFIG_BYTES))
     except (KvabrError, OSError, ValueError, RecursionError) as error:
@@ -129,7 +123,7 @@ def _modules(path: Path, stored: Iterable[str]) -> dict[str, list[tuple[str, str
 
 
 def _scale(folder: Path, config: Mapping[str, Any], place: str) -> float:
-    """Return what PEFT multiplies the product of a module's matrices with."""
+    """Return PEFT's scale of a module."""
     rank = _pattern(folder, config.get("rank_pattern"), place, config.get("r"))
     alpha = _pattern(folder, config.get("alpha_pattern"), place, config.get("lora_alpha"))
     if not isinstance(rank, int) or rank < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float):
@@ -138,9 +132,9 @@ def _scale(folder: Path, config: Mapping[str, Any], place: str) -> float:
 
 
 def _pattern(folder: Path, patterns: object, place: str, usual: object) -> object:
-    """Return the value of the first pattern that is the end of a module's name, at a dot."""
+    """Return the value of the first pattern that matches the end of a module's name, at a dot."""
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        if not _PLAIN.fullmatch(pattern):  # PEFT takes it for a regular expression, which may take forever
+        if not _PLAIN.fullmatch(pattern):  # PEFT would use it as a regular expression, which may take forever
             raise ModelError(f"{folder / CONFIG}: the pattern {pattern[:80]!r} is not a name of modules")
         name = pattern.removeprefix("^")
         if place == name or (name == pattern and place.endswith(f".{name}")):

@@ -1,11 +1,11 @@
-"""Recompute any tokens of a transformers cache, and show what a question attends to: the `BlendEngine` protocol.
+"""Recompute any tokens of a transformers cache, and measure a question's attention: the `BlendEngine` protocol.
 
-The path of a recompute: the model gets only the tokens to compute, with their positions and a mask that says what each
-of them sees. Layer by layer, their new keys and values replace those of the cache before anything attends to them, so
-with all tokens at once it is a full prefill, and with a run behind the cache the usual suffix.
+In a recompute, the model gets only the tokens to compute, with their positions and a mask. Layer by layer, their new
+keys and values replace the cached ones before attention, so recomputing all tokens is a full prefill, and tokens after
+the cache are the usual suffix.
 
-The model's own attention is used as it is loaded, sdpa or eager. What it weighs is read off its calls with a torch
-function mode, which is the thread's own: no class, no module and no setting of the model is touched.
+The model's own attention (sdpa or eager) is used. Its weights are read with a torch function mode of the thread; no
+class, module or setting of the model is changed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import KVSpec
 
 _MASKED = ("sdpa", "eager")
-"""Attention implementations that obey a mask of their caller's; the flash kernels ignore it."""
+"""Attention implementations that respect a caller's mask, unlike flash kernels."""
 
 
 def blend_engine(engine: TransformersEngine) -> TransformersBlendEngine:
     """Return an engine of the same model that can recompute any tokens of a cache.
 
     Raises:
-        ModelError: the model's cache cannot be joined from passages; the message says why.
-        UsageError: this is no engine.
+        ModelError: the model's cache cannot be joined from passages.
+        UsageError: not a `TransformersEngine`.
     """
     if not issubclass(given := type(engine), TransformersEngine):
         raise UsageError(f"blend_engine takes a TransformersEngine (a loaded model's .engine), not {given.__name__}")
@@ -48,7 +48,7 @@ class TransformersBlendEngine(TransformersEngine):
     """A transformers model as a blend engine (see `kvabr.types.engine.BlendEngine`)."""
 
     def __init__(self, model: Any, spec: KVSpec, *, context: int) -> None:
-        """Wrap a model that sees at most ``context`` tokens; raise `ModelError` if its caches cannot be joined."""
+        """Wrap a model with a context of ``context`` tokens; raise `ModelError` if its caches cannot be joined."""
         super().__init__(model, spec, context=context)
         if (reason := _unfit(model, spec)) is not None:
             raise ModelError(f"{spec.model} cannot play passages: {reason}")
@@ -82,13 +82,13 @@ class TransformersBlendEngine(TransformersEngine):
         layers: Sequence[int] | None = None,
         reduce: AttentionReduction = "sum",
     ) -> torch.Tensor:
-        """Return what a question attends to; see `kvabr.types.engine.BlendEngine.attention`."""
+        """Return a question's attention; see `kvabr.types.engine.BlendEngine.attention`."""
         wanted = range(self.spec.layers) if layers is None else layers
         if not wanted or not all(0 <= layer < self.spec.layers for layer in wanted):
             raise ModelError(f"{self.spec.model} has {self.spec.layers} layers, so not all of {list(wanted)}")
         cached = self._check_cache(kv)
         if not question:
-            raise ModelError("an empty question attends to nothing: give at least one token")
+            raise ModelError("the question is empty: give at least one token")
         self.check(question, cached)
         rows = {layer: torch.zeros(cached, device=self.device) for layer in wanted}
         end = cached + len(question)
@@ -103,16 +103,16 @@ class TransformersBlendEngine(TransformersEngine):
         work: Sequence[tuple[torch.Tensor, torch.Tensor]],
         watch: _Watch | None = None,
     ) -> None:
-        """Compute tokens, whose keys and values replace those in ``work``, with as many layers as that has."""
+        """Compute tokens, replacing their keys and values in ``work``, with as many layers as that has."""
         ids, places = (torch.tensor(list(each), device=self.device) for each in (tokens, at))
         step = self.pass_tokens(len(tokens))
         for first in range(0, len(at), step):
             here = places[first : first + step]
             seen = int(here[-1]) + 1
-            # One layer more than there is room for: its update ends the pass, if the model has that layer.
+            # One additional layer, whose update ends the pass.
             every = [*work, (None, None)]
             layers = [_layer_class()(*pair, here, seen, watch, index) for index, pair in enumerate(every)]
-            # Additive and of floats: eager attention adds its mask, and a boolean one would hide nothing.
+            # Additive floats: eager attention adds its mask, so that a boolean one would hide no token.
             mask = torch.zeros(1, 1, len(here), seen, dtype=self.dtype, device=self.device)
             hidden = torch.arange(seen, device=self.device)[None] > here[:, None]
             mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
@@ -122,7 +122,7 @@ class TransformersBlendEngine(TransformersEngine):
                 self.model.base_model(**given, **{cache_argument(self.model): past}, use_cache=True)
 
     def _workspace(self, kv: torch.Tensor, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return a copy of a cache with room for ``tokens`` tokens: keys and values of each layer, [1, head, ...]."""
+        """Return a copy of a cache with space for ``tokens`` tokens: keys and values of each layer, [1, head, ...]."""
         out = []
         for layer in kv:
             pair = []
@@ -144,21 +144,21 @@ class TransformersBlendEngine(TransformersEngine):
 
 
 class _EnoughLayers(Exception):  # noqa: N818 - ends a forward pass, and is no error
-    """The layers that were asked for are computed."""
+    """The requested layers are computed."""
 
 
 class _Watch(TorchFunctionMode):
-    """Reads the weights of attention off the calls that the current thread makes inside it."""
+    """Reads attention weights from the current thread's calls."""
 
     def __init__(self, rows: dict[int, torch.Tensor], reduce: AttentionReduction) -> None:
-        """Take into the rows, [cached token] float32 by layer, the weights that computed tokens give to cached ones."""
+        """Add the weights of computed tokens for cached ones to ``rows``, [cached token] float32 by layer."""
         super().__init__()
         self.layer = -1
-        """The layer whose attention comes next; -1: it is not wanted, or has been."""
+        """Layer of the next attention, or -1 to ignore it."""
         self._rows, self._reduce = rows, reduce
 
     def begin(self, layer: int) -> None:
-        """Hear which layer's attention comes next."""
+        """Set the layer of the next attention."""
         self.layer = layer if layer in self._rows else -1
 
     def __torch_function__(
@@ -179,7 +179,7 @@ class _Watch(TorchFunctionMode):
 
 
 _ATTENTION = (functional.scaled_dot_product_attention, functional.softmax)
-"""What sdpa and eager attention call, once a layer."""
+"""Called by sdpa and eager attention, once per layer."""
 
 
 def _weights(
@@ -194,14 +194,14 @@ def _weights(
     """Return the weights of a call of scaled dot-product attention with an additive mask, float32."""
     heads = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(heads, dim=1) if heads > 1 else key
-    # In the model's own type, as eager attention does: a copy of all keys in float32 takes longer than the product.
+    # In the model's own type, as in eager attention: copying all keys to float32 takes longer than the product.
     scores = (query @ key.transpose(2, 3)).float() * (query.shape[3] ** -0.5 if scale is None else scale)
     return torch.softmax(scores if attn_mask is None else scores + attn_mask, dim=-1)
 
 
 @cache
 def _layer_class() -> Any:
-    """Return the class of a cache's layer in which some tokens are computed anew."""
+    """Return the class of a cache layer with tokens to recompute."""
 
     class PatchedLayer(require("transformers").cache_utils.DynamicLayer):  # type: ignore[misc]
         def __init__(
@@ -228,7 +228,7 @@ def _check_positions(tokens: Sequence[int], at: Sequence[int], cached: int) -> N
         raise ModelError(f"positions to compute must increase from 0 to {len(tokens) - 1} at most, and be at least one")
     behind = [place for place in at if place >= cached]
     if behind and behind != list(range(cached, cached + len(behind))):
-        raise ModelError(f"what is computed behind the {cached} cached tokens must follow them without a gap")
+        raise ModelError(f"tokens computed after the {cached} cached ones must follow them without a gap")
 
 
 def _unfit(model: Any, spec: KVSpec) -> str | None:

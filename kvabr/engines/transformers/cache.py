@@ -1,15 +1,15 @@
 """Conversion between kvabr's KV, a tensor [layer, K/V, head, token, dim] per layer class, and transformers' caches.
 
-A layer of a cache keeps keys and values, of all tokens or of a window, a state, or both. What it keeps besides its keys
-and values has a role, by which its layer class is known:
+A layer of a cache has keys and values (of all tokens or a window), a state, or both. Other contents have a role, which
+distinguishes their layer class:
 
-- ``recurrent``: one matrix per head that stands for all tokens (gated delta, KDA, Mamba-2, lightning attention).
+- ``recurrent``: one matrix per head for all tokens (gated delta, KDA, Mamba-2, lightning attention).
 - ``scan``: one matrix for all channels (Mamba-1).
 - ``convolution``: the last inputs of a short convolution, [channel, tap].
-- ``indexer``: one key per token, by which sparse attention picks tokens (DeepSeek V3.2, GLM DSA).
+- ``indexer``: one key per token for the selection in sparse attention (DeepSeek V3.2, GLM DSA).
 
-A second state of the same kind has a letter behind its role. A state exists only behind the tokens that were computed.
-What shorter prompts need has to be kept while they are (`SNAPSHOTS`).
+A second state of the same kind has a letter after its role. A state exists only after the computed tokens; snapshots
+for shorter prompts are kept during the prefill (`SNAPSHOTS`).
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from kvabr.types.units import Span, snapshot_ends
 
 _FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 SLIDING = "DynamicSlidingWindowLayer"
-"""The layer of a cache that keeps only the last tokens, one fewer than its window has."""
+"""A layer that keeps one token less than its window."""
 _SLIDING_STATE = "LinearAttentionAndSlidingWindowAttentionLayer"
 _WHOLE = {SLIDING: "DynamicLayer", _SLIDING_STATE: "LinearAttentionAndFullAttentionLayer"}
-"""Layers with windows, and those that keep every token instead."""
+"""Layers with windows, and their replacements that keep every token."""
 LAYERS = (*_WHOLE, *_WHOLE.values(), "DynamicIndexedLayer", "LinearAttentionLayer")
-"""The layers that are known."""
+"""Supported layers."""
 RECURRENT, SCAN, CONVOLUTION, INDEXER = "recurrent", "scan", "convolution", "indexer"
 _NOTHING = ("moe", "mlp")
-"""Layers, by their type in a configuration, that keep nothing."""
+"""Layer types in a configuration without any cache."""
 EMPTY = "DummyLayer"
-"""What a cache has for layers that keep nothing, or use what another one keeps, from transformers 5.24 on."""
+"""Placeholder for layers without a cache, or with another layer's, from transformers 5.24 on."""
 SNAPSHOTS = "kvabr_snapshots"
-"""Attribute of a cache: by tokens before it, a snapshot of all its states, as `states_of` returns them."""
+"""Attribute of a cache with snapshots of all its states (see `states_of`), by number of tokens."""
 
 States = dict[tuple[int, str], torch.Tensor]
 """States by layer and role, each [head, row, column]."""
 
 
 def new_cache(model: Any, *, whole: bool = False) -> Any:
-    """Return an empty cache for a model; with ``whole`` one whose layers with windows keep every token."""
+    """Return an empty cache for a model; ``whole``: window layers keep every token."""
     own = getattr(sys.modules[type(model.base_model).__module__], "MiniMaxCache", None)
     if own is not None:
         return own()
@@ -63,23 +63,23 @@ def new_cache(model: Any, *, whole: bool = False) -> Any:
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of the argument that a model takes its cache by: from transformers 5.24 on always ``cache``."""
+    """Return the name of a model's cache argument; from transformers 5.24 on always ``cache``."""
     takes = signature(model.base_model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in takes), "cache_params")
 
 
 def is_state(part: KVSpec) -> bool:
-    """Return whether the class of this part is a state."""
+    """Return True for a class of states."""
     return part.only.kind == "state"
 
 
 def has_states(spec: KVSpec) -> bool:
-    """Return whether there are layers with states."""
+    """Return True if any layer has states."""
     return any(each.kind == "state" for each in spec.classes)
 
 
 def is_plain(spec: KVSpec) -> bool:
-    """Return whether all layers keep keys and values of every token, and nothing else."""
+    """Return True if all layers have only keys and values of every token."""
     return all(each.kind == "full" and not each.role for each in spec.classes)
 
 
@@ -87,33 +87,32 @@ def is_plain(spec: KVSpec) -> bool:
 
 
 def dynamic_cache(parts: Sequence[torch.Tensor], spec: KVSpec, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a `DynamicCache` of all tokens in all layers, which keep keys and values alone.
+    """Return a `DynamicCache` of all tokens in all layers, for keys and values only.
 
-    ``parts`` are a tensor per layer class of ``spec``; ``dtype`` and ``device`` are the model's. Where they are those
-    of the parts, the layers are views: the model appends to copies. Layers with windows keep all tokens, and the model
-    masks them.
+    ``parts`` has one tensor per layer class of ``spec``; ``dtype`` and ``device`` are the model's. If they are those of
+    the parts, the layers are views; the model appends to copies, and masks windows.
     """
     cache = require("transformers").DynamicCache()
     if parts[0].shape[3]:
         for layer, pair in sorted(_keys_and_values(parts, spec).items()):
             both = [part.to(device=device, dtype=dtype)[None] for part in pair]
-            cache.update(*(part[:, :, :0] for part in both), layer)  # makes the layer; it would copy numbers
+            cache.update(*(part[:, :, :0] for part in both), layer)  # creates the layer without copying numbers
             cache.layers[layer].keys, cache.layers[layer].values = both
     return cache
 
 
 def whole_cache(parts: Sequence[torch.Tensor], spec: KVSpec, model: Any) -> Any:
-    """Return a cache for a model of all tokens in all layers, as `dynamic_cache`, and of the states behind them."""
+    """Return a cache of all tokens in all layers, as `dynamic_cache`, and of the states after them."""
     if not any(each.kind == "state" or each.role for each in spec.classes):
         return dynamic_cache(parts, spec, model.dtype, model.device)
     return _filled(new_cache(model, whole=True), parts, spec, model)
 
 
 def windowed_cache(parts: Sequence[torch.Tensor], spans: Sequence[Span], spec: KVSpec, tokens: int, model: Any) -> Any:
-    """Return a cache with a copy of the first ``tokens`` tokens of a played one, as a model makes it.
+    """Return a copy of the first ``tokens`` tokens of a played cache in the model's own form.
 
-    Layers with windows hold what can still be seen. ``parts`` are a tensor per layer class, with the tokens of
-    ``spans``; that of a state holds the snapshot behind ``tokens`` tokens.
+    Window layers have only visible tokens. ``parts`` has one tensor per layer class with the tokens of ``spans``; that
+    of a state has the snapshot after ``tokens`` tokens.
     """
     shown = [
         part if is_state(one) else part[:, :, :, : max(0, tokens - span.first)]
@@ -123,7 +122,7 @@ def windowed_cache(parts: Sequence[torch.Tensor], spans: Sequence[Span], spec: K
 
 
 def _filled(cache: Any, parts: Sequence[torch.Tensor], spec: KVSpec, model: Any, tokens: int | None = None) -> Any:
-    """Copy a cache into an empty one; with ``tokens`` only the ends of windows, which have moved on to there."""
+    """Copy a cache into an empty one; with ``tokens`` only the current content of windows."""
     places = _places(model)
     for layer, pair in sorted(_keys_and_values(parts, spec).items()):
         both = [part.to(device=model.device, dtype=model.dtype)[None] for part in pair]
@@ -137,7 +136,7 @@ def _filled(cache: Any, parts: Sequence[torch.Tensor], spec: KVSpec, model: Any,
         state = cache.layers[place]
         if type(state).__name__ not in _WHOLE:
             raise ModelError(f"{spec.model}: transformers keeps layer {layer} as {type(state).__name__}")
-        # Of a chunk that has just begun less is needed than the layer has room for: the rest is masked.
+        # A new chunk needs fewer tokens than its layer has space for: the rest is masked.
         missing = max(0, min(window - 1, tokens) - both[0].shape[2])
         state.update(*(pad(part, (0, 0, missing, 0)) for part in both))
         state.cumulative_length = tokens
@@ -173,7 +172,7 @@ def _put_state(cache: Any, place: int, only: LayerClass, state: torch.Tensor, mo
 
 
 def replace_states(cache: Any) -> None:
-    """Have the layers of a cache replace a recurrent state that changes: overwritten, it has no gradient."""
+    """Make layers replace a changed recurrent state: an overwritten one has no gradient."""
     for layer in getattr(cache, "layers", ()):
         if hasattr(layer, "recurrent_states"):
 
@@ -185,7 +184,7 @@ def replace_states(cache: Any) -> None:
 
 
 def rewind(cache: Any, spec: KVSpec, tokens: int) -> bool:
-    """Have a cache of all tokens forget those behind the first ones; return False if it keeps what cannot go back."""
+    """Truncate a cache of all tokens; return False if it has states."""
     if any(each.kind == "state" or each.role for each in spec.classes):
         return False
     for layer in cache.layers:
@@ -195,15 +194,15 @@ def rewind(cache: Any, spec: KVSpec, tokens: int) -> bool:
 
 
 def _number(role: str) -> int:
-    """Return which of its layer's states of one kind a role means."""
+    """Return the number of a role's state among those of one kind."""
     base = next((name for name in (RECURRENT, SCAN, CONVOLUTION) if role.startswith(name)), None)
     if base is None:
-        raise ModelError(f"a state in the role {role!r} is not known here")
+        raise ModelError(f"unsupported role {role!r} of a state")
     return 0 if role == base else ord(role[len(base)]) - ord("a")
 
 
 def _places(model: Any) -> list[int]:
-    """Return where a model's cache has each layer that keeps anything; none if all do."""
+    """Return the cache's index of each layer with content; empty if all have some."""
     config = model.config.get_text_config(decoder=True)
     types, modes = getattr(config, "layer_types", None) or (), getattr(config, "kv_sharing_modes", None) or ()
     reused = {index for index, mode in enumerate(modes) if mode == "reuse"}
@@ -211,7 +210,7 @@ def _places(model: Any) -> list[int]:
 
 
 def _keys_and_values(parts: Sequence[torch.Tensor], spec: KVSpec) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values by layer, [head, token, dim]; only one vector per token is both."""
+    """Return keys and values by layer, [head, token, dim]; a single vector per token is both."""
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for part, one in zip(parts, spec.parts, strict=True):
         if not is_state(one) and not one.only.role:
@@ -225,7 +224,7 @@ def _keys_and_values(parts: Sequence[torch.Tensor], spec: KVSpec) -> dict[int, t
 
 
 def held_layers(cache: Any) -> list[int]:
-    """Return the layers of a cache that keep anything."""
+    """Return the layers of a cache with content."""
     layers = cache.layers
     return [
         index
@@ -237,7 +236,7 @@ def held_layers(cache: Any) -> list[int]:
 
 
 def states_of(cache: Any) -> States:
-    """Return the states of a cache as they are now, not copied."""
+    """Return the current states of a cache, without copying."""
     return {
         (layer, role): state
         for layer, place in enumerate(held_layers(cache))
@@ -267,7 +266,7 @@ def _role(kind: str, number: int) -> str:
 
 def _one(state: torch.Tensor, place: int) -> torch.Tensor:
     if state.dim() not in (3, 4):
-        raise ModelError(f"layer {place} of the cache keeps a state of {tuple(state.shape)}, which is not known here")
+        raise ModelError(f"layer {place} of the cache has an unsupported state of shape {tuple(state.shape)}")
     if state.shape[0] != 1:
         raise UsageError(f"the cache holds {state.shape[0]} prompts; publish them one at a time")
     return state
@@ -276,10 +275,10 @@ def _one(state: torch.Tensor, place: int) -> torch.Tensor:
 def read_cache(
     cache: Any, spec: KVSpec, first: int, last: int, snapshots: Mapping[int, States] | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Copy tokens ``first`` to ``last`` - 1 out of a cache of ``spec`` that holds all tokens, to the CPU.
+    """Copy tokens ``first`` to ``last`` - 1 from a cache of ``spec`` with all tokens, to the CPU.
 
-    Of a state, the ``snapshots`` that a cache of ``last`` tokens has come one behind the other; they are given by the
-    tokens before them. None: it is taken as it is now.
+    For states, the result has the ``snapshots`` (by number of tokens) of a cache of ``last`` tokens one after the
+    other; None: the current state.
     """
     places, out = held_layers(cache), []
     for part in spec.parts:
@@ -305,15 +304,15 @@ def read_cache(
 
 
 def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> tuple[torch.Tensor, ...]:
-    """Copy the KV of the first tokens out of the ``past_key_values`` of a model's output, for a batch of one.
+    """Copy the KV of the first tokens from the ``past_key_values`` of a model's output, for a batch of one.
 
     Returns:
-        A tensor per layer class, [layer, K/V, head, token, dim] in the cache's dtype, on the CPU; of a state its
+        One tensor per layer class, [layer, K/V, head, token, dim] in the cache's dtype, on the CPU; for states their
         snapshots, see `kvabr.types.units.cache_length`.
 
     Raises:
-        ModelError: the cache is quantised, static, has dropped what left its windows, or is another model's.
-        UsageError: it does not hold exactly one prompt, holds fewer tokens, or not the snapshots of its states.
+        ModelError: the cache is quantised, static, lacks tokens outside windows, or is another model's.
+        UsageError: it does not hold exactly one prompt, or lacks tokens or snapshots.
     """
     layers = getattr(cache, "layers", None)
     if layers is None:
@@ -342,7 +341,7 @@ def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> tuple[torch.Tensor, ...]:
 
 
 def snapshots_of(cache: Any, spec: KVSpec) -> dict[int, States]:
-    """Return the snapshots that a cache has of its states, by the tokens before them: those kept, and the last."""
+    """Return the snapshots of a cache's states, by number of tokens, including the current ones."""
     kept: dict[int, States] = dict(getattr(cache, SNAPSHOTS, None) or {})
     main = next((each.layers[0] for each in spec.classes if each.kind != "state" and not each.role), None)
     places = held_layers(cache)
@@ -354,12 +353,12 @@ def snapshots_of(cache: Any, spec: KVSpec) -> dict[int, States]:
 
 
 def _checked_states(cache: Any, spec: KVSpec, tokens: int) -> dict[int, States]:
-    """Return the snapshots that a published cache of ``tokens`` tokens has, checked."""
+    """Return the checked snapshots of a published cache of ``tokens`` tokens."""
     kept = snapshots_of(cache, spec) if has_states(spec) else {}
     ends = sorted(set().union(*(snapshot_ends(part, tokens) for part in spec.parts)))
     if missing := [end for end in ends if end not in kept]:
         raise UsageError(
-            f"{spec.model} has states, and the cache has none behind {missing[0]} tokens (only behind "
+            f"{spec.model} has states, and the cache has none after {missing[0]} tokens (only after "
             f"{', '.join(map(str, sorted(kept))) or 'none'}): prefill with `prefill_prompt`, which keeps them"
         )
     for part in spec.parts:

@@ -1,7 +1,7 @@
-"""The engine protocol on Hugging Face transformers: hole mode, plus scoring a continuation after a cache.
+"""The engine protocol on Hugging Face transformers: hole mode, and scoring of continuations.
 
-It works with every causal language model whose layers keep keys and values, of all tokens or of a window, or states.
-The caller's tensors are never written: transformers appends to copies.
+Works with causal language models with keys and values (of all tokens or a window) or states. The caller's tensors are
+never modified.
 """
 
 from __future__ import annotations
@@ -33,58 +33,57 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.units import computed_shape
 
 CHUNK = 512
-"""Tokens per forward pass: enough to keep a CPU's matrix units busy, few enough to bound memory."""
+"""Tokens per forward pass: enough for a CPU's matrix units, few enough to bound memory."""
 _GPU_CHUNK = 8192
-"""The same of a GPU, which takes as long for a pass of a few hundred tokens as for one."""
+"""The same for a GPU, which needs as long for one token as for a few hundred."""
 _MASK_ELEMENTS = 1 << 28
-"""Elements of an attention mask, new tokens by all tokens, that a pass may need; it has fewer tokens then."""
+"""Maximum elements of an attention mask (new tokens by all tokens); limits the tokens of a pass."""
 
 SCORE_CHUNK = 128
-"""Tokens of a continuation scored at once: logits over a whole vocabulary are large."""
+"""Tokens scored at once: logits over a vocabulary are large."""
 
 
 class TransformersEngine:
     """A transformers causal language model as an engine (see `kvabr.types.engine.Engine`)."""
 
     def __init__(self, model: Any, spec: KVSpec, *, context: int, watched: bool = False) -> None:
-        """Wrap a model that sees at most ``context`` tokens, prompt and continuation together.
+        """Wrap a model with a context of ``context`` tokens.
 
-        Once it is ``watched``, changes of its adapters or weights, which the spec's name does not tell, are refused.
+        If ``watched``, later changes of its adapters or weights, which the spec's name does not cover, are refused.
         """
         self.model, self.spec, self.context = model, spec, context
         self._state = state_of(model) if watched else None
         self.mode: EngineMode = "hole"
-        """transformers takes a cache as it is, so any run of tokens can be filled in."""
+        """transformers can fill in any run of tokens."""
         self.cache_argument = cache_argument(model)
-        """What the model calls its cache."""
         self._most_tokens = _GPU_CHUNK
         self._takes_positions = "position_ids" in signature(model.base_model.forward).parameters
         warm_engine(spec, self.device, self.dtype)
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids that the model has: from 0 on."""
+        """Number of token ids, from 0 on."""
         return int(self.model.config.vocab_size)
 
     @property
     def device(self) -> torch.device:
-        """Device on which the model computes."""
+        """Device of the model."""
         device: torch.device = self.model.device
         return device
 
     @property
     def weights(self) -> int:
-        """Number of the model's weights, by which kvabr guesses what its first prefill takes."""
+        """Number of the model's weights, for estimating its first prefill."""
         return sum(each.numel() for each in self.model.parameters())
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type in which the model computes and returns caches."""
+        """Element type of computation and caches."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the KV of ``tokens`` behind the cache ``before``; see `kvabr.types.engine.Engine.prefill`."""
+        """Compute the KV of ``tokens`` after the cache ``before``; see `kvabr.types.engine.Engine.prefill`."""
         _ = self.spec.only
         return self.prefill_classes(tokens, None if before is None else (before,))[0]
 
@@ -104,22 +103,22 @@ class TransformersEngine:
         return read_cache(cache, self.spec, start, start + len(tokens))
 
     def reside(self, tokens: int) -> RoomyCache | None:
-        """Return room for a prompt on the device; see `kvabr.types.engine.ResidentEngine.reside`."""
+        """Return memory for a prompt on the device; see `kvabr.types.engine.ResidentEngine.reside`."""
         if not fits(self.spec, tokens, self.dtype, self.device):
             return None
         try:
             return RoomyCache(self.spec, tokens, self.dtype, self.device, self.ids_of, self.extend)
-        except RuntimeError:  # there is no memory
+        except RuntimeError:  # not enough memory
             return None
 
     @torch.no_grad()
     def extend(self, cache: Any, ids: torch.Tensor, start: int) -> None:
-        """Prefill tokens, [1, token], behind the ``start`` ones of a transformers cache, which grows by them."""
+        """Prefill tokens, [1, token], after the ``start`` ones of a transformers cache, which grows."""
         first, tokens = 0, ids.shape[1]
         while first < tokens:
             size = self.pass_tokens(start + tokens)
             try:
-                # The body without the language model's head: a prefill needs no logits.
+                # Without the language model's head: a prefill needs no logits.
                 self.model.base_model(**self._given(cache, ids[:, first : first + size], start + first))
             except torch.OutOfMemoryError:
                 if size <= CHUNK or not rewind(cache, self.spec, start + first):
@@ -129,13 +128,13 @@ class TransformersEngine:
                 first += size
 
     def pass_tokens(self, seen: int) -> int:
-        """Return how many tokens are computed in one pass, of a prompt of ``seen`` tokens."""
+        """Return the tokens per pass for a prompt of ``seen`` tokens."""
         if self.device.type == "cpu":
             return CHUNK
         return max(CHUNK, min(self._most_tokens, _MASK_ELEMENTS // seen))
 
     def _given(self, cache: Any, ids: torch.Tensor, start: int) -> dict[str, Any]:
-        """Return a model's arguments for tokens behind ``start`` others; not all models take positions from a cache."""
+        """Return a model's arguments for tokens after ``start`` others; not all models take positions from a cache."""
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         moved = {"position_ids": positions} if self._takes_positions else {}
         return {"input_ids": ids, self.cache_argument: cache, "use_cache": True, **moved}
@@ -146,12 +145,11 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def score_classes(self, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:
-        """Return log-probabilities of the next token after each of ``tokens``, which follow the cache ``kv``.
+        """Return log-probabilities of the next token after each of ``tokens``, after the cache ``kv``.
 
         Returns:
-            [len(tokens), vocabulary] float64; row i is the distribution of the token that follows ``tokens[i]``. The
-            model's float32 logits are normalised in float64, so that rounding does not dominate a KL between two
-            of these.
+            [len(tokens), vocabulary] float64; row i is the distribution of the token after ``tokens[i]``. Float32
+            logits are normalised in float64, so that rounding does not dominate a KL.
 
         Raises:
             ModelError: the tokens do not fit the model, or ``kv`` is not a cache of this model.
@@ -160,36 +158,33 @@ class TransformersEngine:
         out = torch.empty(len(tokens), self.vocabulary, dtype=torch.float64)
         for first in range(0, len(tokens), SCORE_CHUNK):
             given = self._given(cache, ids[:, first : first + SCORE_CHUNK], start + first)
-            # Row by row: fresh memory for all of them takes as long as the logarithms, with a large vocabulary.
+            # Row by row: with a large vocabulary, fresh memory for all costs as much as the logarithms.
             for row, logits in enumerate(self.model(**given).logits[0].cpu(), first):
                 torch.log_softmax(logits.double(), dim=-1, out=out[row])
         return out
 
     @torch.inference_mode()
     def answer(self, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int) -> list[int]:
-        """Return the most likely ``tokens`` ids behind ``kv`` and a question, one after the other; errors as `score`.
-
-        It does not stop at an end of a text.
-        """
+        """Return the most likely ``tokens`` ids after ``kv`` and a question, also beyond ends of text."""
         ids, cache, start = self._begin(question, kv)
-        said: list[int] = []
+        answer: list[int] = []
         for _ in range(tokens):
-            said.append(int(self.model(**self._given(cache, ids, start)).logits[0, -1].argmax()))
-            start, ids = start + ids.shape[1], ids.new_tensor([said[-1:]])
-            self.check(said[-1:], start)
-        return said
+            answer.append(int(self.model(**self._given(cache, ids, start)).logits[0, -1].argmax()))
+            start, ids = start + ids.shape[1], ids.new_tensor([answer[-1:]])
+            self.check(answer[-1:], start)
+        return answer
 
     def gradient_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradient of the model's output with respect to the cache; a calibration weighs errors by it.
+        """Return the gradient of the model's output by the cache, by which a calibration weights errors.
 
-        The expected square of this gradient over the model's own next tokens is the Fisher information: how fast the KL
-        divergence grows with an error. The next tokens are therefore sampled, not taken from the text.
+        Its expected square over the model's own next tokens is the Fisher information, the growth of the KL divergence
+        with an error. Next tokens are therefore sampled, not taken from the text.
 
         Returns:
-            The gradient of the summed log-probability of one sampled token after each of ``tokens``, which followed;
-            the shapes of ``kv``, float32.
+            The gradient of the summed log-probability of one sampled token after each of ``tokens``; the shapes of
+            ``kv``, float32.
 
         Raises:
             ModelError: as for `score`; or the model's output is not finite.
@@ -199,7 +194,7 @@ class TransformersEngine:
     def continue_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return the KV of ``tokens``, as `prefill_classes` does, and `gradient_classes`, from one forward pass."""
+        """Return the results of `prefill_classes` and `gradient_classes` from one forward pass."""
         self.model.requires_grad_(False)
         with torch.enable_grad():
             leaves = tuple(part.detach().to(self.dtype, copy=True).requires_grad_() for part in kv)
@@ -217,15 +212,15 @@ class TransformersEngine:
 
     @property
     def concurrent(self) -> bool:
-        """Whether two threads may compute at once, and are the faster for it.
+        """True if two threads may compute at once, and are faster.
 
-        transformers changes rotary embeddings that depend on the length of a prompt in place.
+        transformers changes length-dependent rotary embeddings in place.
         """
         steady = all(each.kind != "state" and each.rope is not None for each in self.spec.classes)
         return steady and self.device.type == "cpu"
 
     def check_weights(self) -> None:
-        """Raise a `ModelError` that names the weights that are NaN or infinite, if any are."""
+        """Raise `ModelError`, naming the weights, if any are NaN or infinite."""
         for name, weights in self.model.named_parameters():
             if not weights.is_meta:
                 check_finite(name, weights.detach())
@@ -239,7 +234,7 @@ class TransformersEngine:
         return new_cache(self.model, whole=True) if before is None else whole_cache(before, self.spec, self.model)
 
     def ids_of(self, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
-        """Return the ids of tokens that follow ``start`` others, as a batch of one; raise as `check`."""
+        """Return the ids of tokens after ``start`` others, as a batch of one; raise as `check`."""
         self.check(tokens, start)
         if not start:
             self.check_unchanged()
@@ -252,7 +247,7 @@ class TransformersEngine:
         parts = self.spec.parts
         if before is None:
             return self.ids_of(tokens), None, 0
-        # Of a model with nothing but states, nobody knows how many tokens there were.
+        # A model with states only does not show the number of tokens.
         start = next((int(kv.shape[-2]) for kv, part in zip(before, parts, strict=False) if not is_state(part)), 0)
         ids = self.ids_of(tokens, start)
         shapes = [computed_shape(part, start) for part in parts]
@@ -267,9 +262,9 @@ class TransformersEngine:
         return ids, before, start
 
     def check_unchanged(self) -> None:
-        """Raise a `ModelError` if the model's adapters or weights have changed since the engine was made.
+        """Raise `ModelError` if the model's adapters or weights have changed since the engine was made.
 
-        This takes some milliseconds, so it is done once for each prompt.
+        This takes milliseconds, so it is done once per prompt.
         """
         if self._state is not None and state_of(self.model) != self._state:
             raise ModelError(
@@ -278,12 +273,12 @@ class TransformersEngine:
             )
 
     def check(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Raise `ModelError` unless there are tokens, in the vocabulary, that fit the model behind ``start`` others."""
+        """Raise `ModelError` unless there are valid tokens that fit the model after ``start`` others."""
         if not tokens:
             raise ModelError("a prefill needs at least one token")
         if start + len(tokens) > self.context:
             raise ModelError(
-                f"{start} + {len(tokens)} tokens do not fit {self.spec.model}, which sees {self.context} at most"
+                f"{start} + {len(tokens)} tokens do not fit the context of {self.spec.model} ({self.context})"
             )
         if not all(0 <= token < self.vocabulary for token in tokens):
             raise ModelError(f"a token id is outside the vocabulary of {self.spec.model} (0 to {self.vocabulary - 1})")
@@ -292,13 +287,13 @@ class TransformersEngine:
 def sample_next(logits: torch.Tensor, seed: int, model: str) -> torch.Tensor:
     """Return the summed log-probability of one sampled token for each row of logits, [token, vocabulary].
 
-    The same tokens are sampled on every device. Raises a `ModelError` if ``model``'s output is not finite.
+    The same tokens are sampled on every device. Raise `ModelError` if ``model``'s output is not finite.
     """
     likely = torch.log_softmax(logits.float(), dim=-1)
     chances = likely.detach().cpu()
     if not bool(torch.isfinite(chances).all()):
         raise ModelError(f"{model}: its output is NaN or infinite; its weights are damaged")
-    # One number per row: torch.multinomial draws one per token of the vocabulary, a twentieth of a calibration's time.
+    # One random number per row: torch.multinomial draws one per token of the vocabulary, which is slow.
     upto = chances.exp().cumsum_(dim=-1)
     drawn = torch.rand((len(upto), 1), generator=torch.Generator().manual_seed(seed)) * upto[:, -1:]
     said = torch.searchsorted(upto, drawn, right=True).clamp_(max=upto.shape[1] - 1)
@@ -307,7 +302,7 @@ def sample_next(logits: torch.Tensor, seed: int, model: str) -> torch.Tensor:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep transformers from drawing its progress bar into kvabr's while it loads weights."""
+    """Hide transformers' progress bar while weights are loaded."""
     logging = require("transformers").utils.logging
     was = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -1,8 +1,7 @@
-"""What the name of a loaded model's caches must tell besides its folder: adapters, quantisation, changes in memory.
+"""Facts about a loaded model for the names of its caches: adapters, quantisation, changes in memory.
 
-A model may differ from its folder in whatever was done while it was loaded and since. PEFT's adapters are seen as they
-act: those that are merged into a layer, else those that are active there. They are recognised by their attributes, so
-that PEFT need not be installed.
+A model may differ from its folder by changes during and after loading. PEFT's adapters count by their effect: those
+merged into a layer, else the active ones. They are recognised by attributes, without PEFT.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvabr.engines.transformers.adapter_digest import config_of, joined_digest, 
 from kvabr.types.errors import ModelError
 
 _ROWS, _COLUMNS = 4, 256
-"""Numbers of each tensor that are compared with the folder's: a merged adapter changes nearly all of a tensor."""
+"""Elements of each tensor to compare with the folder's: a merged adapter changes nearly all of a tensor."""
 _READ_BYTES = 64 << 20
 _NOT_OF_KV = frozenset(
     {"_name_or_path", "add_cross_attention", "architectures", "attn_implementation", "chunk_size_feed_forward", "dtype"}
@@ -30,28 +29,28 @@ _NOT_OF_KV = frozenset(
     | {"output_attentions", "output_hidden_states", "output_router_logits", "problem_type", "quantization_config"}
     | {"return_dict", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"}
 )
-"""Keys of a configuration that change no KV, or that are told elsewhere."""
+"""Configuration keys that change no KV, or are covered elsewhere."""
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the transformers model in a ``PeftModel``, with its adapters in its layers; another model as it is.
+    """Return the transformers model in a ``PeftModel``, with its adapters in its layers; another model unchanged.
 
-    Raises a `ModelError` if the adapter puts tokens of its own before every prompt.
+    Raise `ModelError` if the adapter puts its own tokens before every prompt.
     """
     if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
         return model
     if any(getattr(each, "is_prompt_learning", False) for each in model.peft_config.values()):
         raise ModelError(
-            "the adapter of this PeftModel puts tokens of its own before every prompt (prompt or prefix tuning), and "
+            "the adapter of this PeftModel puts its own tokens before every prompt (prompt or prefix tuning), but "
             "kvabr's caches begin with the prompt's; LoRA and other adapters of layers work"
         )
     return model.get_base_model()
 
 
 def facts_of(model: Any, folder: Path) -> dict[str, Any]:
-    """Return what changes the KV of a loaded model besides the files in its folder, see `with_facts`.
+    """Return the facts that change the KV of a loaded model beyond the files in its folder, see `with_facts`.
 
-    Nothing of it is there if the model is as the folder says.
+    All are empty for an unchanged model.
     """
     return {
         "adapters": adapters_digest(model),
@@ -62,9 +61,9 @@ def facts_of(model: Any, folder: Path) -> dict[str, Any]:
 
 
 def state_of(model: Any) -> tuple[object, ...] | None:
-    """Return what changes when adapters are switched or weights written, without reading any; None: it cannot be told.
+    """Return a value that changes with adapters or weights, without reading weights; None if unavailable.
 
-    PyTorch counts the writes to each tensor. What is written past that (``weight.data``) is not seen.
+    PyTorch counts the writes to each tensor, except those through ``weight.data``.
     """
     parameters = list(model.named_parameters(remove_duplicate=False))
     if any(each.is_meta for _, each in parameters):
@@ -74,10 +73,10 @@ def state_of(model: Any) -> tuple[object, ...] | None:
 
 
 def adapters_digest(model: Any) -> str | None:
-    """Return a digest of the adapters that act: their weights, configurations and scales; None if none does.
+    """Return a digest of the active adapters' weights, configurations and scales; None without any.
 
-    It is the same whether they are merged into the model's weights or not: that differs by rounding alone. The names
-    of adapters and modules that do not act do not count.
+    Merging an adapter does not change it (the weights differ only by rounding), nor do names of adapters and inactive
+    modules.
     """
     parts: list[bytes] = []
     modules = dict(model.named_modules())
@@ -91,7 +90,7 @@ def adapters_digest(model: Any) -> str | None:
 
 
 def _acting(model: Any) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Yield each module with adapters that act: its name, theirs, and their scales."""
+    """Yield each module with active adapters: its name, theirs, and their scales."""
     for place, module in model.named_modules():
         tuned, wrapped = hasattr(module, "adapter_layer_names"), hasattr(module, "original_module")
         if not (tuned or wrapped) or not hasattr(module, "active_adapters"):
@@ -124,7 +123,7 @@ def _feed(digest: Any, tensor: torch.Tensor) -> None:
 
 
 def _changed_config(model: Any, folder: Path) -> dict[str, Any]:
-    """Return what differs between the configuration of a model and that in its folder, as far as it may change KV."""
+    """Return the differences of a model's configuration from its folder's that may change KV."""
     transformers = require("transformers")
     own = _values(model.config)
     try:
@@ -145,7 +144,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _quantization(model: Any, folder: Path) -> Any:
-    """Return how a model was quantised while it was loaded; None if it is as the folder says."""
+    """Return the quantisation applied while loading; None if it is the folder's."""
     own = getattr(model.config, "quantization_config", None)
     if own is None:
         return None
@@ -158,9 +157,9 @@ def _quantization(model: Any, folder: Path) -> Any:
 
 
 def _has_its_folders_weights(model: Any, folder: Path) -> bool:
-    """Return whether a few numbers of each tensor are those in the folder's safetensors, where names are the same.
+    """Return True if a few elements of each tensor equal those in the folder's safetensors of the same names.
 
-    Tensors that were quantised, are not in memory, or have adapters merged into them are not compared.
+    Tensors that are quantised, not in memory, or merged with adapters are skipped.
     """
     merged = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "merged_adapters", ()))
     held = {
@@ -176,7 +175,7 @@ def _has_its_folders_weights(model: Any, folder: Path) -> bool:
 
 
 def _alike(stored: Any, held: torch.Tensor) -> bool:
-    """Return whether a tensor has the numbers of a stored one, as far as some of them tell."""
+    """Compare a few elements of a tensor with a stored one."""
     shape = stored.get_shape()
     if tuple(shape) != tuple(held.shape) or not shape or 0 in shape:
         return True
@@ -194,7 +193,7 @@ def _alike(stored: Any, held: torch.Tensor) -> bool:
 
 
 def _memory_digest(model: Any) -> str:
-    """Return a digest of all weights that a model has in memory, but for its adapters'."""
+    """Return a digest of all weights in memory, without adapters."""
     digest = hashlib.sha256()
     inside = {name for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")}
     for name, tensor in sorted(model.named_parameters(remove_duplicate=False)):

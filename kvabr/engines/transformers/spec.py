@@ -1,9 +1,8 @@
 """The spec of a transformers model's cache, checked on a real cache of a few tokens.
 
-Of rotary embeddings, plain ones are supported and those with a constant scaling: linear (position interpolation; Chen
-et al., 2023), Llama 3 (the Llama 3.1 models) and YaRN (Peng et al., 2023). LongRoPE rotates the keys of long prompts
-differently from those of short ones, which the spec of a cache cannot express. "Dynamic" scaling is plain for all
-prompts that fit the model's context, and engines take no longer ones.
+Supported rotary embeddings are plain ones and those with a constant scaling: linear (position interpolation; Chen et
+al., 2023), Llama 3 (the Llama 3.1 models) and YaRN (Peng et al., 2023). LongRoPE rotates keys of long and short prompts
+differently, which a spec cannot express. "Dynamic" scaling is plain for all prompts within the model's context.
 """
 
 from __future__ import annotations
@@ -36,13 +35,14 @@ _PROBED = 8
 _FAR = 500
 """Position of its last token: far enough for slow rotations to show, near enough for exact float32 angles."""
 _DIGITS = 9
-"""Significant digits of a frequency. The digest of a spec must be the same on every machine, but powers and logarithms
-differ in the last of 16 digits, and a model's own float32 frequencies in the 7th."""
+"""Significant digits of a frequency. A spec's digest must be the same on every machine, but powers and logarithms
+differ in the last of 16 digits, and a model's own float32 frequencies in the 7th.
+"""
 _TOLERANCE = 1e-3
 _COARSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Maximum error of a rotated key, relative to the largest; models that compute in 16 bits round sines and keys."""
+"""Maximum error of a rotated key, relative to the largest; 16-bit models round sines and keys."""
 _ANOTHER = 0.02
-"""Relative difference between two states of a first layer that is more than rounding, in 16 bits, too."""
+"""Relative difference between two states of a first layer beyond rounding, also in 16 bits."""
 _SAME = 1e-5
 """Maximum relative difference between float32 and float64 frequencies."""
 Scaled = tuple[list[float], float]
@@ -65,19 +65,18 @@ def spec_of(
         name: its name, as in the track namespace.
         tokenizer: digest of the tokenizer.
         dtype: element type of the published cache, a key of `kvabr.types.kv.DTYPES`.
-        whole_windows: take layers with windows for full attention: for measurements, whose cache keeps every token in
-            every layer.
-        snapshots_every: tokens between two published snapshots of a state within a prompt, a multiple of the group's;
-            None: only one, at the end of what is published.
+        whole_windows: treat window layers as full attention, for measurements on caches of all tokens.
+        snapshots_every: tokens between published snapshots of a state within a prompt, a multiple of the group's; None:
+            only one, at the end.
 
-    Layers that differ in kind, window or shape are classes of their own; so are states and indexer keys, which a layer
-    may keep besides its keys and values (`kvabr.engines.transformers.cache`). Where keys and values are one vector, it
-    is published once. Layers that keep nothing have no number. The keys of a class are described as rotated if one
-    embedding explains those of all its layers; with full attention in every layer, those of the first. A state that the
-    model keeps in float32 is published as such, whatever ``dtype`` is.
+    Layers that differ in kind, window or shape form their own classes, as do states and indexer keys
+    (`kvabr.engines.transformers.cache`). If keys and values are one vector, it is published once. Layers without a
+    cache have no number. The keys of a class are described as rotated if one embedding explains those of all its
+    layers; with full attention in every layer, those of the first. Float32 states are published as such, whatever
+    ``dtype`` is.
 
     Raises:
-        ModelError: a layer keeps something that is not known here, or the model does not go on from its own cache.
+        ModelError: a layer is unsupported, or the model does not continue from its own cache.
     """
     told = _kinds(model, name)
     positions = _probe_positions(model)
@@ -114,7 +113,7 @@ def spec_of(
 
 
 class _Alike(NamedTuple):
-    """What the layers of a class have in common, see `LayerClass`."""
+    """Common properties of the layers of a class, see `LayerClass`."""
 
     kind: str
     window: int | None
@@ -127,7 +126,7 @@ class _Alike(NamedTuple):
 
 @torch.inference_mode()
 def _others(model: Any, dtype: str) -> tuple[list[int], list[list[_Alike]]]:
-    """Return where the layers of a cache are that keep anything, and what each keeps besides keys and values."""
+    """Return the cache's indices of layers with content, and each one's content other than keys and values."""
     cache = new_cache(model, whole=True)
     ids = torch.full((1, 1), 100, device=model.device)
     model.base_model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
@@ -148,7 +147,7 @@ def _others(model: Any, dtype: str) -> tuple[list[int], list[list[_Alike]]]:
 
 @torch.inference_mode()
 def _check_continues(model: Any, name: str) -> None:
-    """Raise a `ModelError` unless a prompt in two pieces leaves the states that it leaves at once.
+    """Raise `ModelError` unless a prompt in two pieces leaves the same states as in one.
 
     In transformers 5.19, Mamba-1's layers (Jamba) begin every run of several tokens with an empty state.
     """
@@ -163,24 +162,24 @@ def _check_continues(model: Any, name: str) -> None:
         found.append(states_of(cache))
     checked: set[str] = set()
     for layer, role in sorted(found[0]):
-        if role in checked:  # further layers' inputs are rounded
+        if role in checked:  # inputs of later layers are rounded
             continue
         checked.add(role)
         state, other = (states[layer, role].float() for states in found)
         if not float((other - state).norm()) <= _ANOTHER * float(state.norm()):
             raise ModelError(
-                f"{name}: behind a cache, layer {layer} computes another {role} state than for the prompt at once: "
-                "transformers does not go on from the one that it has, so a played cache would be ignored"
+                f"{name}: after a cache, layer {layer} computes another {role} state than for the prompt at once: "
+                "transformers does not continue from its state, so a played cache would be ignored"
             )
 
 
 def _is_one(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether a layer has one vector per token that is key and value: all numbers of the probe are equal."""
+    """Return True if a layer's keys equal its values: one vector per token."""
     return bool(keys.any()) and torch.equal(keys, values)
 
 
 def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:
-    """Return kind and window of every layer, as `LayerClass` has them: those of the cache that transformers makes."""
+    """Return kind and window of every layer, as in `LayerClass`, from transformers' own cache."""
     types = list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [])
     kinds: list[tuple[str, int | None]] = []
     for index, layer in enumerate(require("transformers").DynamicCache(config=model.config).layers):
@@ -196,7 +195,7 @@ def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:
 
 
 def _probe_positions(model: Any) -> torch.Tensor:
-    """Return the positions of the probe's tokens: consecutive, but the last far away if the model allows it."""
+    """Return the positions of the probe's tokens: consecutive, except the last, far away if the model allows it."""
     positions = torch.arange(_PROBED)
     context = getattr(model.config, "max_position_embeddings", None)
     if isinstance(context, int) and _takes_positions(model):
@@ -212,9 +211,8 @@ def _takes_positions(model: Any) -> bool:
 def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
     """Return keys and values of every layer, [head, position, dim], for one token id at every position.
 
-    Each position is a prompt of its own, of one token, which sees itself alone: so what enters a layer is the same at
-    all positions, and keys differ by their rotation only. A model that takes no positions gets one prompt instead. None
-    stands for a layer without keys.
+    Each position is a separate prompt of one token, so a layer's input is the same at all positions, and keys differ
+    only by rotation. A model without position arguments gets one prompt instead. None stands for a layer without keys.
     """
     cache = new_cache(model, whole=True)
     alone = _takes_positions(model)
@@ -226,7 +224,7 @@ def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.T
     for index, layer in enumerate(cache.layers):
         keys = getattr(layer, "keys", None)
         if keys is None:
-            out.append(None)  # a state, or nothing
+            out.append(None)  # a state, or no cache
             continue
         if keys.dim() != 4 or keys.shape[:3] != layer.values.shape[:3]:
             kind = type(layer).__name__
@@ -241,12 +239,12 @@ def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.T
 def rope_of(
     model: Any, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, kind: str | None = None
 ) -> RopeSpec | None:
-    """Return the rotary embedding of a layer if it explains the keys of one token, else None: not rotated.
+    """Return the rotary embedding of a layer if it explains the keys of one token, else None.
 
     Args:
         model: the model.
-        keys: the layer's keys, [head, position, dim], which differ by their rotation only, see `_probe`.
-        values: its values, in case that these have another dim: latent attention keeps what rotates in their place.
+        keys: [head, position, dim], different only by rotation, see `_probe`.
+        values: with another dim in latent attention, which stores rotated keys in their place.
         positions: the positions; the first is 0.
         kind: the layer's type in the model's configuration, which may have an embedding for each.
     """
@@ -285,7 +283,7 @@ def rope_of(
 
 
 def _parameters(config: Any, kind: str | None) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding, of layers of a type if each has its own."""
+    """Return the parameters of the rotary embedding, by layer type if there are several."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if kind in parameters:
         return dict(parameters[kind] or {})
@@ -293,7 +291,7 @@ def _parameters(config: Any, kind: str | None) -> dict[str, Any]:
 
 
 def _scaled(plain: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
-    """Return a plain embedding scaled as the configuration says; itself if the scaling changes nothing."""
+    """Return the scaled embedding of a configuration; the plain one if scaling changes nothing."""
     frequencies, factor = _SCALINGS[parameters["rope_type"]](plain, parameters)
     rounded = tuple(map(_rounded, frequencies))
     if _rounded(factor) == 1 and rounded == tuple(map(_rounded, _powers(plain))):
@@ -315,7 +313,7 @@ def _linear(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
 
 
 def _llama3(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
-    """Keep pairs that turn often within the original context, slow down those that turn rarely."""
+    """Keep fast rotations within the original context, and slow down the others."""
     context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     out = []
@@ -364,7 +362,7 @@ _SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, Any]], Scaled]] = {
 
 
 def _is_the_models(rope: RopeSpec, own: object, factor: float) -> bool:
-    """Return whether these are the frequencies and the factor of the model's module: keys do not show them in full."""
+    """Compare with the model's own frequencies and factor, which keys do not fully show."""
     if not isinstance(own, torch.Tensor) or rope.frequencies is None or own.shape != (len(rope.frequencies),):
         return False
     ours = torch.tensor(rope.frequencies, dtype=torch.float64)
@@ -373,7 +371,7 @@ def _is_the_models(rope: RopeSpec, own: object, factor: float) -> bool:
 
 
 def _explains(rope: RopeSpec, keys: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Return whether the embedding rotates the first key into all others."""
+    """Return True if the embedding rotates the first key into all others."""
     rotary = rope.rotary_dim
     wave = keys[..., rope.first : rope.first + rotary].double().cpu()
     frequencies = torch.tensor(_powers(rope) if rope.frequencies is None else rope.frequencies, dtype=torch.float64)

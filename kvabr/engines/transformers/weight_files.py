@@ -1,4 +1,4 @@
-"""Weights of a model's directory, read tensor by tensor, so that a model need not fit into memory."""
+"""Weights in a model's directory, read tensor by tensor, so that a model need not fit into memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WeightFiles:
     """The tensors of a directory's safetensors files, by name."""
 
     def __init__(self, folder: Path) -> None:
-        """List the tensors; raise a `ModelError` if there are none, or a file is damaged or missing."""
+        """List the tensors; raise `ModelError` if there are none, or a file is damaged or missing."""
         self.folder = folder
         self._places: dict[str, Path] = {}
         self._checked: set[str] = set()
@@ -42,7 +42,7 @@ class WeightFiles:
     def read(self, wanted: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         """Return tensors by name, on a device and in an element type.
 
-        Raises `ModelError` if one is missing, has another shape than ``wanted``, or has a number that is not finite.
+        Raise `ModelError` if one is missing, has another shape than ``wanted``, or is not finite.
         """
         out: dict[str, torch.Tensor] = {}
         for path, names in self._by_file(wanted).items():
@@ -81,8 +81,8 @@ class WeightFiles:
 
 
 def check_finite(name: str, weights: torch.Tensor) -> None:
-    """Raise a `ModelError` if weights have a number that is not finite."""
-    # A sum is finite only if all numbers are, unless it overflows, and takes no memory.
+    """Raise `ModelError` if weights are not finite."""
+    # A sum needs no memory, and is finite only if all numbers are, unless it overflows.
     if not bool(torch.isfinite(weights.sum(dtype=torch.float32))) and not bool(torch.isfinite(weights).all()):
         raise ModelError(f"the weights {name} have numbers that are NaN or infinite; the model is damaged")
 

@@ -10,12 +10,12 @@ The engine's configuration names it::
     )
 
 vLLM builds one in its scheduler and one in each worker. The scheduler's half (`scheduler`) looks up prompts at the
-origin. The worker's half (`worker`) plays caches, and publishes what the engine has computed.
+origin; the worker's half (`worker`) plays caches, and publishes computed ones.
 
-A request waits while its cache is played. Then vLLM is promised the tokens that came (`promises`), allocates blocks for
-them, and the worker decodes them there, beside the steps of other requests. vLLM computes what is behind them, so the
-player protects the first groups. Layers may have several block tables (`caches`, `blocks`), and what windows drop is
-kept until it is published (`windows`).
+A request waits while its cache is played. vLLM is then promised the received tokens (`promises`) and allocates blocks,
+into which the worker decodes them while other requests run. vLLM computes the tokens after them, so the player protects
+the first groups. Layers may have several block tables (`caches`, `blocks`); blocks dropped from windows are kept until
+they are published (`windows`).
 
 Only `connector` imports vLLM.
 """
@@ -43,10 +43,10 @@ ADAPTER = Adapter(
 
 
 def register() -> None:
-    """Tell vLLM the connector's name, so that it needs no module's path; may be called again.
+    """Register the connector's name with vLLM, so that it needs no module path; idempotent.
 
-    vLLM calls this in each of its processes where kvabr is installed (entry point ``vllm.general_plugins``). Its
-    MultiConnector looks up connectors by name, whatever their path.
+    vLLM calls this in each of its processes (entry point ``vllm.general_plugins``). Its MultiConnector looks up
+    connectors by name only.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM's own
 
@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import vLLM when its connector is asked for; without vLLM that is a `ModelError`."""
+    """Import vLLM with its connector on first use; raise `ModelError` without vLLM."""
     if name != "KvabrConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

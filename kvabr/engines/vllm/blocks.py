@@ -23,36 +23,28 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.units import Span, Unit
 
 Runs = Sequence[Sequence[int]]
-"""Numbers of the blocks of a run of tokens, per block table of the engine."""
+"""Block numbers of a run of tokens, per block table."""
 Caches = Mapping[str, torch.Tensor]
-"""vLLM's tensor of each layer, [block, head, token, dim of key and value], or, with states, [block, 1, 1, byte]."""
+"""vLLM's tensor of each layer, [block, head, token, dim of key and value], or, for states, [block, 1, 1, byte]."""
 LayoutOf = Callable[[torch.Tensor], BlockLayout]
-"""Returns the layout of a layer's cache."""
 Store = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Has the engine store keys and values, [token, head, dim] in its own element type, in slots of a layer: its name,
-keys, values, slots."""
+"""Has the engine store keys and values, [token, head, dim] in its own element type: layer name, keys, values, slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shelf:
-    """Layers of one class with one table of blocks."""
-
     pages: Pages
     part: KVSpec
     layers: tuple[torch.Tensor, ...]
     layout: BlockLayout
     blocks: BlockLayers
-    """The layers, as groups are decoded to them."""
 
     def rows(self, kv: torch.Tensor) -> list[torch.Tensor]:
-        """Return the layers of a class's tensor that are kept here, [K/V, head, token, dim] each."""
+        """Return the layers of a class's tensor that are stored here, [K/V, head, token, dim] each."""
         return [codes(kv)[row] for row in self.pages.rows]
 
     def slots(self, numbers: NDArray[np.int64], first: int, tokens: NDArray[np.int64]) -> BlockSlots:
-        """Return the slots of tokens of a prompt in blocks that begin with token ``first``; -1: in none of them.
-
-        ``first`` is the beginning of a block.
-        """
+        """Return the slots of tokens in blocks that begin with token ``first``, the start of a block; -1 outside."""
         block = self.pages.block
         place = tokens - first
         inside = (place >= 0) & (place < len(numbers) * block)
@@ -63,35 +55,33 @@ class _Shelf:
 
 @dataclass(frozen=True, slots=True)
 class _StateShelf:
-    """States of one class with one table of blocks."""
-
     pages: Pages
     form: StateForm
     layers: tuple[torch.Tensor, ...]
 
     def write(self, kv: torch.Tensor, block: int) -> None:
-        """Copy a published snapshot of the class, [layer, 1, head, row, column], into a block."""
+        """Copy a published snapshot, [layer, 1, head, row, column], into a block."""
         for states, row in zip(self.layers, self.pages.rows, strict=True):
             self.form.write(states, block, kv[row, 0])
 
     def read(self, kv: torch.Tensor, block: int) -> None:
-        """Copy a block into what is published of the class."""
+        """Copy a block into a snapshot."""
         for states, row in zip(self.layers, self.pages.rows, strict=True):
             self.form.read(states, block, kv[row, 0])
 
 
 @dataclass(frozen=True, eq=False)
 class _GroupPlace:
-    """Where a group belongs: its layers may have different tables of blocks, and a rank holds some heads of them."""
+    """Destination of a group: its layers may have several block tables, and a rank holds some heads."""
 
     shape: tuple[int, ...]
-    """Of the group: [layer, K/V, head, token, dim]."""
+    """[layer, K/V, head, token, dim]."""
     dtype: torch.dtype
     device: torch.device
     direct: BlockSlots | None
     whole: None = field(default=None, init=False)
     writes: tuple[Callable[[torch.Tensor], None], ...]
-    """Copy what each table holds of it."""
+    """One copy per block table."""
 
     def fits(self, shape: Sequence[int]) -> bool:
         return tuple(shape) == self.shape
@@ -102,28 +92,25 @@ class _GroupPlace:
 
 
 _CLEARED_BLOCKS = 64
-"""Blocks that are cleared at once."""
 
 
 class _Own(NamedTuple):
-    """What this rank holds of a class of what was played."""
+    """The part of a played class that this rank holds."""
 
     part: int
-    """Its index there."""
     rows: range
-    """Its layers there."""
     heads: range
     whole: bool
-    """Whether that is all."""
+    """True for all layers and heads."""
 
 
 class EngineBlocks:
-    """All of the engine's caches in this worker. Thread-safe as far as the blocks differ."""
+    """The engine's caches in one worker; thread-safe for different blocks."""
 
     def __init__(self, model: ServedModel, caches: Caches, layout_of: LayoutOf, store: Store | None = None) -> None:
-        """Take the engine's caches, by vLLM's names; ``store`` is needed for caches that it has to quantise.
+        """Take the engine's caches by vLLM's names; caches that it quantises need ``store``.
 
-        Raises `UsageError` if these are not the caches that vLLM's configuration describes.
+        Raise `UsageError` if the caches differ from vLLM's configuration.
         """
         self._model, self._store = model, store
         named = {name for pages in model.caches.pages for name in pages.names}
@@ -142,24 +129,22 @@ class EngineBlocks:
             held = torch.uint8 if kept.itemsize == 1 else kept
             wanted = (part.only.heads, pages.held, sum(part.only.split))
             layers = tuple(_tokens(name, caches[name], wanted, held) for name in pages.names)
-            # One vector a token, not keys and values: there is nothing that a kernel could order differently.
             layout = layout_of(layers[0]) if part.only.v_dim else BlockLayout.PLAIN
             blocks = block_layers(layers, layout, part.only.split, kept)
             self._shelves.append(_Shelf(pages, part, layers, layout, blocks))
 
     @property
     def device(self) -> Any:
-        """Where the caches are."""
+        """Device of the caches."""
         return self._all[0].layers[0].device
 
     @property
     def layers(self) -> tuple[BlockLayers, ...]:
-        """The layers of each table, as groups are decoded to them."""
         return tuple(shelf.blocks for shelf in self._shelves)
 
     @property
     def tokens(self) -> int:
-        """Tokens that all blocks hold, at most."""
+        """Capacity of all blocks in tokens."""
         return max(shelf.layers[0].shape[0] * shelf.pages.block for shelf in self._all)
 
     @property
@@ -169,19 +154,19 @@ class EngineBlocks:
     def places(
         self, prefix: PlayedPrefix, first: int, last: int, runs: Runs
     ) -> tuple[list[CodedGroup], list[Place], list[int]]:
-        """Return what is to be decoded of a play to have tokens ``first`` to ``last`` - 1 in blocks, and where to.
+        """Return the groups to decode for tokens ``first`` to ``last`` - 1, and their places.
 
         Args:
-            prefix: what was played, of the whole model or of this rank.
-            first: the beginning of a block in every table.
-            last: the end of a block in every table.
-            runs: the blocks of these tokens. Of windows those that were taken away already are left out.
+            prefix: a play of the whole model or of this rank.
+            first: start of a block in every table.
+            last: end of a block in every table.
+            runs: the blocks of these tokens; those dropped from windows are skipped.
 
         Returns:
-            The groups that are needed, the place of each, and the token before which all is in place without it.
+            The groups, the place of each, and the token before which all is in place without it.
 
         Raises:
-            PlayError: what a block holds is not there.
+            PlayError: the play lacks tokens of a block.
         """
         own, spans = self._own(prefix.spec), prefix.spans
         numbers: dict[int, NDArray[np.int64]] = {}
@@ -193,7 +178,9 @@ class EngineBlocks:
         for states in self._states:
             span, block = spans[own[states.pages.part].part], runs[states.pages.group][-1]
             if span.first != last or not span.tokens or not block:
-                raise PlayError(f"the states behind token {last:,} are needed; those behind {span.first:,} were played")
+                raise PlayError(
+                    f"the states after token {last:,} are needed, but those after {span.first:,} were played"
+                )
         groups: list[CodedGroup] = []
         places: list[Place] = []
         begins: list[int] = []
@@ -206,7 +193,7 @@ class EngineBlocks:
         return groups, places, begins
 
     def _numbers(self, shelf: _Shelf, span: Span, first: int, last: int, runs: Runs) -> NDArray[np.int64]:
-        """Return the blocks of a table, negative where nothing is to be written; clear what no group covers."""
+        """Return the blocks of a table, negative if not written; clear those without a group."""
         pages, numbers = shelf.pages, np.array(runs[shelf.pages.group], np.int64)
         if len(numbers) * pages.block != last - first:
             raise PlayError(f"{len(numbers)} blocks of {pages.block} do not hold {last - first:,} tokens")
@@ -219,7 +206,7 @@ class EngineBlocks:
                 f"{shelf.part.only.title}: tokens {span.first:,} to {span.first + span.tokens:,} were played, "
                 f"{begin:,} to {last:,} are needed"
             )
-        if missing and begin < last:  # out of sight, but in the block of what can be seen
+        if missing and begin < last:  # out of the window, but in its first block
             there = shelf.slots(numbers[absent:], begin, np.arange(begin, span.first))
             shape = (len(shelf.blocks), len(shelf.blocks[0]), there.first.shape[1], missing, there.first.shape[3])
             there.write(torch.zeros(shape, dtype=there.dtype, device=there.device))
@@ -234,7 +221,7 @@ class EngineBlocks:
         first: int,
         runs: Runs,
     ) -> _GroupPlace | None:
-        """Return where a group belongs; None if nothing of it is wanted."""
+        """Return the place of a group; None if it is not needed."""
         shape = group.context.spec.shape(group.context.tokens)
         direct: BlockSlots | None = None
         dtype, device = group.context.spec.torch_dtype, torch.device("cpu")
@@ -254,7 +241,7 @@ class EngineBlocks:
             theirs, ours = group.context.spec.only, shelf.part.only
             if theirs.scales != ours.scales:
                 if ours.scales is None or self._store is None:
-                    raise PlayError(f"what was played is kept as {theirs.summary}, not as {ours.summary}")
+                    raise PlayError(f"the play has {theirs.summary}, but the engine {ours.summary}")
                 dtype = self._model.dtype
                 writes.append(partial(_store_some, self._store, shelf.pages.names, slots, rows, mine.heads))
             elif mine.whole and len(rows) == shape[0]:
@@ -267,7 +254,7 @@ class EngineBlocks:
         return _GroupPlace(shape, dtype, device, direct if len(writes) == 1 else None, tuple(writes))
 
     def _clear(self, shelf: _Shelf, run: Sequence[int]) -> None:
-        """Write zeros into the blocks of layers of which nothing was played."""
+        """Write zeros into the blocks of layers that were not played."""
         for first in range(0, len(run), _CLEARED_BLOCKS):
             there = BlockSlots.of_blocks(shelf.blocks, run[first : first + _CLEARED_BLOCKS])
             tokens = len(run[first : first + _CLEARED_BLOCKS]) * shelf.pages.held
@@ -275,10 +262,7 @@ class EngineBlocks:
             there.write(torch.zeros(shape, dtype=there.dtype, device=there.device))
 
     def _own(self, played: KVSpec) -> Mapping[int, _Own]:
-        """Return what this rank holds of its classes in what was played: all of it, or a part of the model.
-
-        Of a draft there may be nothing.
-        """
+        """Return this rank's part of each class in a play of the model or of the rank; drafts may be missing."""
         model = self._model
         given = [(len(one.layers), one.heads) for one in played.classes]
         if given == [(len(one.layers), one.heads) for one in model.shard.classes]:
@@ -288,7 +272,7 @@ class EngineBlocks:
             wanted = bare.classes
         there = {one: part for part, one in enumerate(wanted)}
         if given != [(len(one.layers), one.heads) for one in there]:
-            raise PlayError(f"what was played has layers and heads of {given}, neither the model's nor this rank's")
+            raise PlayError(f"the play has layers and heads {given}, which fit neither the model nor this rank")
         pairs = enumerate(zip(model.places, model.heads, strict=True))
         return {
             mine: _Own(there[one], rows, heads, False)
@@ -297,14 +281,14 @@ class EngineBlocks:
         }
 
     def read(self, runs: Runs, out: Sequence[torch.Tensor | None]) -> None:
-        """Copy the KV of blocks into tensors, one per layer class, [layer, K/V, head, token, dim]; None: not wanted."""
+        """Copy the KV of blocks into tensors, one per layer class, [layer, K/V, head, token, dim]; skip None."""
         for shelf in self._shelves:
             kv = out[shelf.pages.part]
             if kv is not None:
                 BlockSlots.of_blocks(shelf.blocks, runs[shelf.pages.group]).read(shelf.rows(kv))
 
     def snapshot(self, blocks: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Return copies of the states in a block of each table of states, by layer class."""
+        """Return copies of the states in a block of each table, by layer class."""
         out: dict[int, torch.Tensor] = {}
         for states in self._states:
             part = self._model.shard.parts[states.pages.part]
@@ -315,7 +299,6 @@ class EngineBlocks:
 
 
 def _write_some(slots: BlockSlots, rows: list[int], heads: range, group: torch.Tensor) -> None:
-    """Copy some layers and heads of a group to where they belong."""
     some = group[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else codes(group)[rows]
     slots.write(some.view(group.dtype)[:, :, heads.start : heads.stop])
 
@@ -323,7 +306,7 @@ def _write_some(slots: BlockSlots, rows: list[int], heads: range, group: torch.T
 def _store_some(
     store: Store, names: Sequence[str], slots: BlockSlots, rows: list[int], heads: range, group: torch.Tensor
 ) -> None:
-    """Have the engine store some layers and heads of a group's keys and values."""
+    """Have the engine store some layers and heads of a group."""
     used = np.flatnonzero(slots.slots >= 0)
     at, there = torch.from_numpy(used).to(group.device), torch.from_numpy(slots.slots[used]).to(group.device)
     for name, row in zip(names, rows, strict=True):
@@ -332,30 +315,28 @@ def _store_some(
 
 
 def _tokens(name: str, cache: torch.Tensor, wanted: tuple[int, int, int], held: torch.dtype) -> torch.Tensor:
-    """Return a layer's cache if it is as vLLM describes it, else raise."""
     cache = codes(cache)
     if tuple(cache.shape[1:]) != wanted or cache.dtype != held:
         raise UsageError(
             f"vLLM's cache of {name} is {tuple(cache.shape)} {cache.dtype}, not [block, head, token, dim of key and "
-            f"value] of {wanted} and {held}: this version lays it out as kvabr does not know"
+            f"value] of {wanted} and {held}: kvabr does not support this layout"
         )
     return cache
 
 
 def _states(pages: Pages, form: StateForm, caches: Caches) -> tuple[torch.Tensor, ...]:
-    """Return one state of some layers if vLLM has it as it says, else raise."""
     found = []
     for name in pages.names:
         cache = caches[name]
         if cache.dim() != 4 or cache.shape[1:3] != (1, 1) or cache.dtype.itemsize != 1:
             raise UsageError(
-                f"vLLM's states of {name} are {tuple(cache.shape)} {cache.dtype}, not [block, 1, 1, byte]: this "
-                "version lays them out as kvabr does not know"
+                f"vLLM's states of {name} are {tuple(cache.shape)} {cache.dtype}, not [block, 1, 1, byte]: kvabr "
+                "does not support this layout"
             )
         found.append(form.of(cache))
     return tuple(found)
 
 
 def codes(kv: torch.Tensor) -> torch.Tensor:
-    """Return the codes of a quantised cache, and any other as it is."""
+    """Return a quantised cache as bytes, any other unchanged."""
     return kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv

@@ -1,11 +1,10 @@
-"""What vLLM keeps of a model: its KV-cache configuration as layer classes, and which block table each layer uses.
+"""vLLM's KV-cache configuration as layer classes, and the block table of each layer.
 
-vLLM says of every layer what it keeps (a ``KVCacheSpec``), and puts layers that can share a table of blocks into *KV
-cache groups*. A group holds layers of one kind, but one kind may have several groups: of Gemma 3's 15 layers with
-windows, each three have a table. Blocks that have left a window are taken from a request, and stand in its table as
-block 0.
+vLLM describes each layer's cache by a ``KVCacheSpec``, and puts layers that can share a block table into *KV cache
+groups*. A group has layers of one kind, but a kind may have several groups: of Gemma 3's 15 window layers, each three
+have a table. Blocks that leave a window are taken from a request, and become block 0 in its table.
 
-Reads vLLM's objects by the names of their types and fields, and imports nothing of vLLM.
+Reads vLLM's objects by the names of their types and fields, without importing vLLM.
 """
 
 from __future__ import annotations
@@ -31,56 +30,54 @@ _KINDS = {
     "ChunkedLocalAttentionSpec": "chunked",
     "MLAAttentionSpec": "latent",
 }
-"""Kinds of layer classes by the type of vLLM's spec. A subclass may keep something else, and is none of these."""
+"""Kinds of layer classes by the exact type of vLLM's spec; subclasses are unknown."""
 _FP8 = 1
-"""vLLM's ``KVQuantMode`` of a cache in FP8 with a scale per layer, of keys and of values."""
+"""vLLM's ``KVQuantMode`` for FP8 with one scale per layer for keys and one for values."""
 NONE = DraftCaches()
 ABSENT_BLOCK = 0
 """vLLM's null block, which no request owns."""
 
 
 class UnknownCacheError(UsageError):
-    """vLLM keeps the model's cache in a way that kvabr cannot exchange with other engines."""
+    """kvabr cannot exchange the model's cache in vLLM's form."""
 
 
 Scales = Mapping[str, tuple[float, float]]
-"""By vLLM's name of a layer with a cache in FP8, what its kernels multiply the codes of keys and of values by. 1 for
-layers that are not named."""
+"""Scales of keys and values in FP8, by vLLM's layer name; default 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How vLLM quantises what it keeps."""
+    """vLLM's quantisation of its cache."""
 
     dtype: str = ""
-    """Element type of codes with a scale per layer, one of `QUANTISED`; empty: it keeps none."""
+    """Element type of codes with one scale per layer, one of `QUANTISED`; empty: not quantised."""
     scales: Scales = field(default_factory=dict)
 
 
 PLAIN = Quantisation()
-"""It keeps numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Layers of one class that share a table of blocks."""
+    """Layers of one class that share a block table."""
 
     group: int
-    """Index of the table: of vLLM's KV-cache group."""
+    """Index of the block table (KV-cache group)."""
     part: int
-    """Index of the layer class; -1 if another stage of the pipeline has all layers of the table."""
+    """Index of the layer class; -1 if all layers of the table are in other pipeline stages."""
     block: int
-    """Tokens in a block; of all ranks that share them out."""
+    """Tokens in a block, over all ranks that share it."""
     names: tuple[str, ...]
-    """vLLM's names of the layers. Empty if another stage has them: the table is that of all stages."""
+    """vLLM's names of the layers; empty if they are in other pipeline stages."""
     rows: tuple[int, ...]
-    """Their places among the layers of the class."""
+    """Their indices among the layers of the class."""
     passing: bool = False
-    """Whether tokens pass out of sight (windows and chunks), and their blocks are taken from a request."""
+    """True for windows and chunks: blocks out of sight are taken from a request."""
     form: StateForm | None = None
-    """How a state is kept; None: the layers keep tokens."""
+    """Form of a state; None for layers of tokens."""
     interleaving: Interleaving = WHOLE
-    """Which tokens of a block this rank holds."""
+    """Tokens of a block in this rank."""
 
     @property
     def held(self) -> int:
@@ -88,7 +85,7 @@ class Pages:
         return self.block // self.interleaving.ranks
 
     def absent(self, blocks: Sequence[int]) -> int:
-        """Return how many blocks at the beginning of a run of a table are not the request's any more."""
+        """Return the number of leading blocks that the request no longer has."""
         if not self.passing:
             return 0
         return next((place for place, block in enumerate(blocks) if block != ABSENT_BLOCK), len(blocks))
@@ -96,21 +93,20 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class EngineCaches:
-    """The layer classes of a model, or of a stage of its pipeline, and where vLLM keeps them."""
+    """The layer classes of a model or pipeline stage, and vLLM's pages for them."""
 
     classes: tuple[LayerClass, ...]
-    """As `kvabr.engines.transformers.spec_of` orders them, with the heads of the whole model, without rotary
-    embeddings."""
+    """In the order of `kvabr.engines.transformers.spec_of`, with all heads of the model, without rotary embeddings."""
     pages: tuple[Pages, ...]
 
     @property
     def block(self) -> int:
-        """Tokens in a block; the least common multiple where tables differ."""
+        """Tokens in a block; the least common multiple of all tables."""
         return math.lcm(*(each.block for each in self.pages))
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Tokens in a block of each of vLLM's block tables."""
+        """Tokens in a block, by block table."""
         sizes = {each.group: each.block for each in self.pages}
         return tuple(sizes[group] for group in range(len(sizes)))
 
@@ -121,17 +117,17 @@ class EngineCaches:
 
     @property
     def states(self) -> dict[int, int]:
-        """Tokens in a block of each table whose layers keep states: where a block ends there may be one."""
+        """Tokens in a block of each table of states, which are at ends of blocks."""
         return {each.group: each.block for each in self.pages if each.form is not None}
 
     @property
     def latent(self) -> bool:
-        """Whether layers keep one vector for keys and values (MLA)."""
+        """True if layers have one vector for keys and values (MLA)."""
         return any(one.kind == "latent" for one in self.classes)
 
     @property
     def passing(self) -> tuple[Pages, ...]:
-        """The pages whose blocks are taken from a request when they are out of sight."""
+        """Pages with blocks that leave a window."""
         return tuple(each for each in self.pages if each.passing)
 
 
@@ -148,14 +144,14 @@ class _Layer:
     block: int
     name: str
     shared: bool = False
-    """Whether ranks share out the tokens of a block."""
+    """Ranks share the tokens of a block."""
     dtype: str = ""
-    """Element type of what is published in its own: states and codes."""
+    """Own element type, for states and codes."""
     form: StateForm | None = field(default=None, compare=False)
 
     @property
     def title(self) -> tuple[object, ...]:
-        """What layers of one class have in common."""
+        """Key of the layer class."""
         return self.role, self.kind, self.window, self.heads, self.k_dim, self.v_dim, self.dtype
 
 
@@ -175,17 +171,17 @@ def engine_caches(
 
     Args:
         config: vLLM's configuration of its KV cache.
-        layers: numbers of the model's layers, or of those of this rank's stage of the pipeline.
-        dtype: element type that classes of numbers are published in.
-        held: element type of numbers in the engine's cache.
+        layers: layer numbers of the model or of this pipeline stage.
+        dtype: published element type of unquantised classes.
+        held: element type of unquantised caches in the engine.
         heads_of: returns the KV heads of the whole model, given those of this rank.
-        cpu: whether vLLM computes on a CPU, whose kernels keep some states differently.
-        draft: the model's draft, whose layers have a role of their own.
-        interleaving: which tokens of a block this rank holds.
-        quantisation: of layers that keep no numbers, but codes or bytes.
+        cpu: vLLM computes on a CPU, with another form of some states.
+        draft: the model's draft, whose layers have their own role.
+        interleaving: tokens of a block in this rank.
+        quantisation: of quantised layers.
 
     Raises:
-        UnknownCacheError: vLLM keeps a layer in a way that kvabr does not know, or keeps other layers than the model's.
+        UnknownCacheError: an unknown form of a layer's cache, or layers other than the model's.
     """
     every = _layers(config, held, heads_of, cpu, interleaving, quantisation)
     found = sorted(_with_roles(every, draft, layers.stop))
@@ -223,7 +219,7 @@ def engine_caches(
 
 
 def _with_roles(found: Iterator[_Layer], draft: DraftCaches, layers: int) -> Iterator[_Layer]:
-    """Yield layers, those of the draft with its role."""
+    """Yield layers, with the draft's role for its own."""
     for layer in found:
         if not draft.has(layer.name, layer.number, layers):
             yield layer
@@ -234,7 +230,7 @@ def _with_roles(found: Iterator[_Layer], draft: DraftCaches, layers: int) -> Ite
 
 
 def _elsewhere(config: Any, interleaving: Interleaving) -> Iterator[Pages]:
-    """Return the tables whose layers are all in other stages of the pipeline."""
+    """Yield the tables with all layers in other pipeline stages."""
     for number, group in enumerate(config.kv_cache_groups):
         if not group.layer_names:
             spec = group.kv_cache_spec
@@ -250,7 +246,7 @@ def _class_of(own: Sequence[_Layer], dtype: str, quantisation: Quantisation) -> 
     if dtype in QUANTISED:
         pairs = (quantisation.scales.get(layer.name, (1.0, 1.0)) for layer in own)
         scales = tuple(scale for pair in pairs for scale in pair[: 2 if one.v_dim else 1])
-        scales = scales[:1] if len(set(scales)) == 1 else scales  # so that each cache has one spec
+        scales = scales[:1] if len(set(scales)) == 1 else scales  # one spec per cache
     try:
         return LayerClass(
             one.kind,
@@ -268,15 +264,15 @@ def _class_of(own: Sequence[_Layer], dtype: str, quantisation: Quantisation) -> 
 
 
 def _shared(spec: Any, interleaving: Interleaving) -> bool:
-    """Return whether ranks share out the tokens of a layer's blocks."""
+    """Return True if ranks share the tokens of a layer's blocks."""
     if interleaving.ranks == 1:
         return False
     shared = getattr(spec, "dcp_sharded", None)
     if shared is None:
-        raise UnknownCacheError("this vLLM does not say which layers ranks share out: use 0.32 or later")
+        raise UnknownCacheError("this vLLM does not report which layers ranks share: use 0.32 or later")
     if shared and int(spec.block_size) % interleaving.tokens:
         raise UnknownCacheError(
-            f"vLLM's blocks of {spec.block_size} tokens are no whole turns of {interleaving.tokens} tokens: set "
+            f"vLLM's blocks of {spec.block_size} tokens are not a multiple of {interleaving.tokens} tokens: set "
             "--cp-kv-cache-interleave-size to a divisor"
         )
     return bool(shared)
@@ -292,7 +288,7 @@ def _layers(
 ) -> Iterator[_Layer]:
     for number, group in enumerate(config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
-            raise UnknownCacheError(f"vLLM keeps {', '.join(group.layer_names)} where no connector may read it")
+            raise UnknownCacheError(f"vLLM keeps {', '.join(group.layer_names)} in a place that connectors cannot read")
         each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
             spec = group.kv_cache_spec if each is None else each[name]
@@ -345,7 +341,7 @@ def _states(
 def _number(name: str) -> int:
     numbers = _LAYER.findall(name)
     if len(numbers) != 1:
-        raise UnknownCacheError(f"the name of vLLM's cache {name!r} does not tell its layer: unknown model")
+        raise UnknownCacheError(f"unknown model: vLLM's cache {name!r} has no layer number in its name")
     return int(numbers[0])
 
 
@@ -385,7 +381,7 @@ def _layer(
 
 
 def _unlike(spec: Any, held: torch.dtype, mode: int, *, codes: bool) -> str | None:
-    """Return how a layer's cache differs from keys and values of every token, in words; None if it does not."""
+    """Describe how a layer's cache differs from keys and values of every token; None if it does not."""
     wanted = torch.uint8 if codes else held
     if spec.dtype != wanted or (mode > 0) != codes:
         return f"in {str(spec.dtype).removeprefix('torch.')} instead of {str(wanted).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""The configuration: what the user sets in ``kv_connector_extra_config``, and what vLLM says of its model."""
+"""The settings in ``kv_connector_extra_config``, and the model from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ FP8_CACHES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""Element types of the caches that vLLM quantises with a scale per layer."""
+"""Caches that vLLM quantises with one scale per layer."""
 WHERE = "kv_connector_extra_config"
-"""How vLLM calls the table of settings."""
+"""vLLM's name of the table of settings."""
 
 
 class VllmSettings(EngineSettings):
@@ -46,63 +46,69 @@ class VllmSettings(EngineSettings):
     plays: ClassVar[int] = 64
     queue: ClassVar[int] = 4
     deadline_s: Seconds = 2.0
-    """TTFT deadline of a request, seconds. A request may bring its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
-    other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish it), ``live``
-    (false: publish it when it has ended), ``keep_s`` and ``back`` (`kvabr.engines.vllm.hints`)."""
+    """TTFT deadline of a request, seconds. A request may set its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
+    other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish), ``live`` (false:
+    publish only at the end), ``keep_s`` and ``back`` (`kvabr.engines.vllm.hints`).
+    """
     host_mib: Count = 4096
-    """Memory in each worker for the compressed groups of plays before their promise, MiB. Where it is short, plays do
-    without their dearest tracks, and requests beyond it wait, until their deadline. A cache larger than this is played
-    when there is no other."""
+    """Memory in each worker for compressed groups of plays before their promise, MiB. When it is short, plays skip
+    their largest tracks, and further requests wait until their deadline. A larger cache is played when there is no
+    other.
+    """
     tokenizer: Text | None = None
-    """Digest of the tokenizer. None: as `kvabr encode --model DIR` takes it."""
+    """Digest of the tokenizer. None: as computed by `kvabr encode --model DIR`."""
     keep_loss: Annotated[float, Field(ge=0)] = 0.001
-    """Most that a play may be expected to lose, nats per generated token, for later requests to get it from the engine
-    itself; AC-L3 loses about 0.001. vLLM forgets the blocks of other plays when their request ends. SGLang and LMCache
-    keep all that they are given: only with a limit are they not given such a page or chunk, and compute it."""
+    """Maximum expected loss of a play, nats per generated token, for the engine to reuse its blocks for later requests;
+    AC-L3 loses about 0.001. vLLM forgets the blocks of other plays when their request ends. SGLang and LMCache always
+    keep pages and chunks; with this limit, lossier ones are computed instead.
+    """
     salt_file: FilePath | None = None
     """File with a tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: Annotated[int, Field(ge=0)] = 1024
-    """Memory for encoded groups that later requests may want, MiB."""
+    """Memory for encoded groups that later requests may use, MiB."""
     player: Text = OWN
     """Where plays run: ``inside`` the engine's process; in a ``process`` that all engines of this user on the node
-    share, and start, so that network, policy and checks never hold up the thread that runs the model; or the path of
-    the socket of a `kvabr player` that somebody else starts. If it dies, requests are computed until there is
-    another."""
+    share and start, so that network, policy and checks never delay the model's thread; or the path of the socket of a
+    running `kvabr player`. If it ends, requests are computed until there is another.
+    """
     plain_caches: bool = False
-    """With a cache in FP8: play what engines with an unquantised cache have published, too, where there is nothing
-    else. vLLM's own kernel stores it, as if vLLM had computed these numbers; what it computes behind them is not
-    published."""
+    """With a cache in FP8: also play caches of engines without quantisation, if there is no other. vLLM's own kernel
+    stores them as if it had computed them; tokens computed after them are not published.
+    """
     without_draft: bool = False
-    """Play what engines without this one's draft model have published, too, where there is nothing else: the first
-    token comes sooner, and the draft, which sees nothing of what was played, proposes worse."""
+    """Also play caches published without this engine's draft model, if there is no other: the first token is earlier,
+    but the draft does not see the played tokens and proposes worse.
+    """
     publish_live: bool = False
-    """Publish a cache while it is computed, step by step, so that another node plays it meanwhile. ``publish`` must be
-    an unencrypted folder. Recurrent states are published when their request ends."""
+    """Publish a cache step by step while it is computed, so that another node can play it meanwhile. ``publish`` must
+    be an unencrypted folder. Recurrent states are published when their request ends.
+    """
     publish_tokens: bool = False
-    """Keep the token ids of what is published, of requests without a salt, beside the caches, so that `kvabr serve
-    --kv-events` can tell routers of them. ``publish`` must be an unencrypted folder."""
+    """Store the token ids of published requests without a salt, so that `kvabr serve --kv-events` can announce them to
+    routers. ``publish`` must be an unencrypted folder.
+    """
 
     @field_validator("policy")
     @classmethod
     def _check_policy(cls, policy: str) -> str:
         if load_policy(policy)().computes:
-            raise ValueError("it has the engine compute from the front, which vLLM cannot")
+            raise ValueError("it lets the engine compute from the front, which vLLM cannot do")
         return policy
 
     @property
     def only_track(self) -> str | None:
-        """The track of a policy that plays no other; None: the policy chooses."""
+        """The track of a policy that plays only one; None: the policy chooses."""
         name, _, track = self.policy.partition(":")
         return track if name == Fixed.name else None
 
     @property
     def salt(self) -> bytes:
-        """The tenant's secret; a file that cannot be used is a `UsageError`."""
+        """The tenant's secret; raise `UsageError` for an unusable file."""
         return read_salt(self.salt_file)
 
 
 def read_settings(given: Mapping[str, Any], *, consumes: bool, produces: bool) -> VllmSettings:
-    """Return the settings of an engine that fetches, publishes, or both; `UsageError` if a key is wrong or missing."""
+    """Return the settings of an engine that fetches, publishes, or both; raise `UsageError` if they are wrong."""
     settings = VllmSettings.read(given, WHERE)
     if consumes and settings.url is None:
         raise UsageError(f'{WHERE}: a consumer needs "url", the origin, as in moqt://origin.example:4443/')
@@ -116,36 +122,35 @@ class ServedModel:
     """The model of an engine."""
 
     spec: KVSpec
-    """Spec of the whole model's cache, whatever part this rank holds. Of this stage's layers, under a name of their
-    own, if the classes of other stages are not known."""
+    """Spec of the whole model's cache, or, if the classes of other pipeline stages are unknown, of this stage's layers.
+    """
     dtype: torch.dtype
-    """Element type of the numbers in the engine's own cache, and of those that it quantises."""
+    """Element type of unquantised caches in the engine."""
     caches: EngineCaches
-    """Where the engine keeps the layer classes."""
     heads: tuple[range, ...]
-    """Per layer class that this rank holds, its KV heads."""
+    """KV heads in this rank, per layer class."""
     ranks: int = 1
-    """Workers of the engine; each has a part of the heads or of the layers."""
+    """Workers of the engine; each has a part of the heads or layers."""
     waits: bool = False
-    """Whether vLLM has to wait for copies into blocks: it can be told of requests that failed only, not of blocks."""
+    """vLLM must wait for copies into blocks: it accepts failed requests only, not failed blocks."""
     layers: range | None = None
-    """The layers of this rank's stage of the pipeline; None: all of `spec`."""
+    """Layers of this pipeline stage; None: all of `spec`."""
     prefix_caching: bool = True
-    """Whether the engine gives blocks of one request to others that begin with the same tokens."""
+    """The engine shares blocks between requests with equal prefixes."""
     step_tokens: int = 1 << 20
-    """Tokens that the engine computes in a step at most."""
-    told: Mapping[str, Any] = field(default_factory=dict)
-    """What the name of its caches tells of it besides its own name, see `with_facts`."""
+    """Maximum number of tokens per step."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Facts in the name of its caches, see `with_facts`."""
     named: str | None = None
-    """Its name without that; None: that of `spec`."""
+    """Name without these; None: the name of `spec`."""
     plain_caches: bool = False
-    """Whether caches of engines that do not quantise theirs are played."""
+    """Play caches of engines without quantisation."""
     without_draft: bool = False
-    """Whether caches without the draft's are played."""
+    """Play caches without the draft's."""
     ahead: int = 0
-    """Tokens behind a token that its draft's KV depends on."""
+    """Following tokens that the draft's KV of a token depends on."""
     lora: Mapping[str, Any] = field(default_factory=dict)
-    """What the name of an adapter's caches tells besides, see `lora_facts`."""
+    """Additional facts in the name of an adapter's caches, see `lora_facts`."""
 
     @property
     def block(self) -> int:
@@ -154,7 +159,7 @@ class ServedModel:
 
     @property
     def quantised(self) -> bool:
-        """Whether a class of the engine's cache has codes of 8 bits instead of numbers."""
+        """True if a class of the engine's cache has 8-bit codes."""
         return any(one.scales is not None for one in self.spec.classes)
 
     def kept(self, part: KVSpec) -> torch.dtype:
@@ -164,17 +169,17 @@ class ServedModel:
 
     @property
     def shard(self) -> KVSpec:
-        """Spec of the layers and heads that this rank holds, which it publishes separately; `spec` if it holds all."""
+        """Spec of this rank's layers and heads, which are published separately; `spec` if these are all."""
         return with_heads(self.spec if self.layers is None else with_layers(self.spec, self.layers), self.heads)
 
     @property
     def apart(self) -> bool:
-        """Whether ranks hold different parts of the model."""
+        """True if ranks hold different parts of the model."""
         return self.ranks > 1 or self.shard is not self.spec
 
     @property
     def shards(self) -> tuple[KVSpec, ...]:
-        """What the ranks of this stage publish separately; the model if each has all of it."""
+        """Specs published by the ranks of this stage."""
         if self.shard is self.spec or self.layers is not None:
             return (self.shard,)
         sizes = [len(own) for own in self.heads]
@@ -187,42 +192,42 @@ class ServedModel:
         return tuple(with_heads(self.spec, tuple(heads)) for heads in parts)
 
     def adapted(self, adapter: str | None) -> ServedModel:
-        """Return the model with a LoRA adapter, given its digest; None: without one. Only its name is another."""
+        """Return the model under the name of a LoRA adapter, given its digest; None: without one."""
         if adapter is None:
             return self
         named = self.named or self.spec.model
-        stage = self.spec.model.removeprefix(with_facts(named, self.told))
-        told = {**self.told, **self.lora, "adapters": adapter}
-        return replace(self, spec=replace(self.spec, model=with_facts(named, told) + stage), told=told)
+        stage = self.spec.model.removeprefix(with_facts(named, self.facts))
+        facts = {**self.facts, **self.lora, "adapters": adapter}
+        return replace(self, spec=replace(self.spec, model=with_facts(named, facts) + stage), facts=facts)
 
     @property
     def undrafted(self) -> KVSpec | None:
-        """Spec of the caches that engines without this draft publish; None: there is no draft."""
+        """Spec of caches without this draft; None without a draft."""
         classes = tuple(one for one in self.spec.classes if not one.role.startswith(DRAFT))
         if len(classes) == len(self.spec.classes):
             return None
-        name = with_facts(self.named or self.spec.model, {**self.told, "draft": None})
+        name = with_facts(self.named or self.spec.model, {**self.facts, "draft": None})
         return replace(self.spec, model=name, classes=classes)
 
     @property
     def unquantised(self) -> KVSpec | None:
-        """Spec of the caches that engines publish which do not quantise theirs; None: they are not played."""
+        """Spec of caches without quantisation; None if they are not played."""
         if not self.plain_caches:
             return None
-        name = with_facts(self.named or self.spec.model, {**self.told, "cache": None})
+        name = with_facts(self.named or self.spec.model, {**self.facts, "cache": None})
         classes = tuple(replace(one, dtype=_name(torch.bfloat16), scales=None) for one in self.spec.classes)
         return replace(self.spec, model=name, classes=classes)
 
     @property
     def specs(self) -> tuple[KVSpec, ...]:
-        """What is looked up: this rank's own, which brings nothing of others; the model; the next best."""
+        """Specs to look up, in order: this rank's own, the model's, alternatives."""
         own = (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
         bare = self.undrafted if self.without_draft else None
         return (*own, *(each for each in (self.unquantised, bare) if each is not None))
 
     @property
     def places(self) -> tuple[tuple[int, range], ...]:
-        """Per layer class that this rank holds, its index among the model's, and its rows among those of that class."""
+        """Per layer class in this rank: its index in the model, and its rows in that class."""
         if self.layers is None:
             return tuple((part, range(len(one.layers))) for part, one in enumerate(self.spec.classes))
         found = []
@@ -249,16 +254,16 @@ def served_model(
 
     Args:
         config: a ``vllm.config.VllmConfig``.
-        caches: vLLM's configuration of its KV cache, a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
+        caches: a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
         settings: of the connector.
-        consumes: whether the engine plays.
-        produces: whether it publishes.
-        blocks_may_fail: whether this vLLM can be told of single blocks that were not loaded.
-        scales: those of a cache in FP8, as a worker has read them; 1 for layers that it does not name.
+        consumes: the engine plays.
+        produces: the engine publishes.
+        blocks_may_fail: this vLLM accepts single failed blocks.
+        scales: of a cache in FP8, as read by a worker; default 1.
 
     Raises:
-        UsageError: vLLM was started in a way in which it cannot exchange caches; it says what to change.
-        UnknownCacheError: it keeps this model's cache in a way that kvabr does not know.
+        UsageError: vLLM's options prevent the exchange of caches; the message names the change.
+        UnknownCacheError: kvabr does not know the form of this model's cache.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     quantisation = _quantisation(cache, scales or {})
@@ -266,16 +271,16 @@ def served_model(
     interleaving = interleaving_of(parallel)
     if produces and (prefill > 1 or interleaving.ranks > 1):
         raise UsageError(
-            "with prefill_context_parallel_size or decode_context_parallel_size above 1 kvabr plays and does not "
+            "with prefill_context_parallel_size or decode_context_parallel_size above 1 kvabr cannot "
             "publish, as no rank has all tokens: set kv_role to kv_consumer"
         )
     own = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype, model.dtype)
     ranks = int(parallel.tensor_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % ranks
     draft = draft_of(config)
-    facts = facts_of(config) | {"draft": list(draft.told) or None}
-    named, told, tokenizer = _names(model, settings, facts)
-    name = with_facts(named, told)
+    facts = facts_of(config) | {"draft": list(draft.facts) or None}
+    named, named_facts, tokenizer = _names(model, settings, facts)
+    name = with_facts(named, named_facts)
     config_dtype = _name(getattr(model.hf_config, "dtype", ""))
     total = int(model.get_total_num_hidden_layers())
     layers = range(*model.get_layers_start_end_indices(parallel))
@@ -335,7 +340,7 @@ def served_model(
         layers if staged else None,
         prefix_caching=bool(getattr(cache, "enable_prefix_caching", True)),
         step_tokens=int(config.scheduler_config.max_num_batched_tokens),
-        told=told,
+        facts=named_facts,
         named=named,
         plain_caches=plain_caches,
         without_draft=settings.without_draft,
@@ -345,12 +350,12 @@ def served_model(
 
 
 def _was_plain(one: LayerClass) -> bool:
-    """Return whether a class has codes that vLLM makes of keys and values."""
+    """Return True if vLLM makes the class's codes from keys and values."""
     return one.scales is not None and one.halves == 2
 
 
 def _quantisation(cache: Any, scales: Scales) -> Quantisation:
-    """Return how vLLM quantises its cache; `UsageError` if kvabr cannot exchange what it makes."""
+    """Return vLLM's quantisation; raise `UsageError` if kvabr cannot exchange it."""
     stored = str(cache.cache_dtype)
     codes = FP8_CACHES.get(stored)
     if codes is not None:
@@ -366,13 +371,13 @@ def _quantisation(cache: Any, scales: Scales) -> Quantisation:
             "vLLM's fp8_inc cache has scales that kvabr cannot read: start it with --kv-cache-dtype auto or fp8"
         )
     raise UsageError(
-        f"vLLM keeps its cache in {stored}, a format that only vLLM reads: kvabr exchanges caches of "
-        "--kv-cache-dtype auto, float16, bfloat16 or fp8"
+        f"kvabr cannot exchange vLLM's cache format {stored}: start it with --kv-cache-dtype auto, float16, bfloat16 "
+        "or fp8"
     )
 
 
 def _check_playable(config: Any, kept: EngineCaches) -> None:
-    """Raise `UnknownCacheError` if vLLM cannot compute what comes behind a cache that is played."""
+    """Raise `UnknownCacheError` if vLLM cannot compute tokens after a played cache."""
     chunked = getattr(config.scheduler_config, "enable_chunked_prefill", True)
     if kept.latent and not (chunked or getattr(config.cache_config, "enable_prefix_caching", True)):
         raise UnknownCacheError(
@@ -384,10 +389,10 @@ def _check_playable(config: Any, kept: EngineCaches) -> None:
 def _whole(
     own: Sequence[LayerClass], layers: range, total: int, types: Sequence[str] | None
 ) -> tuple[LayerClass, ...] | None:
-    """Return the classes of the whole model, given those of a stage of its pipeline; None if that cannot be told.
+    """Return the classes of the whole model, given those of a pipeline stage; None if they are unknown.
 
-    vLLM tells a stage nothing of the layers of others. If the model names no types of layers, all are taken to be
-    alike; a cache of the model that says otherwise is then rejected as foreign.
+    vLLM does not describe other stages. Without layer types in the model, all layers are assumed alike; a cache that
+    differs is rejected as foreign.
     """
     if len(layers) == total:
         return tuple(own)
@@ -411,20 +416,20 @@ def _name(dtype: object) -> str:
 
 
 def _all_heads(model: Any, heads: int, ranks: int) -> int:
-    """Return the KV heads of a layer in the whole model, given those of one of ``ranks`` tensor-parallel ranks."""
+    """Return a layer's KV heads in the whole model, given those of one tensor-parallel rank."""
     if ranks == 1:
         return heads
     total = int(model.get_total_num_kv_heads())
     if heads != max(1, total // ranks):
         raise UnknownCacheError(
-            f"vLLM has {heads} KV heads of a layer in each of {ranks} ranks, and the model {total}: kvabr cannot tell "
-            "which, as its layers differ in this"
+            f"vLLM has {heads} KV heads of a layer in each of {ranks} ranks, and the model {total}: "
+            "kvabr needs the same number in all layers"
         )
     return total
 
 
 def _names(model: Any, settings: VllmSettings, facts: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], str]:
-    """Return the model's name, what is to be told with it (see `with_facts`), and the tokenizer's name."""
+    """Return the model's name, the facts to add (see `with_facts`), and the tokenizer's name."""
     path = cached_folder(str(model.model), getattr(model, "revision", None)) or Path(str(model.model))
     named = settings.model is not None and settings.tokenizer is not None
     if not named and not ((path / "config.json").is_file() and (path / "tokenizer.json").is_file()):
@@ -436,9 +441,9 @@ def _names(model: Any, settings: VllmSettings, facts: Mapping[str, Any]) -> tupl
 
 
 def facts_of(config: Any) -> dict[str, Any]:
-    """Return what changes the KV of an engine's model besides the files in its folder, see `with_facts`.
+    """Return the facts, beyond the model's files, that change its KV; see `with_facts`.
 
-    Everything is as usual, and not there, in an engine that was told nothing but its model.
+    With vLLM's defaults there are none.
     """
     model, load = config.model_config, getattr(config, "load_config", None)
     stored = config.cache_config.cache_dtype
@@ -460,7 +465,7 @@ def facts_of(config: Any) -> dict[str, Any]:
 
 
 def lora_facts(config: Any) -> dict[str, Any]:
-    """Return what changes what an adapter's files do in an engine, see `with_facts`; nothing if it is as usual."""
+    """Return the facts that change an adapter's effect; see `with_facts`."""
     lora = getattr(config, "lora_config", None)
     return {
         "adapted_modules": sorted(getattr(lora, "target_modules", None) or ()),
@@ -469,14 +474,14 @@ def lora_facts(config: Any) -> dict[str, Any]:
 
 
 def _is_long(model: Any) -> bool:
-    """Return whether vLLM rotates the keys of every prompt as LongRoPE does those of long ones."""
+    """Return True if vLLM rotates all keys as LongRoPE does for long prompts."""
     config = getattr(model, "hf_text_config", None)
     original = None if config is None else model_loader.original_context(config)
     return original is not None and int(model.max_model_len) > original
 
 
 def _text(value: object) -> str | None:
-    """Return any setting as text that is the same in every process; None if it says nothing."""
+    """Return a setting as text that is the same in every process; None if it is empty."""
     if not value:
         return None
     if is_dataclass(value) and not isinstance(value, type):
@@ -491,8 +496,8 @@ def _function(given: Any) -> str:
 def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec | None]:
     """Return the rotary embedding of each layer class of a transformers configuration.
 
-    They are probed on a model with one small layer of each class. None if a spec cannot express one, or the model
-    cannot be built; caches that were published with an embedding are then rejected as foreign.
+    They are probed on a model with one small layer per class. None if a spec cannot express one, or the model cannot be
+    built; published caches with an embedding are then rejected as foreign.
     """
     unknown: list[RopeSpec | None] = [None] * len(classes)
     firsts = sorted({one.layers[0] for one in classes if not one.role})
@@ -517,6 +522,6 @@ def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec
 
 
 def _same(found: LayerClass, wanted: LayerClass) -> bool:
-    """Return whether two classes are alike but for their layers, element type and embedding."""
+    """Return True if two classes differ only in layers, element type and embedding."""
     alike = replace(found, layers=wanted.layers, dtype=wanted.dtype, scales=wanted.scales, rope=None)
     return alike == replace(wanted, rope=None)

@@ -1,7 +1,7 @@
-"""`KvabrConnector`, which vLLM calls, and which delegates to the two halves. Only this module imports vLLM.
+"""`KvabrConnector`, vLLM's interface to the two halves. Only this module imports vLLM.
 
-It implements vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py), in the versions that
-`kvabr.engines.vllm.ADAPTER` names; vLLM calls that interface experimental.
+It implements ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py), an experimental interface,
+in the versions of `kvabr.engines.vllm.ADAPTER`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.engines.transformers.publish import find_profile
 from kvabr.engines.vllm import ADAPTER, register, stats
+from kvabr.engines.vllm.announced_blocks import AnnouncedBlocks
 from kvabr.engines.vllm.blocks import codes
 from kvabr.engines.vllm.caches import Scales, UnknownCacheError
 from kvabr.engines.vllm.config import FP8_CACHES, ServedModel, VllmSettings, read_settings, served_model
@@ -44,7 +45,6 @@ from kvabr.engines.vllm.publishing import Publishers
 from kvabr.engines.vllm.requests import OWN
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.step_times import computed_before
-from kvabr.engines.vllm.told import ToldBlocks
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher
@@ -60,10 +60,9 @@ with contextlib.suppress(ModuleNotFoundError):  # vLLM 0.31 does not count hits 
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     _HIT_SOURCE = CacheHitSource.P2P
-_TOLD = "kvabr_told"
-"""Attribute of a request of which a connector has said what it was served with."""
+_REPORTED = "kvabr_told"
+"""Attribute of a request whose served cache a connector has reported."""
 _BLOCKS_MAY_FAIL = hasattr(KVConnectorBase_V1, "get_block_ids_with_load_errors")
-"""Whether this vLLM can be told of single blocks that were not loaded."""
 
 
 class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -74,14 +73,14 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class KvabrScales(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Carries the scales of a cache in FP8 from a worker to the scheduler, when the engine starts."""
+    """Carries the scales of a cache in FP8 from a worker to the scheduler at the start."""
 
     def __init__(self, scales: Scales) -> None:
         self.scales = scales
 
 
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Carries the plays that have ended, and how fast the engine is, from the workers to the scheduler."""
+    """Carries ended plays and the engine's speed from the workers to the scheduler."""
 
     def __init__(
         self,
@@ -92,16 +91,13 @@ class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
         publishing: bool,
     ) -> None:
         self.placed = placed
-        """What each worker's plays have brought."""
         self.published = published
-        """Requests whose publications have ended, with the tokens of which there is a cache now."""
+        """Requests that have finished publishing, with the number of tokens now cached."""
         self.cost = cost
-        """What the engine's prefill costs; None: no news."""
         self.publishing = publishing
-        """Whether a cache is being published."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Add what another worker reports."""
+        """Merge another worker's report."""
         assert isinstance(other, KvabrPlaced)  # noqa: S101  # all workers have the same connector
         both = self.publishing or other.publishing
         published = self.published + other.published
@@ -109,21 +105,19 @@ class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Loads and publishes KV caches through kvabr; see `kvabr.engines.vllm`.
+    """Loads and publishes KV caches through kvabr, see `kvabr.engines.vllm`.
 
-    It supports vLLM's hybrid memory allocator (HMA): models with several KV cache groups.
+    Supports vLLM's hybrid memory allocator (HMA) for models with several KV cache groups.
     """
 
     _cache_hit_source = _HIT_SOURCE
     _scheduler: SchedulerHalf | IdleScheduler
-    """Only in the scheduler."""
     _worker: WorkerHalf | IdleWorker
-    """Only in a worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Start the half in the scheduler, or that in a worker; `UsageError` if the configuration cannot work.
+        """Start the half for this role; raise `UsageError` for an unusable configuration.
 
-        With a model whose cache kvabr does not know the connector does nothing, and vLLM computes everything.
+        If kvabr does not know the model's cache, the connector does nothing, and vLLM computes everything.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         ADAPTER.check(vllm.__version__)
@@ -138,7 +132,6 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         self._client, self._settings = None, settings
         self._publishing = self._to_count = False
-        # The worker tells the scheduler, before that sees the first request.
         self._scales = scales_of(vllm_config) if role == KVConnectorRole.WORKER else {}
         self._served = partial(
             served_model,
@@ -155,13 +148,13 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.warning("kvabr: caches of this model are neither played nor published: %s", error)
             self._scheduler, self._worker = IdleScheduler(), IdleWorker()
             return
-        # Before the client is taken: an error here must not leave one behind.
+        # last: an error here must not leave it open
         publishers = _publishers(settings, model) if produces and role == KVConnectorRole.WORKER else None
         self._client = take_client(settings) if consumes else None
         if role == KVConnectorRole.SCHEDULER:
-            _log.info("kvabr: %s", _said(settings, model, consumes=consumes, produces=produces))
-            told = _told(vllm_config, kv_cache_config, model)
-            how = {"produces": produces, "evict": self._evict, "told": told}
+            _log.info("kvabr: %s", _description(settings, model, consumes=consumes, produces=produces))
+            announced = _announced(vllm_config, kv_cache_config, model)
+            how = {"produces": produces, "evict": self._evict, "announced": announced}
             self._scheduler_of = partial(SchedulerHalf, settings, client=self._client, **how)
             self._scheduler = self._scheduler_of(model=model)
         else:
@@ -169,7 +162,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a cache that is not published is only a miss later."""
+        """Return False: an unpublished cache is only a miss later."""
         return False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -178,24 +171,24 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.register(kv_caches, partial(layout_of, config), partial(store, config), keepers=self._keepers())
 
     def _keepers(self) -> list[str]:
-        """Return the connectors beside this one, in vLLM's MultiConnector, that keep or publish what the engine has."""
+        """Return the other connectors in vLLM's MultiConnector that store or publish the engine's cache."""
         every = getattr(get_kv_transfer_group(), "sub_connectors", ()) if has_kv_transfer_group() else ()
         others = [one for one in every if one is not self and one._kv_transfer_config.is_kv_producer]  # noqa: SLF001
         return sorted({type(one).__name__ for one in others})
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return the scales of a cache that vLLM quantises, which the scheduler cannot know."""
+        """Return the scales of a quantised cache for the scheduler."""
         return KvabrScales(self._scales) if self._scales else None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Take what the workers know of their cache; another connector's news are not for this one."""
+        """Take the workers' scales; ignore other connectors' metadata."""
         ranks = (known for _, known in sorted(metadata.items()) if isinstance(known, KvabrScales))
         first = next(ranks, None)
         if first is None or isinstance(self._scheduler, IdleScheduler):
             return
         try:
             model = self._served(scales=first.scales)
-        except UnknownCacheError:  # the worker has said so, and does nothing either
+        except UnknownCacheError:  # logged by the worker, which does nothing either
             self._scheduler = IdleScheduler()
             return
         _log.info("kvabr: vLLM keeps %s", model.shard.summary)
@@ -204,11 +197,11 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Do so with pipeline stages, of which the scheduler looks up the first."""
+        """Take the scales of the first pipeline stage."""
         self.set_xfer_handshake_metadata({rank: known for (stage, rank), known in metadata.items() if stage == 0})
 
     def unregister_kv_caches(self) -> None:
-        """Leave the engine's cache alone: vLLM (0.33) begins to sleep."""
+        """Stop using the engine's cache: vLLM (0.33) is going to sleep."""
         self._worker.sleep()
 
     def restore_kv_caches(self) -> None:
@@ -216,32 +209,32 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.wake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step and its plays here: vLLM may call `start_load_kv` only after the forward pass."""
+        """Begin a step and its plays: vLLM may call `start_load_kv` only after the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, KvabrMetadata):
             self._worker.begin(connector_metadata.step)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Copy what is still to be copied of blocks that this step overwrites."""
+        """Finish copies from blocks that this step overwrites."""
         if isinstance(kv_connector_metadata, KvabrMetadata):
             self._worker.preempted(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: loads began with the step, and no step waits for one."""
+        """Do nothing: loads began with the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no request is computed before its load has ended."""
+        """Do nothing: a request is computed after its load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: caches are copied behind a step, or when a request ends."""
+        """Do nothing: caches are copied later."""
 
     def wait_for_save(self) -> None:
         """End the computation of a step."""
         self._worker.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Return the requests whose publications, and those whose loads, have ended, and which of these failed."""
-        # What is counted behind this goes with a later step, so there has to be one.
+        """Return the requests with ended publications and loads, and the failed ones."""
+        # Later counts need another step.
         self._to_count = self._worker.publishing
         sent, received = self._worker.collect()
         return KVConnectorTransferResults(sent, received, self._worker.failed_requests())
@@ -251,7 +244,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return the plays that have ended, and what a prefill costs, for the scheduler."""
+        """Return ended plays and the cost of a prefill for the scheduler."""
         placed, cost, was = self._worker.placed(), self._worker.measured(), self._publishing
         published = self._worker.published()
         now = self._publishing = self._to_count
@@ -263,25 +256,25 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded; None: the lookup or the play is not over."""
+        """Return the number of tokens to load; None while the lookup or play runs."""
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Begin a load into allocated blocks, or copy what was played."""
+        """Copy a play into allocated blocks."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return the requests to the workers."""
+        """Return the requests for the workers."""
         preempted = bool(getattr(scheduler_output, "preempted_req_ids", None))
         scheduled, before = scheduler_output.num_scheduled_tokens, computed_before(scheduler_output)
         return KvabrMetadata(self._scheduler.step(scheduled, self._tables, before=before, preempted=preempted))
 
     def has_pending_push_work(self) -> bool:
-        """Return whether vLLM has to go on with steps, for counters of what is published behind the last request."""
+        """Return True if vLLM must run more steps to collect counters of publications."""
         return self._scheduler.publishing
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Note the loads and plays that have ended."""
+        """Record ended loads and plays."""
         self._scheduler.received(set(connector_output.finished_recving or ()))
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvabrPlaced):
@@ -293,26 +286,26 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._scheduler.published(name, tokens)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return, once, which blocks can be had from kvabr now, or no longer, with vLLM's names for them."""
-        told = self._scheduler.told
-        return () if told is None else map(_event, told.take())
+        """Return, once, blocks that became available from kvabr or unavailable, by vLLM's names."""
+        announced = self._scheduler.announced
+        return () if announced is None else map(_event, announced.take())
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Publish what a request has computed, and tell its client what it was served with."""
+        """Publish a request's cache, and report the served cache to its client."""
         served, waits = self._scheduler.served(request, block_ids), self._scheduler.finished(request, block_ids)
-        if served is None or getattr(request, _TOLD, False):
+        if served is None or getattr(request, _REPORTED, False):
             return waits, None
-        setattr(request, _TOLD, True)  # MultiConnector ends the engine if two connectors answer with the same key
+        setattr(request, _REPORTED, True)  # MultiConnector stops the engine if two connectors answer with the same key
         return waits, {OWN: served}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Publish what a request has computed, of a model with one KV cache group."""
+        """Publish a request's cache, for a model with one KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def _evict(self, blocks: set[int]) -> None:
-        """Take blocks out of vLLM's prefix cache."""
+        """Remove blocks from vLLM's prefix cache."""
         assert self._kv_cache_manager is not None  # noqa: S101  # vLLM binds it to the scheduler's connector
         self._kv_cache_manager.evict_blocks(blocks)
 
@@ -323,15 +316,14 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tables
 
     def reset_cache(self) -> bool | None:
-        """Play and publish nothing under the names from before: vLLM calls this when weights may have changed.
+        """Stop using the current names of caches: vLLM calls this when weights may have changed.
 
-        What others with the old weights have published stays. Return False if loads are under way, None in a worker:
-        names come from the scheduler.
+        Caches published by others with the old weights remain. Return False if loads are in progress, None in a worker.
         """
         return self._scheduler.reset() if self._role == KVConnectorRole.SCHEDULER else None
 
     def shutdown(self) -> None:
-        """End all plays, and publish what waits."""
+        """End all plays, and publish waiting caches."""
         if self._role == KVConnectorRole.WORKER:
             self._worker.close()
         if self._client is not None:
@@ -376,7 +368,7 @@ class KvabrStats(KVConnectorStats):  # type: ignore[misc]
         return stats.summary(self.data)
 
     def is_empty(self) -> bool:
-        """Return whether nothing was counted."""
+        """Return True without counts."""
         return not self.data
 
 
@@ -414,8 +406,7 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counters[name][engine_idx].inc(value)
 
 
-def _said(settings: VllmSettings, model: ServedModel, *, consumes: bool, produces: bool) -> str:
-    """Return in a line what a connector is going to do."""
+def _description(settings: VllmSettings, model: ServedModel, *, consumes: bool, produces: bool) -> str:
     parts = []
     if consumes:
         where, kept = str(settings.url).partition("?")[0], settings.keep_loss
@@ -427,11 +418,11 @@ def _said(settings: VllmSettings, model: ServedModel, *, consumes: bool, produce
 
 
 def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
-    """Return the publishers of this engine's caches; raise if a file that the settings name cannot be used."""
+    """Return the publishers of this engine's caches; raise for an unusable file in the settings."""
     assert settings.publish is not None  # noqa: S101  # a producer's settings have it
     spec = model.shard
     if settings.profile is not None and model.undrafted is not None:
-        _log.warning("kvabr: the codec profile is not used: it has nothing of the draft model's layers")
+        _log.warning("kvabr: the codec profile is not used: it lacks the draft model's layers")
     prior = default_catalog() if settings.prior is None else Catalog.read(settings.prior)
     publisher = Publisher(
         settings.publish,
@@ -447,16 +438,16 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
     return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None)
 
 
-def _told(config: Any, kv_cache_config: Any, model: ServedModel) -> ToldBlocks | None:
-    """Return what collects KV events, if vLLM publishes such."""
+def _announced(config: Any, kv_cache_config: Any, model: ServedModel) -> AnnouncedBlocks | None:
+    """Return a collector of KV events if vLLM publishes them."""
     wanted = getattr(config, "kv_events_config", None)
     if wanted is None or not wanted.enable_kv_cache_events:
         return None
-    return ToldBlocks(resolve_kv_cache_block_sizes(kv_cache_config, config)[1], model.ranks)
+    return AnnouncedBlocks(resolve_kv_cache_block_sizes(kv_cache_config, config)[1], model.ranks)
 
 
 def _event(event: KVEvent) -> KVCacheEvent:
-    """Return an event as vLLM's own class."""
+    """Convert an event to vLLM's own class."""
     assert not isinstance(event, KVBlocksCleared)  # noqa: S101  # that would be about the engine's own blocks, too
     names = list(map(maybe_convert_block_hash, event.block_hashes))
     if isinstance(event, KVBlocksRemoved):
@@ -474,9 +465,9 @@ def _event(event: KVEvent) -> KVCacheEvent:
 
 
 def scales_of(config: Any) -> Scales:
-    """Return the scales of the layers that this worker has loaded, by name; empty if all are 1, or none is quantised.
+    """Return the scales of this worker's layers by name; empty without quantisation or if all are 1.
 
-    Raises `UsageError` if its FP8 cache means something else than that of other engines.
+    Raise `UsageError` if its FP8 cache has another meaning than in other engines.
     """
     stored, scales = config.cache_config.cache_dtype, {}
     for name, layer in config.compilation_config.static_forward_context.items():
@@ -487,13 +478,13 @@ def scales_of(config: Any) -> Scales:
             continue
         if current_platform.is_fp8_fnuz():
             raise UsageError(
-                "vLLM's FP8 cache has a format of its own on this device (FNUZ), which kvabr does not know: start it "
+                "vLLM's FP8 cache uses the FNUZ format on this device, which kvabr does not support: start it "
                 "with --kv-cache-dtype auto"
             )
         halves = [getattr(layer, f"_{half}_scale", None) for half in "kv"]
         if mode != 1 or any(half is not None and half.numel() != 1 for half in halves):
             raise UsageError(
-                f"{name}: the checkpoint scales the FP8 cache head by head, and kvabr knows one scale a layer: start "
+                f"{name}: the checkpoint has FP8 scales per head, but kvabr supports one per layer: start "
                 "it with --kv-cache-dtype auto"
             )
         scales[name] = (float(layer._k_scale_float), float(layer._v_scale_float))  # noqa: SLF001  # vLLM's own name
@@ -501,15 +492,15 @@ def scales_of(config: Any) -> Scales:
 
 
 def store(config: Any, name: str, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Have a layer's own kernel store keys and values, [token, head, dim], in slots of its cache."""
+    """Store keys and values, [token, head, dim], in slots of a layer's cache with its own kernel."""
     layer = config.compilation_config.static_forward_context[name]
     layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
 
 def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:
-    """Return the layout of a layer's blocks; on a CPU by letting the attention kernel store a few known numbers.
+    """Return the layout of a layer's blocks; on a CPU, probe it by storing known numbers with the attention kernel.
 
-    Raises `UsageError` if the kernel stores them in an order that kvabr does not know.
+    Raise `UsageError` for an unknown order.
     """
     if cache.device.type != "cpu":
         return BlockLayout.PLAIN
@@ -522,10 +513,10 @@ def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:
     scratch = torch.zeros((2, heads, size, both), dtype=cache.dtype)
     count, own = size * heads * dim, config.model_config.dtype
     stored = config.cache_config.cache_dtype
-    if cache.dtype == torch.uint8:  # codes of finite numbers, no two of them alike
+    if cache.dtype == torch.uint8:  # codes of finite numbers, all different
         type_ = FP8_CACHES[stored]
         key, value = ((torch.arange(count) % most + 1).to(torch.uint8).view(type_).to(own) for most in (113, 119))
-    else:  # small integers: exact in every float type, and no two equal along a dimension
+    else:  # small integers: exact in every float type, and different along each dimension
         stored, type_ = "auto", cache.dtype
         key, value = (torch.arange(count) % 241).to(type_), (torch.arange(count) % 251 + 1).to(type_)
     key, value = key.view(size, heads, dim), value.view(size, heads, dim)

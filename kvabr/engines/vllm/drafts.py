@@ -1,11 +1,11 @@
-"""Draft heads and draft models: what their layers keep is a layer class of its own, of the role `DRAFT`.
+"""Draft heads and draft models: their layers form layer classes with the role `DRAFT`.
 
-vLLM verifies what a draft proposes, so a text does not depend on the draft's cache; how many tokens are accepted does.
-A draft's layers cannot be computed from the model's cache, so they are published and played with it.
+vLLM verifies a draft's proposals, so its cache affects only how many tokens are accepted. It cannot be computed from
+the model's cache, so both are published and played together.
 
-EAGLE and MTP compute the draft's KV of a token with the token behind it. What is known of the last token of a prefix is
-that of the publisher's next token, which need not be this prompt's. vLLM drops the last block of a hit for that reason;
-kvabr promises what ends at least one token before the end of what is shared.
+EAGLE and MTP compute the draft's KV of a token from the following token. At the end of a prefix, that is the
+publisher's next token, not necessarily this prompt's. vLLM therefore drops the last block of a hit; kvabr promises
+tokens only up to one before the end of the shared prefix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvabr.engines.weights import cached_folder, model_name
 from kvabr.types.errors import KvabrError
 
 DRAFT = "draft"
-"""How the role of a draft's layer class begins."""
+"""Start of the role of a draft's layer class."""
 _NAME = re.compile(r"(?:draft_model|mtp)\.")
 _METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 
@@ -29,16 +29,16 @@ _METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 class DraftCaches:
     """The draft of an engine's model."""
 
-    told: tuple[str | None, ...] = ()
-    """What the name of caches tells of it; empty: there is none that keeps anything."""
+    facts: tuple[str | None, ...] = ()
+    """Facts in the name of caches; empty without a draft that has a cache."""
     ahead: int = 0
-    """Tokens behind a token that its KV depends on."""
+    """Following tokens that a token's KV depends on."""
     why: str | None = None
-    """Why its caches cannot be exchanged; None: they can."""
+    """Why its caches cannot be exchanged, if so."""
 
     def has(self, name: str, number: int, layers: int) -> bool:
-        """Return whether a layer of vLLM's is the draft's, given its name and number, and the model's layers."""
-        return bool(self.told) and (number >= layers or _NAME.match(name) is not None)
+        """Return True for a layer of the draft, given vLLM's name and number, and the model's layers."""
+        return bool(self.facts) and (number >= layers or _NAME.match(name) is not None)
 
 
 def draft_of(config: Any) -> DraftCaches:
@@ -62,22 +62,22 @@ def draft_of(config: Any) -> DraftCaches:
 
 
 def _names(speculative: Any, target: str) -> tuple[str | None, ...]:
-    """Return the name of a draft's weights, None if the model's folder has them, and what else changes its KV."""
+    """Return the name of a draft's weights (None if in the model's folder), and other facts that change its KV."""
     model = speculative.draft_model_config
     how = getattr(model, "quantization", None)
     own = getattr(model.hf_config, "quantization_config", None)
-    quantised = [] if how is None or own else [f"quantization {how}"]  # by vLLM, as it loads them
+    quantised = [] if how is None or own else [f"quantization {how}"]  # quantised by vLLM on loading
     if str(model.model) == target:
         return (None, *quantised)
     folder = cached_folder(str(model.model), getattr(model, "revision", None)) or Path(str(model.model))
     name = model_name(folder)
-    if getattr(speculative, "use_heterogeneous_vocab", False):  # it reads the text, as tokens of its own
+    if getattr(speculative, "use_heterogeneous_vocab", False):  # it has its own tokens
         return name, model_loader.folder_tokenizer(folder), *quantised
     return name, *quantised
 
 
 def _ahead(speculative: Any) -> int:
-    """Return how many tokens behind a token the draft's KV of it depends on."""
+    """Return the number of following tokens that the draft's KV of a token depends on."""
     if not speculative.use_eagle():
         return 0
     several = getattr(speculative, "use_multi_module_mtp", None)

@@ -1,7 +1,7 @@
-"""In the scheduler: what each step adds to caches that are published while their requests are prefilled.
+"""In the scheduler: the tokens that each step adds to caches published during prefill.
 
-What vLLM had in its own prefix cache, or was given by a play, comes with the first step of a request. One that is
-preempted computes its tokens again; what was handed over of them before is not handed over a second time.
+Tokens from vLLM's prefix cache or a play are part of a request's first step. A preempted request computes its tokens
+again, but they are handed over once.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from kvabr.engines.vllm.plays import GrowRequest
 from kvabr.engines.vllm.windows import Tables
 
 Names = tuple[Sequence[int], bytes, str | None]
-"""What a request's caches are named with: its tokens, the tenant's secret, and the digest of its adapter."""
+"""Tokens, salt and digest of the adapter that name a request's caches."""
 
 
 class Growth:
-    """The requests whose caches grow."""
+    """The requests with growing caches."""
 
     def __init__(self, caches: EngineCaches, group_tokens: int, name_of: Callable[[Any], Names]) -> None:
-        """Start; ``name_of`` returns what the caches of a request are named with."""
         self._caches, self._every, self._name_of = caches, math.lcm(caches.block, group_tokens), name_of
         self._open: dict[str, Any] = {}
         self._handed: dict[str, int] = {}
-        """Tokens handed over of each request that was announced."""
+        """Tokens handed over, by announced request."""
 
     def arrived(self, request: Any) -> None:
-        """Note a request that is going to be published."""
+        """Record a request to publish."""
         if whole_blocks(int(request.num_prompt_tokens), self._every):
             self._open[request.request_id] = request
 
@@ -40,7 +39,7 @@ class Growth:
         return self._handed.pop(name, None) is not None
 
     def step(self, scheduled: Mapping[str, int], tables: Tables) -> list[GrowRequest]:
-        """Return what is new after a step that computes ``scheduled`` tokens of each request behind those it has."""
+        """Return the additions of a step that computes ``scheduled`` tokens of each request."""
         grown = []
         for name, tokens in scheduled.items():
             request = self._open.get(name)
@@ -56,7 +55,7 @@ class Growth:
             return None
         runs = self._caches.runs(tables(name), first, last)
         if any(pages.absent(runs[pages.group]) for pages in self._caches.passing):
-            del self._open[name]  # vLLM has dropped what its windows held: of a new one all is published at the end
+            del self._open[name]  # its windows are dropped already; a new request is published at the end
             return None
         self._handed[name] = last
         if last == total:

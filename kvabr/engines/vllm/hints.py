@@ -1,14 +1,13 @@
-"""What requests say of the time behind them: their caches are kept in this node's store, for the next turn.
+"""Hints in requests: keep a cache in this node's store for the next turn.
 
-A request with ``{"keep_s": 600}`` in its ``kv_transfer_params`` has what the origin has of its prompt kept for ten
-minutes: other groups make room in the node's store before these. ``{"back": true}`` is the same for an hour, the
-longest time. What is not in the store is fetched, and what this engine publishes of the
-request is waited for. All of this happens behind the request, and takes nothing from plays, which go first.
+``{"keep_s": 600}`` in a request's ``kv_transfer_params`` protects the cached groups of its prompt from eviction for ten
+minutes; ``{"back": true}`` for an hour, the maximum. Missing groups are fetched, including those that this engine is
+publishing. This happens after the request, at a lower priority than plays.
 
-What was played with a loss is fetched in a better quality the same way, without being kept before other groups: while
-the link has nothing else to do, and for a few requests at a time.
+A cache that was played with a loss is fetched again in better quality the same way, while the link is idle, for a few
+requests at a time, and without protection.
 
-What hints keep is bounded by half of the store. Beyond it, what was hinted or used first is kept no longer.
+Hints may protect half of the store; beyond it, the oldest lose their protection.
 """
 
 from __future__ import annotations
@@ -37,16 +36,15 @@ from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("vllm.kvabr")
-_MOST_KEEP_S = 3600.0
-"""Longest time for which a cache is kept."""
-_MOST = 64
-"""Requests whose hints are followed at a time; those of more are dropped and counted."""
-_WITHIN_S = 60.0
-"""Seconds that following one may take."""
-_MOST_REFINED = 4
-"""Prompts that are fetched again at a time; others are as they were played until they are played again."""
+_MAX_KEEP_S = 3600.0
+_MAX_HINTS = 64
+"""Hints in progress at once; the rest is dropped and counted."""
+_TIMEOUT_S = 60.0
+"""Time limit of a hint."""
+_MAX_REFINED = 4
+"""Prompts fetched again at once."""
 _LOOK_S = 1.0
-"""Seconds until an origin is asked again that does not know yet what was published."""
+"""Seconds between lookups of a cache that is being published."""
 _LOOKS = 8
 
 
@@ -54,9 +52,9 @@ _LOOKS = 8
 class _Hint:
     names: Names
     until_s: float
-    """Until when it is kept, by `time.monotonic`."""
+    """By `time.monotonic`."""
     tokens: int = 0
-    """Tokens of which this engine has published a cache."""
+    """Tokens published by this engine."""
 
 
 class RequestHints:
@@ -70,22 +68,22 @@ class RequestHints:
         counts: ConnectorCounts,
         trouble: TroubleLog,
     ) -> None:
-        """Begin without any; without a client there is no store, and hints are ignored."""
+        """Start; without a client there is no store, and hints are ignored."""
         self._settings, self._model, self._client = settings, model, client
         self._counts, self._trouble = counts, trouble
         self._publishing: OrderedDict[str, tuple[_Hint, int]] = OrderedDict()
-        """Those of requests that are being published, and how many workers have."""
+        """Hints of requests being published, and the number of finished workers."""
         self._running: set[Handle[None]] = set()
         self._refining: dict[Handle[None], Names] = {}
 
     def seconds(self, request: Any) -> float:
-        """Return the seconds for which a request's cache is wanted to be kept, 0 if it says nothing that counts."""
+        """Return the seconds to keep a request's cache; 0 without a valid hint."""
         given = params(request).get("keep_s")
         if given is None and not wants_back(request):
             return 0.0
-        what = f"keep_s is not a number of seconds up to {_MOST_KEEP_S:g}"
+        what = f"keep_s is not a number of seconds up to {_MAX_KEEP_S:g}"
         if given is None:
-            given = _MOST_KEEP_S
+            given = _MAX_KEEP_S
         wrong = isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf")
         if self._client is None:
             wrong, what = True, "nothing is kept for requests here: this engine does not play"
@@ -93,46 +91,46 @@ class RequestHints:
             self._counts.add("params_ignored")
             self._trouble.tell(f"kv_transfer_params: {what}", "the hint is ignored")
             return 0.0
-        return float(min(given, _MOST_KEEP_S))
+        return float(min(given, _MAX_KEEP_S))
 
     def ended(self, request: Any, names: Names, *, publishing: bool) -> None:
-        """Follow the hint of a request that ends, if it has one: at once, or when it is published."""
+        """Follow the hint of a request that ends, at once or after its publication."""
         if not (seconds := self.seconds(request)):
             return
         self._counts.add("hints")
         hint = _Hint(names, time.monotonic() + seconds)
         if publishing:
             self._publishing[request.request_id] = hint, 0
-            if len(self._publishing) > _MOST:
+            if len(self._publishing) > _MAX_HINTS:
                 self._follow(self._publishing.popitem(last=False)[1][0])
         else:
             self._follow(hint)
 
     def refine(self, names: Names) -> None:
-        """Have the cache of a request that has ended, and was played with a loss, in the store in a better quality."""
+        """Fetch the cache of a request that was played with a loss in better quality."""
         if self._client is None or not (self._settings.store_mib or self._settings.disk):
             return
-        self._refining = {each: whose for each, whose in self._refining.items() if not each.done()}
-        if len(self._refining) < _MOST_REFINED and names not in self._refining.values():
+        self._refining = {each: names for each, names in self._refining.items() if not each.done()}
+        if len(self._refining) < _MAX_REFINED and names not in self._refining.values():
             self._refining[self._client.begin(partial(self._refine, names))] = names
 
     async def _refine(self, names: Names, client: EngineClient) -> None:
-        """Fetch a cache again as good as can be, behind all plays; runs on the client's event loop."""
+        """Fetch a cache in the best quality, after all plays; runs on the client's event loop."""
         tokens, salt, adapter = names
         try:
-            found = await find_cache(client, tokens, self._model.adapted(adapter).specs, salt, _WITHIN_S)
+            found = await find_cache(client, tokens, self._model.adapted(adapter).specs, salt, _TIMEOUT_S)
             if found is not None:
                 options = self._options(salt)
-                hinted = await client.hint_asset(found, within_s=_WITHIN_S, options=options)
+                hinted = await client.hint_asset(found, within_s=_TIMEOUT_S, options=options)
                 self._counts.add("tokens_refined", hinted.tokens)
-        except (KvabrError, TimeoutError) as error:  # it is played as it was, or better, next time
-            self._trouble.tell("a cache that was played with a loss stays as it is", error)
+        except (KvabrError, TimeoutError) as error:  # it remains as played until next time
+            self._trouble.tell("a cache played with a loss could not be improved", error)
 
     def _options(self, salt: bytes) -> PlayOptions:
         return PlayOptions(policy=self._settings.policy, salt=salt)
 
     def published(self, request: str, tokens: int) -> None:
-        """Note that a worker has published this many tokens of a request, or nothing."""
+        """Record that a worker has published this many tokens of a request."""
         if request not in self._publishing:
             return
         hint, ranks = self._publishing.pop(request)
@@ -144,37 +142,37 @@ class RequestHints:
 
     def _follow(self, hint: _Hint) -> None:
         self._running = {one for one in self._running if not one.done()}
-        if len(self._running) >= _MOST:
+        if len(self._running) >= _MAX_HINTS:
             self._counts.add("hints_dropped")
             return
         assert self._client is not None  # noqa: S101  # or it would have been ignored
         self._running.add(self._client.begin(partial(self._keep, hint)))
 
     async def _keep(self, hint: _Hint, client: EngineClient) -> None:
-        """Fetch and keep what the origin has of a prompt; runs on the client's event loop."""
+        """Fetch and keep a prompt's cache; runs on the client's event loop."""
         model, tokens = self._model.adapted(hint.names[2]), 0
         try:
-            async with asyncio.timeout(_WITHIN_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 for spec in model.shards:
                     tokens = max(tokens, await self._keep_of(client, hint, (spec,)))
                 if not tokens:
                     tokens = await self._keep_of(client, replace(hint, tokens=0), model.specs)
         except (KvabrError, TimeoutError) as error:
             self._counts.add("hints_failed")
-            self._trouble.tell("a request's cache is not kept", error)
+            self._trouble.tell("a request's cache could not be kept", error)
         except Exception:  # noqa: BLE001  # nobody waits for this
             self._counts.add("hints_failed")
-            _log.exception("kvabr: a request's cache is not kept")
+            _log.exception("kvabr: a request's cache could not be kept")
         else:
             self._counts.add("tokens_kept", tokens)
 
     async def _keep_of(self, client: EngineClient, hint: _Hint, specs: Sequence[KVSpec]) -> int:
-        """Do so with what was published of one of several specs; return the tokens that are in the store."""
+        """Keep the cache of the first spec found; return the number of stored tokens."""
         ids, salt, _ = hint.names
         found: Found | None = None
         for spec in specs:
             for _ in range(_LOOKS):
-                found = await client.find(ids, model=spec, salt=salt, within_s=_WITHIN_S, any_dtype=True, live=False)
+                found = await client.find(ids, model=spec, salt=salt, within_s=_TIMEOUT_S, any_dtype=True, live=False)
                 if (found is not None and found.catalog.tokens >= hint.tokens) or not hint.tokens:
                     break
                 await asyncio.sleep(_LOOK_S)
@@ -185,7 +183,7 @@ class RequestHints:
             return 0
         hinted = await client.hint_asset(
             found,
-            within_s=_WITHIN_S,
+            within_s=_TIMEOUT_S,
             keep_s=left_s,
             time_price=TIME_PRICE,
             options=self._options(salt),

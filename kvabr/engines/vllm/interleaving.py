@@ -1,8 +1,8 @@
-"""Context parallelism: ranks that share out the tokens of every block among them.
+"""Context parallelism: ranks that share the tokens of every block.
 
-With ``decode_context_parallel_size`` N a block of vLLM's tables stands for N times as many tokens as one rank's block
-holds: some tokens are in the block of the first rank, as many that follow in that of the second, and so on, over and
-over (``cp_kv_cache_interleave_size``). Caches are published as one; each rank plays all of it and keeps its own tokens.
+With ``decode_context_parallel_size`` N, a block of vLLM's tables has N times the tokens of one rank's block; runs of
+``cp_kv_cache_interleave_size`` tokens go to the ranks in turn. Caches are published as one; each rank plays all of it
+and keeps its own tokens.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvabr.types.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Interleaving:
-    """Which tokens of a block one of several ranks holds."""
+    """The tokens of a block in one of several ranks."""
 
     ranks: int = 1
     rank: int = 0
     tokens: int = 1
-    """Tokens in a row that one rank holds."""
+    """Consecutive tokens of one rank."""
 
     def own(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Return which of some tokens of a block this rank holds, and where in its own block, given their places."""
+        """Return which tokens of a block this rank holds, and their places in its own block."""
         turn, place = offsets // self.tokens, offsets % self.tokens
         return turn % self.ranks == self.rank, turn // self.ranks * self.tokens + place
 
@@ -36,10 +36,10 @@ WHOLE = Interleaving()
 
 
 def interleaving_of(parallel: Any) -> Interleaving:
-    """Return what a rank holds, given vLLM's ``ParallelConfig``; `UsageError` if ranks and turns do not fit.
+    """Return this rank's share, given vLLM's ``ParallelConfig``; raise `UsageError` if ranks and tokens do not fit.
 
-    Ranks of context parallelism are those of tensor parallelism, or those of prefill context parallelism of each of
-    these in turn.
+    Ranks of context parallelism are those of tensor parallelism, or the prefill context parallel ranks of each of
+    these.
     """
     ranks = int(getattr(parallel, "decode_context_parallel_size", 1))
     if ranks == 1:

@@ -1,8 +1,8 @@
-"""LoRA adapters of requests: caches are named by what an adapter does, not by its name or folder.
+"""LoRA adapters of requests: caches are named by an adapter's content, not by its name or folder.
 
-An adapter's files are read once, on a thread of its own, while its first requests wait. vLLM's prefix cache tells
-adapters apart by name and folder, and reads files again whenever it has dropped an adapter. So an adapter whose files
-have changed since it was first seen is neither played nor published: nobody can tell which of its weights a block has.
+An adapter's files are read once, on a separate thread, while its first requests wait. vLLM identifies adapters by name
+and folder, and reads files again after it has dropped an adapter. So if the files have changed since, the adapter is
+neither played nor published: its blocks may have either weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvabr.engines.weights import cached_folder
 from kvabr.store.files import FileVersion
 from kvabr.types.errors import KvabrError, ModelError
 
-_MOST = 4096
-"""Adapters that are remembered; vLLM may be given any number of folders."""
+_MAX_ADAPTERS = 4096
+"""Remembered adapters; vLLM accepts any number of folders."""
 
 _Versions = tuple[FileVersion | None, ...]
 
@@ -30,7 +30,7 @@ _Versions = tuple[FileVersion | None, ...]
 class _Adapter:
     folder: Path
     versions: _Versions
-    """Those of its files when they were read."""
+    """Of its files, when they were read."""
     digest: Future[str]
     since_s: float
 
@@ -39,19 +39,19 @@ class Adapters:
     """The adapters that an engine has seen."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start; requests wait for a digest at most ``patience_s`` seconds from the first one on."""
+        """Start; requests wait at most ``patience_s`` seconds after the first one for a digest."""
         self._patience_s, self._clock = patience_s, clock
         self._seen: dict[str, _Adapter] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     def waits(self, request: Any) -> bool:
-        """Return whether a request should be asked about again: the digest of its adapter is being computed."""
+        """Return True while the digest of a request's adapter is being computed."""
         adapter = self._adapter(request)
         late_s = self._clock() - self._patience_s
         return adapter is not None and not adapter.digest.done() and adapter.since_s > late_s
 
     def digest(self, request: Any) -> str | None:
-        """Return the digest of a request's adapter, None if it has none; `ModelError` if it cannot be told."""
+        """Return the digest of a request's adapter, None without one; raise `ModelError` if it is unavailable."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return None
@@ -59,7 +59,7 @@ class Adapters:
             raise ModelError("it is loaded in place, so its weights may change under its name")
         adapter = self._adapter(request)
         if adapter is None:
-            raise ModelError(f"more than {_MOST:,} adapters were used before it")
+            raise ModelError(f"more than {_MAX_ADAPTERS:,} adapters were used before it")
         if not adapter.digest.done():
             raise ModelError(f"{adapter.folder} is still being read")
         found = adapter.digest.result()
@@ -74,7 +74,7 @@ class Adapters:
         if lora is None:
             return None
         path = str(lora.lora_path)
-        if path not in self._seen and len(self._seen) < _MOST:
+        if path not in self._seen and len(self._seen) < _MAX_ADAPTERS:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "kvabr-adapters")
             folder = _folder(path)
@@ -85,7 +85,7 @@ class Adapters:
 
 
 def _folder(path: str) -> Path:
-    """Return where vLLM reads an adapter that it was given by its folder, or as a repository of Hugging Face."""
+    """Return the folder of an adapter, given as such or as a repository of Hugging Face."""
     folder = Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises where there is no such user
     return cached_folder(str(folder), marker=CONFIG) or cached_folder(path, marker=CONFIG) or folder
 

@@ -1,8 +1,8 @@
-"""What vLLM's prefix cache may have of caches that were played with losses: what is computed behind it is not exact.
+"""Lossy groups in vLLM's prefix cache: tokens computed after them are not exact.
 
-vLLM gives a request every block of an earlier one, as long as their tokens agree up to the block's end. Blocks are
-smaller than groups: two prompts may share the beginning of a lossy group without sharing the group. So a lossy group is
-known by its first block, named by all tokens up to that block's end.
+vLLM reuses a block if all tokens up to its end are equal. Blocks are smaller than groups, so two prompts may share the
+beginning of a lossy group only. A lossy group is therefore identified by its first block, named by all tokens up to its
+end.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from kvabr.types.naming import chain
 
 
 class LossyGroups:
-    """Lossy groups that were placed in the engine's blocks, of which the latest are remembered."""
+    """The latest lossy groups in the engine's blocks."""
 
     def __init__(self, spec: KVSpec, block: int, most: int) -> None:
-        """Remember the latest ``most`` groups of a model, whose engine shares blocks of ``block`` tokens."""
+        """Remember the latest ``most`` groups of a model with blocks of ``block`` tokens."""
         self._spec, self._block, self.most = spec, block, most
         self._groups: OrderedDict[str, None] = OrderedDict()
         self._blocks: OrderedDict[str, None] = OrderedDict()
-        """Their first blocks."""
+        """First blocks of these groups."""
 
     def __len__(self) -> int:
-        """Return how many groups are remembered."""
         return len(self._groups)
 
     def __contains__(self, chunk: object) -> bool:
-        """Return whether the group with this digest is lossy itself."""
         return chunk in self._groups
 
     def note(self, tokens: Sequence[int], salt: bytes, places: Iterable[int], model: str | None = None) -> None:
-        """Remember groups of a prompt, each given by a token that it begins with.
+        """Remember groups of a prompt, each given by its first token.
 
-        ``model`` is the name of the model with an adapter; None: without one.
+        ``model`` names the model with an adapter.
         """
         lossy = tuple(places)
         if not lossy:
@@ -50,7 +48,7 @@ class LossyGroups:
                     kept.popitem(last=False)
 
     def before(self, tokens: Sequence[int], salt: bytes, model: str | None = None) -> bool:
-        """Return whether the engine may have computed any of a prompt's tokens behind a lossy group, or not at all."""
+        """Return True if the engine may have used a lossy group for any of a prompt's tokens."""
         chain = self._chain(tokens, salt, self._block, model) if self._blocks else ()
         return any(each in self._blocks for each in chain)
 

@@ -1,9 +1,9 @@
-"""Pictures, sound and films in requests: the tokens that stand for one carry a digest of what the model sees of it.
+"""Media in requests: placeholder tokens carry a digest of the model's input.
 
-vLLM has a hash of each, which its client may choose, which an identifier in a picture's metadata replaces, and which
-does not cover settings of the processor that the engine was started with. Caches are shared with other engines and
-tenants, so the digest is one of the processor's output: other contents, sizes and settings are other tensors. It is
-computed on a thread, while the request waits.
+vLLM's own hash of a medium can be chosen by its client, can be replaced by an identifier in a picture's metadata, and
+ignores processor options of the engine. Caches are shared between engines and tenants, so the digest covers the
+processor's output instead: other contents, sizes and options are other tensors. It is computed on a thread, while the
+request waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvabr.types.errors import KvabrError, ModelError
 from kvabr.types.media import MediaTokens, Medium
 
 _DEPTH = 8
-"""Lists of lists of tensors that an input of the model may be."""
+"""Maximum nesting of lists of tensors in an input."""
 
 Features = Sequence[Any]
 """vLLM's ``MultiModalFeatureSpec``."""
@@ -30,20 +30,20 @@ class Pictures:
     """The media of an engine's requests."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start; a request waits for the digests of its media at most ``patience_s`` seconds."""
+        """Start; a request waits at most ``patience_s`` seconds for its digests."""
         self._patience_s, self._clock = patience_s, clock
         self._asked: dict[str, tuple[Future[list[Medium]], float]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     def waits(self, request: Any) -> bool:
-        """Return whether a request should be asked about again: digests of its media are being computed."""
+        """Return True while digests of a request's media are being computed."""
         if not getattr(request, "mm_features", None):
             return False
         media, since_s = self._ask(request)
         return not media.done() and self._clock() < since_s + self._patience_s
 
     def tokens(self, request: Any) -> Sequence[int]:
-        """Return the ids of a prompt, with what they stand for; `ModelError` if that cannot be told."""
+        """Return the ids of a prompt with the digests of its media; raise `ModelError` if these are unavailable."""
         ids = request.prompt_token_ids
         if not getattr(request, "mm_features", None):
             return tuple(ids)
@@ -83,7 +83,9 @@ def _media(features: Features) -> list[Medium]:
 def _digest(feature: Any) -> str:
     """Return the digest of a medium, 64 hex digits."""
     if not isinstance(feature.data, Mapping) or not feature.data:
-        raise ModelError("vLLM's scheduler does not see their contents; start it without --mm-processor-cache-type shm")
+        raise ModelError(
+            "vLLM's scheduler has no access to their contents; start it without --mm-processor-cache-type shm"
+        )
     digest = hashlib.sha256(f"kvabr.medium/1\0{feature.modality}\0".encode())
     for name in sorted(feature.data):
         digest.update(f"\0{name}\0".encode())
@@ -93,7 +95,7 @@ def _digest(feature: Any) -> str:
 
 
 def _pieces(value: Any, depth: int) -> Iterator[bytes]:
-    """Yield what an input of the model is made of; each piece says its length before it."""
+    """Yield the data of an input, each piece after its length."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         yield f"tensor {value.dtype} {tuple(value.shape)}\0".encode()
@@ -103,9 +105,9 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
         for each in value:
             yield from _pieces(each, depth - 1)
     elif value is None or isinstance(value, bool | int | float | str):
-        told = repr(value).encode()
-        yield f"{type(value).__name__} {len(told)}\0".encode()
-        yield told
+        text = repr(value).encode()
+        yield f"{type(value).__name__} {len(text)}\0".encode()
+        yield text
     elif hasattr(value, "__array__"):
         yield from _pieces(torch.as_tensor(value), 0)
     else:

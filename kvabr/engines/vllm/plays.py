@@ -1,7 +1,4 @@
-"""What the two halves of the connector share: requests from the scheduler to the worker, lookups, and a client.
-
-Needs no vLLM.
-"""
+"""Shared by the two halves of the connector: requests to the worker, lookups, and the client. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -27,124 +24,116 @@ from kvabr.types.kv import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Play a cache, and keep what comes, compressed, for a `CopyRequest`."""
+    """Play a cache, and keep it compressed for a `CopyRequest`."""
 
     play: int
-    """Number of the play, unique in one engine."""
+    """Unique in one engine."""
     request: str
     found: Found
     first: int
-    """First token that is wanted; the engine has whole blocks before it."""
+    """First token to load; the engine has whole blocks before it."""
     last: int
-    """Token after the last that is wanted: the end of a block."""
+    """Token after the last to load, at the end of a block."""
     behind: int
-    """Tokens of the prompt from ``last`` on, which the engine computes."""
+    """Tokens of the prompt from ``last`` on."""
     tail: int
-    """Most tokens before ``last`` that it may compute with them, instead of having them played."""
+    """Maximum tokens before ``last`` for the engine to compute with them instead."""
     deadline_s: float
-    """Seconds left of the request's deadline when the scheduler wrote this."""
+    """Remaining seconds at the time of writing."""
     tokens: Sequence[int] = ()
-    """Ids of all its groups if there are several ranks, which find and name their own layers and heads by them, or if
-    the engine publishes, which notes what it has played with losses."""
+    """Ids of all its groups, for other ranks' lookups and for recording lossy plays; else empty."""
     salt: bytes = b""
-    """The tenant's secret."""
     adapter: str | None = None
-    """Digest of the request's LoRA adapter; None: it has none."""
+    """Digest of the request's LoRA adapter."""
     engine_price: float = GPU_PRICE
-    """Price of a second of the engine, which other requests may need, nats per generated token."""
+    """Price of an engine second, which other requests may need, in nats per generated token."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPlay:
-    """What a worker's play has brought, compressed."""
+    """Result of a worker's play."""
 
     play: int
     request: str
     end: int
     """Token after the last in place."""
     loss: float = 0.0
-    """Expected loss for its own request, nats per generated token."""
+    """Expected loss of its own request, nats per generated token."""
     worst: float = 0.0
-    """Expected loss for a request that shares nothing of what the engine computes behind it."""
+    """Expected loss of a request that shares no later tokens."""
     nbytes: int = 0
-    """Host memory that it holds."""
+    """Its host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
-    """Decode a cache that was played into blocks, beside the steps: vLLM waits until it is told of the end."""
+    """Decode a played cache into blocks during other steps; vLLM waits for the end."""
 
     play: int
     request: str
     first: int
-    """First token that is wanted: the beginning of a block, not before the play's own first."""
+    """First token to copy, at the start of a block."""
     last: int
-    """Token after the last that is wanted; all before it are in place in every worker."""
+    """Token after the last to copy; every worker has all before it."""
     blocks: tuple[tuple[int, ...], ...]
-    """Per block table of the engine, the blocks for these tokens."""
+    """By block table of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepRequest:
-    """Keep what layers with windows have of some groups that this step completes: vLLM will drop it."""
+    """Keep window layers of groups that this step completes, before vLLM drops them."""
 
     chunks: tuple[str, ...]
-    """Chained digests of the groups."""
     blocks: tuple[tuple[int, ...], ...]
-    """Per block table of the engine, the blocks of these groups; empty where no layer has a window."""
+    """By block table; empty without windows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Keep the states that this step leaves at the end of a block: vLLM will drop them."""
+    """Keep the states at the end of a block after this step, before vLLM drops them."""
 
     chunk: str
     """Chained digest of the last group before it."""
     blocks: dict[int, int]
-    """For each table of states the block that holds it."""
+    """By table of states."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrowRequest:
-    """Publish what this step completes of a request, before the request has ended."""
+    """Publish the tokens of a request that this step completes."""
 
     request: str
     tokens: Sequence[int]
-    """Ids of all groups of its prompt when it is announced, else none."""
+    """Ids of all groups of its prompt in the first message, else empty."""
     first: int
-    """First token that is new: all before it were handed over. The beginning of a block."""
+    """First new token, at the start of a block."""
     last: int
-    """Token after the last that is new; ``first`` if there is nothing yet. The end of a block."""
+    """Token after the last new one, at the end of a block; ``first`` if there are none."""
     blocks: tuple[tuple[int, ...], ...]
-    """Per block table of the engine, the blocks for these tokens."""
+    """By block table."""
     salt: bytes
     adapter: str | None
-    """Digest of the request's LoRA adapter; None: it has none."""
     had: int
-    """Tokens that need not be computed, when it is announced."""
+    """Tokens that are not computed, in the first message."""
     step: int
-    """Tokens of it that this step computes."""
+    """Tokens of it in this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Publish what a request has computed, or end what was published of it while it was.
-
-    vLLM keeps its blocks until the worker has copied them.
-    """
+    """Publish a request's cache, or finish its growing one. vLLM keeps the blocks until they are copied."""
 
     request: str
     tokens: Sequence[int]
-    """Ids, whole groups."""
+    """Ids of whole groups."""
     blocks: tuple[tuple[int, ...], ...]
-    """Per block table of the engine, the blocks for these tokens."""
+    """By block table."""
     salt: bytes
     adapter: str | None = None
-    """Digest of the request's LoRA adapter; None: it has none."""
     chunks: tuple[str, ...] = ()
-    """Chained digests of the groups, as `KeepRequest` named them."""
+    """As in `KeepRequest`."""
     alive: bool = False
-    """Whether the request goes on, so that its blocks stay; what was published of it while it was computed ends."""
+    """The request continues and keeps its blocks; only its growing cache ends."""
 
 
 @dataclass(slots=True)
@@ -152,30 +141,29 @@ class Step:
     """One step of the engine."""
 
     dropped: list[int] = field(default_factory=list)
-    """Plays that are not wanted any more."""
+    """Plays to cancel."""
     loads: list[LoadRequest] = field(default_factory=list)
     copies: list[CopyRequest] = field(default_factory=list)
     kept: list[KeepRequest] = field(default_factory=list)
     snapshots: list[SnapshotRequest] = field(default_factory=list)
     grown: list[GrowRequest] = field(default_factory=list)
     preempted: bool = False
-    """Whether vLLM has taken blocks away from a request."""
+    """vLLM has taken blocks from a request."""
     publications: list[PublishRequest] = field(default_factory=list)
     scheduled: int = 0
-    """Tokens that the step computes."""
     prefill: tuple[int, int] | None = None
-    """The prefill of one prompt that is as much work: tokens before it, and new ones. None: it is not known."""
+    """Equivalent prefill of one prompt: tokens before it, and new ones, if known."""
     asking: bool = False
-    """Whether a lookup is under way, or a digest, whose end only the scheduler sees."""
+    """A lookup or digest is in progress; only polling notices its end."""
 
 
 async def find_cache(
     client: EngineClient, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
 ) -> Found | None:
-    """Return the longest cached prefix of a prompt for the first spec that has one; raise as `AsyncClient.find`.
+    """Return the longest cached prefix for the first spec that has one; raise as `AsyncClient.find`.
 
-    The publisher's element type does not matter: groups are decoded to the engine's. All specs together have
-    ``within_s`` seconds; the client's own time limit is used, because its error has the reason.
+    The publisher's element type does not matter. All specs share ``within_s`` seconds; the client enforces it, because
+    its error has the reason.
     """
     ends_s = time.monotonic() + within_s
     for spec in specs:
@@ -187,30 +175,30 @@ async def find_cache(
 
 
 def cut(found: Found, last: int) -> Found:
-    """Return what a prompt needs of a cache that goes on behind token ``last`` - 1, which lies in it."""
+    """Cut a cache after token ``last`` - 1."""
     catalog = found.catalog
     groups = catalog.group_at(last - 1) + 1
     return replace(found, catalog=catalog.prefix(groups) if catalog.every_token else catalog.prefix(groups, end=last))
 
 
 def sizes(catalog: Catalog, only: str | None) -> tuple[int, ...]:
-    """Return the bytes that a play of a cache may come to with each of its tracks as the dearest, descending.
+    """Return a play's maximum bytes for each of its tracks as the largest, descending.
 
-    ``only`` is the one track of a policy that plays no other.
+    ``only`` is the track of a policy that plays a single one.
     """
     chosen = [track for track in catalog.tracks if track.name == only] or catalog.tracks
     return tuple(sorted({_with_lower(catalog, track) for track in chosen}, reverse=True))
 
 
 def within(found: Found, skip: int, most: int) -> Found:
-    """Return what was found, to be played without tracks that can take more than ``most`` bytes behind some groups."""
+    """Exclude tracks of more than ``most`` bytes after the first ``skip`` groups."""
     left = found.catalog.suffix(skip)
     names = frozenset(track.name for track in left.tracks if _with_lower(left, track) <= most)
     return found if len(names) == len(left.tracks) else replace(found, only=names)
 
 
 def _with_lower(catalog: Catalog, track: Track) -> int:
-    """Return the bytes of a track with all below it, as a play keeps them."""
+    """Return the bytes of a track and those below it."""
     nbytes, lower = track.total_bytes, track.refines
     while lower is not None:
         nbytes, lower = nbytes + catalog.by_name[lower].total_bytes, catalog.by_name[lower].refines
@@ -219,8 +207,9 @@ def _with_lower(catalog: Catalog, track: Track) -> int:
 
 _MIN_FIND_S = 1e-3
 _PROBE_EVERY_S, _PROBE_S, _DIAL_S = 10.0, 1.0, 6.0
-"""Seconds between two probes of the connection, fewer than QUIC keeps an idle one; seconds for the answer on an open
-connection; and seconds for it while there is none, a little more than a dial may take, so that its error is known."""
+"""Seconds between probes of the connection, less than QUIC's idle time; time limits of a probe on an open connection,
+and with a dial.
+"""
 _log = logging.getLogger("vllm.kvabr")
 _trouble = TroubleLog(_log)
 _clients: dict[VllmSettings, tuple[Background[EngineClient], int, Handle[None]]] = {}
@@ -228,16 +217,16 @@ _lock = threading.Lock()
 
 
 def take_client(settings: VllmSettings) -> Background[EngineClient]:
-    """Return the client for these settings, the same for both halves if they live in one process.
+    """Return the shared client for these settings.
 
-    A new client dials at once, and keeps its connection, so that every request finds one.
+    A new client dials at once and stays connected.
     """
     with _lock:
         if settings in _clients:
             client, users, stays = _clients[settings]
         else:
             client = Background(open_client(settings))
-            # A bucket has no connection that ends when it is idle, and charges for each request.
+            # Buckets have no idle connection, and charge for each request.
             probes = str(settings.url).startswith("moqt")
             users, stays = 0, client.begin(partial(_stay_connected, probes=probes))
         _clients[settings] = (client, users + 1, stays)
@@ -245,7 +234,7 @@ def take_client(settings: VllmSettings) -> Background[EngineClient]:
 
 
 def leave_client(settings: VllmSettings) -> None:
-    """Give up the client of `take_client`; the last half to do so closes it."""
+    """Release the client of `take_client`; the last user closes it."""
     with _lock:
         client, users, stays = _clients.pop(settings)
         if users > 1:
@@ -256,11 +245,11 @@ def leave_client(settings: VllmSettings) -> None:
 
 
 async def _stay_connected(client: EngineClient, *, probes: bool) -> None:
-    """Dial, and probe the connection now and then: the first request after a quiet minute has no time for a new one.
+    """Dial, and probe the connection regularly, so that requests find it open.
 
-    An origin that cannot be reached is logged at once, before the first request needs it, and when it is back.
+    Log once if the origin cannot be reached, and when it is back.
     """
-    with contextlib.suppress(KvabrError):  # the probe below says why
+    with contextlib.suppress(KvabrError):  # the probe below logs the reason
         await client.known_link()  # a player process may still be starting
     within_s, away = _DIAL_S, False
     while True:

@@ -1,9 +1,8 @@
-"""Publishing in a worker: from the engine's blocks, when a request ends, or group by group while it is prefilled.
+"""Publishing in a worker, from the engine's blocks: when a request ends, or group by group during its prefill.
 
-A cache that is played while it grows leaves the blocks right after each step (``wait_for_save``), so what a later step
-overwrites, or a preemption takes away, was copied before. On a GPU the copies run beside the next step, and the engine
-waits for them only where it has taken blocks away. A request that was preempted computes its tokens again: what was
-published of them is published once.
+A growing cache is copied right after each step (``wait_for_save``), before later steps overwrite blocks. On a GPU the
+copies run during the next step, and the engine waits for them only if it has taken blocks away. A preempted request
+computes its tokens again, but they are published once.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, UsageError
 
 _log = logging.getLogger("vllm.kvabr")
-_LONGEST_S = 60.0
-"""Seconds after which nobody waits for the end of a publication any more."""
-_MOST_SHARE = 0.25
-"""Of a GPU's free memory, for a cache that is published."""
+_TIMEOUT_S = 60.0
+"""Time limit for waiting for a publication."""
+_MAX_GPU_SHARE = 0.25
+"""Share of a GPU's free memory for a published cache."""
 
 _Read = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class PublishingWorker(Protocol):
-    """What publishing needs of the worker."""
+    """Requirements of the worker."""
 
     counts: ConnectorCounts
 
@@ -54,66 +53,65 @@ class PublishingWorker(Protocol):
 
     @property
     def cost(self) -> PrefillCost:
-        """What the engine's prefill costs."""
+        """Cost of the engine's prefill."""
 
     lossy: LossyGroups
 
     def gone(self, request: str) -> None:
-        """Note that the blocks of a request that has ended are not needed any more."""
+        """Release the blocks of an ended request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publishers:
-    """Where caches are published."""
+    """Destinations of published caches."""
 
     ended: Publisher
-    """Those of requests that have ended."""
+    """For ended requests."""
     live: LivePublisher | None = None
-    """Those of requests that are prefilled, into the same store; None: they are published when they have ended."""
+    """For requests during prefill, into the same store."""
 
     def close(self) -> None:
-        """Publish what waits."""
+        """Publish waiting caches."""
         (self.live or self.ended).close()
 
 
 class Publications:
-    """What one worker publishes."""
+    """The publications of one worker."""
 
     def __init__(
         self, engine: PublishingWorker, publishers: Publishers, model: ServedModel, copier: Copier, kept: int
     ) -> None:
-        """Start; ``kept`` is the memory for what vLLM drops before a request ends, bytes."""
+        """Start, with ``kept`` bytes of memory for data that vLLM drops early."""
         self._engine, self._publishers, self._model, self._copier = engine, publishers, model, copier
         self._counts, self._trouble = engine.counts, TroubleLog(_log)
         self._windows, self._states = KeptWindows(kept), KeptStates(kept)
         self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing if pages.names))
-        """Layer classes whose tokens pass out of sight."""
+        """Layer classes with windows."""
         self._growing: dict[str, LiveSlot | None] = {}
-        """Caches of requests that are prefilled; None: it is not published."""
+        """Growing caches; None: not published."""
         self._kept: list[KeepRequest] = []
         self._snapshots: list[SnapshotRequest] = []
         self._grown: list[GrowRequest] = []
         self._under_way, self._begun_s = 0, 0.0
         self._ended: list[tuple[str, int]] = []
         self._lock = threading.Lock()
-        self.beside = False
-        """Whether what grows is copied beside the next step: on a GPU, unless vLLM takes the blocks of windows away
-        by then."""
+        self.overlapped = False
+        """Growing caches are copied during the next step: on a GPU, without windows."""
 
     @property
     def tracks(self) -> str:
-        """The tracks that are published, and the codec profile, in words."""
+        """Description of the published tracks and the codec profile."""
         offer = self._publishers.ended.offer
         return f"{', '.join(offer.tracks)} ({'a' if offer.profile is not None else 'no'} codec profile)"
 
     @property
     def under_way(self) -> bool:
-        """Whether a cache is published that was begun not long ago."""
-        return self._under_way > 0 and time.monotonic() - self._begun_s < _LONGEST_S
+        """True if a recent publication is in progress."""
+        return self._under_way > 0 and time.monotonic() - self._begun_s < _TIMEOUT_S
 
     def registered(self) -> None:
-        """Note that the engine's blocks are known."""
-        self.beside = self._copier.on_gpu and not self._passing
+        """Use the engine's blocks."""
+        self.overlapped = self._copier.on_gpu and not self._passing
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
@@ -124,27 +122,26 @@ class Publications:
             else:
                 self._publish(publication)
         for grown in step.grown:
-            if grown.tokens:  # before its first step computes anything: players look it up already
+            if grown.tokens:  # announce before its first step: players look it up already
                 self._growing[grown.request] = self._announce(grown)
 
     def preempted(self) -> None:
-        """Wait for copies out of blocks that vLLM has taken away; called before they are overwritten."""
+        """Wait for copies from blocks that vLLM is about to overwrite."""
         self._copier.wait()
 
     def computed(self) -> None:
-        """Copy what the step has computed, and what vLLM will drop; called on the engine's thread, behind the step."""
+        """Copy the step's results; called on the engine's thread after the step."""
         for keep in self._kept:
             self._keep(keep)
         for snapshot in self._snapshots:
             self._keep_states(snapshot)
-        if self._grown and self.beside:
+        if self._grown and self.overlapped:
             self._copier.mark()
         for grown in self._grown:
             self._grow(grown)
         self._kept, self._snapshots, self._grown = [], [], []
 
     def close(self) -> None:
-        """Publish what waits."""
         self._publishers.close()
 
     # ------------------------------------------------------- while it is prefilled
@@ -154,7 +151,7 @@ class Publications:
         try:
             slot = self._growing[grown.request]
             if slot is not None and grown.last > grown.first:
-                if self.beside:
+                if self.overlapped:
                     self._copier.submit(self._hand_over, slot, grown)
                 else:
                     self._hand_over(slot, grown)
@@ -163,7 +160,7 @@ class Publications:
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _announce(self, grown: GrowRequest) -> LiveSlot | None:
-        """Begin a growing asset; return None if there is none."""
+        """Begin a growing asset, if possible."""
         live = self._publishers.live
         assert live is not None  # noqa: S101  # nothing grows otherwise
         cost = self._engine.cost
@@ -172,7 +169,9 @@ class Publications:
         pace = [cost.seconds(grown.had, -(-(end - grown.had) // chunk) * chunk) for end in ends]
         why, model = "failed", self._model.adapted(grown.adapter)
         try:
-            if self._engine.lossy.before(grown.tokens, grown.salt, model.spec.model):  # so neither is the rest exact
+            if self._engine.lossy.before(
+                grown.tokens, grown.salt, model.spec.model
+            ):  # then the rest is not exact either
                 slot: LiveSlot | str = "lossy"
             else:
                 own, done = model.shard.model, partial(self._published, grown.request)
@@ -202,7 +201,7 @@ class Publications:
             slot.fail(str(error))
 
     def _end(self, publication: PublishRequest) -> None:
-        """End a cache that has grown, behind all copies out of its blocks."""
+        """End a growing cache after all copies from its blocks."""
         slot = self._growing.pop(publication.request)
 
         def end() -> None:
@@ -211,7 +210,7 @@ class Publications:
             if not publication.alive:
                 self._engine.gone(publication.request)
 
-        if self.beside:
+        if self.overlapped:
             self._copier.submit(end)
         else:
             end()
@@ -219,7 +218,6 @@ class Publications:
     # ------------------------------------------------------- when it ends
 
     def _keep(self, keep: KeepRequest) -> None:
-        """Keep groups that are complete."""
         began_s, size = time.thread_time(), self._model.spec.group_tokens
         parts = self._model.shard.parts
         try:
@@ -237,11 +235,11 @@ class Publications:
                 self._engine.blocks.read(runs, [kv.get(part) for part in range(len(parts))])
                 self._windows.keep(chunk, [kv[part] for part in self._passing])
         except Exception as error:  # noqa: BLE001  # the request must go on; it is not published
-            _log.warning("kvabr: what a window leaves behind could not be kept (%s)", error, exc_info=True)
+            _log.warning("kvabr: tokens that leave a window could not be kept (%s)", error, exc_info=True)
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _keep_states(self, snapshot: SnapshotRequest) -> None:
-        """Keep the states that the step has left, or began with; not those of a play with losses."""
+        """Keep the states after the step, unless a lossy play affected them."""
         if snapshot.chunk in self._engine.lossy:
             return
         began_s = time.thread_time()
@@ -252,7 +250,7 @@ class Publications:
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _publish(self, publication: PublishRequest) -> None:
-        """Begin to publish, or give the blocks back at once."""
+        """Publish a cache, or release its blocks at once."""
         why, model = "dropped_failed", self._model.adapted(publication.adapter)
         try:
             slot = self._publishers.ended.reserve(publication.tokens, publication.salt, model.shard.model)
@@ -277,7 +275,7 @@ class Publications:
         self._engine.gone(publication.request)
 
     def _reading(self, publication: PublishRequest, slot: Slot) -> _Read | None:
-        """Return what reads a cache out of the engine's blocks; None: vLLM has dropped a part of it."""
+        """Return a reader for a cache; None if vLLM has dropped a part of it."""
         kept = self._windows.take(publication.chunks) if self._passing else ()
         states = self._states.take(publication.chunks[-1]) if self._model.caches.states else {}
         if kept is None or len(kept) < len(self._passing) or states is None:
@@ -291,7 +289,7 @@ class Publications:
         kept: tuple[tuple[torch.Tensor, ...], ...],
         states: dict[int, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Return a prompt's cache. ``kept`` has the groups of the classes with windows, ``states`` the snapshot."""
+        """Return a prompt's cache, from blocks, ``kept`` window groups and ``states``."""
         parts = self._model.shard.parts
         dtypes = [self._model.kept(part) for part in parts]
         had = states | {
@@ -308,14 +306,14 @@ class Publications:
         return tuple(had[number] if one is None else one for number, one in enumerate(rest))
 
     def _device_for(self, size: int) -> torch.device:
-        """Return where to copy a cache of ``size`` bytes: on a GPU that has room for it, it is encoded there."""
+        """Return the GPU if a cache fits there and can be encoded there, else the CPU."""
         device: torch.device = self._engine.blocks.device
-        if gpu.runs_on(device) and size <= torch.cuda.mem_get_info(device)[0] * _MOST_SHARE:
+        if gpu.runs_on(device) and size <= torch.cuda.mem_get_info(device)[0] * _MAX_GPU_SHARE:
             return device
         return torch.device("cpu")
 
     def _take(self, publication: PublishRequest, slot: Slot, read: _Read) -> None:
-        """Copy a cache out of the engine's blocks and give them back; called on the copying thread."""
+        """Copy a cache and release its blocks; called on the copying thread."""
         began_s = time.thread_time()
         try:
             with self._copier.apart():
@@ -330,14 +328,13 @@ class Publications:
             self._engine.gone(publication.request)
 
     def _count(self, by: int) -> None:
-        """Count caches that are published now."""
         with self._lock:
             self._under_way += by
             if by > 0:
                 self._begun_s = time.monotonic()
 
     def published(self) -> list[tuple[str, int]]:
-        """Return, once, the requests whose publications have ended, with the tokens whose cache can be had by now."""
+        """Return, once, requests that have finished publishing, with the number of tokens now cached."""
         with self._lock:
             ended, self._ended = self._ended, []
         return ended
@@ -350,9 +347,9 @@ class Publications:
         self._over(request, outcome.tokens)
         if outcome.left_out:
             self._counts.add("publish_left_out", outcome.left_out)
-        if outcome.not_finite:  # the publisher logs it
+        if outcome.not_finite:  # logged by the publisher
             self._counts.add("publish_dropped_not_finite")
-        if outcome.tokens:  # perhaps those of a shorter prompt, of a request that was aborted
+        if outcome.tokens:  # possibly of a shorter prompt
             self._counts.add("published")
             self._counts.add("published_bytes", outcome.bytes)
         elif outcome.verdict == "known":

@@ -1,13 +1,10 @@
-"""The connector's half in vLLM's scheduler: it looks up prompts at the origin, and decides what is published.
+"""The connector's half in vLLM's scheduler: looks up prompts at the origin, and selects caches to publish.
 
-It never waits. A lookup runs on the client's event loop, and until it ends or its share of the deadline has passed, the
-answer to vLLM is "ask again". It remains so while the workers play the cache, see `Promises`.
+It never blocks. A lookup runs on the client's event loop; until it ends or has used its share of the deadline, the
+answer to vLLM is "ask again", as during a play (`Promises`). While a play is decoded into blocks, requests with the
+same prefix wait, since vLLM then shares the blocks with them.
 
-What was played is decoded into blocks while vLLM goes on with other requests. Those that begin with the same tokens
-wait meanwhile: then vLLM gives them the same blocks.
-
-A request gets a hit only once: if a promised load fails, vLLM asks again, and the same answer would make it loop
-forever.
+A request gets a hit only once: if a promised load fails, vLLM asks again, and the same answer would loop forever.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from kvabr.engines.clients import EngineClient
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
+from kvabr.engines.vllm.announced_blocks import AnnouncedBlocks
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Growth, Names
 from kvabr.engines.vllm.hints import RequestHints
@@ -61,7 +59,6 @@ from kvabr.engines.vllm.requests import (
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.step_times import prefill_of
-from kvabr.engines.vllm.told import ToldBlocks
 from kvabr.engines.vllm.windows import Completed, Tables
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -71,71 +68,64 @@ from kvabr.types.naming import chain
 _log = logging.getLogger("vllm.kvabr")
 
 _MIN_PLAY_SHARE = 0.25
-"""Share of its deadline that a play gets even if its request waited longer to be scheduled."""
+"""Minimum share of the deadline for a play."""
 _MIN_LOOKUP_SHARE = 0.25
-"""Share of the deadline that a lookup may take even if computing would then be late by as much."""
+"""Minimum share of the deadline for a lookup."""
 _MIN_LEFT_S = 1e-3
 _LINK_S = 0.05
-"""Seconds until it is asked again what is known of the link."""
+"""Seconds between queries of the link's speed."""
 _LOOK_S = 1.0
-"""Seconds that the origin may take to tell the round trip time, and until it is asked again."""
+"""Time limit of a round trip measurement, and the pause after it."""
 _MAX_DEADLINE_S = 60.0
-"""Maximum deadline of a request, unless the configured one is longer: it occupies memory until the play ends."""
+"""Maximum deadline of a request, unless the setting is longer: it limits how long a play occupies memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """What names the caches of a request besides salts."""
+    """The identity of a request's caches, without salts."""
 
     tokens: Sequence[int] = ()
-    """Ids of its prompt, with the media that they stand for."""
+    """Ids of its prompt, with digests of media."""
     adapter: str | None = None
-    """Digest of its LoRA adapter; None: it has none."""
     unfit: str | None = None
-    """Why they have no name; None: they have one."""
+    """Reason for having no name, if so."""
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """A request of vLLM and its lookup."""
-
     deadline_s: float
     began_s: float
     within_s: float = 0.0
-    """Seconds that the lookup may take."""
     tokens: Sequence[int] = ()
     salt: bytes = b""
     adapter: str | None = None
-    """Digest of the request's LoRA adapter; None: it has none."""
+    """Digest of the request's LoRA adapter."""
     handle: Handle[Found | None] | None = None
-    """None if there is no lookup, or if its answer was taken."""
     found: Found | None = None
-    """What is wanted of the cache that was found."""
+    """The part of the cache to load."""
     computed: int = -1
-    """Tokens that vLLM had when it last asked; -1: it has not asked yet."""
+    """vLLM's tokens in its last query; -1 before the first."""
     terms: dict[int, Terms] = field(default_factory=dict)
-    """What a play would take, by the groups that it leaves out."""
+    """Costs of a play, by the number of skipped groups."""
     lacks: int = 0
-    """Bytes that the link has to bring of what was found, on its cheapest track."""
     last: int = 0
-    """Token after the last that can be loaded; 0: none, or the load has begun, after which there is no hit."""
+    """Token after the last to load; 0: no further hit."""
     tail: int = 0
-    """Tokens of what was found that are left to the engine, where that was decided before the play."""
+    """Tokens left to the engine, if decided before the play."""
     due_s: float = 0.0
-    """When its play ends at the latest."""
     loss: float = 0.0
-    """What its play is expected to lose, and what for others (`PlacedPlay`)."""
+    """See `PlacedPlay`."""
     worst: float = 0.0
     held: int | None = None
-    """Tokens of the prompt that the origin has, once it has said so."""
+    """Tokens of the prompt at the origin, once known."""
 
     def over(self) -> None:
-        """Forget what was found: there is no hit from now on."""
+        """Forget the result: no further hit."""
         self.found, self.last, self.tail, self.tokens = None, 0, 0, ()
 
 
 class SchedulerHalf:
-    """Implements the scheduler's part of the connector; requests are vLLM's own objects."""
+    """The scheduler's part; requests are vLLM's own objects."""
 
     def __init__(
         self,
@@ -145,13 +135,13 @@ class SchedulerHalf:
         *,
         produces: bool,
         evict: Callable[[set[int]], None],
-        told: ToldBlocks | None = None,
+        announced: AnnouncedBlocks | None = None,
     ) -> None:
-        """Start; without a client nothing is looked up. ``evict`` takes blocks out of vLLM's prefix cache.
+        """Start; without a client nothing is looked up.
 
-        ``told`` hears what can be had from kvabr, for KV events; None: nobody wants them.
+        ``evict`` removes blocks from vLLM's prefix cache; ``announced`` collects KV events, if enabled.
         """
-        self.told = told
+        self.announced = announced
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
         self._salt, self._generation = settings.salt, settings.generation()
         self._adapters = Adapters(settings.deadline_s)
@@ -162,45 +152,39 @@ class SchedulerHalf:
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
         self._loading: dict[str, frozenset[str]] = {}
-        """Requests with loads under way, and the digests of the groups that they load."""
+        """Running loads, with the digests of their groups."""
         self._promises = Promises(
             ranks=model.ranks,
             block=model.block,
             max_bytes=settings.host_mib << 20,
             max_plays=settings.plays,
-            alike=bool(model.caches.passing or model.caches.states),
+            same_ends=bool(model.caches.passing or model.caches.states),
             numbers=count(1),
         )
         self._completed = Completed(model.caches, model.spec.group_tokens, self._chain_of)
         self._boundaries = Boundaries(model.block, model.spec.group_tokens, self._chain_of)
         self._growth: Growth | None = None
-        """Of caches that are published while they are computed; None: all are published at the end."""
         if produces and settings.publish_live and not model.caches.states:
             self._growth = Growth(model.caches, model.spec.group_tokens, self._name_of)
         self._old: set[str] = set()
-        """Requests that may have KV of weights which are not there any more: they are not published."""
+        """Requests that may have KV of old weights, and are not published."""
         self._arrived: set[str] = set()
-        """Requests that may be published."""
         self.counts = ConnectorCounts()
         self.publishing = False
-        """Whether a worker is publishing something."""
-        most = settings.keep_loss if model.prefix_caching else math.inf  # else nothing is kept at all
+        most = settings.keep_loss if model.prefix_caching else math.inf  # without prefix caching nothing is reused
         self._kept = KeptLosses(most, model.caches.blocks, evict, self.counts)
         self._cost: PrefillCost | None = None
-        """What the engine's prefill costs; None: the workers have not told."""
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._rtt_s = 0.0
-        """Round trip time to the origin; 0.0: it is not known."""
+        """Round trip time to the origin; 0.0: unknown."""
         self._link = KnownLink(0.0, 0.0)
         self._link_s = -math.inf
-        """When it was asked for last."""
         self._looking = False
-        """Whether it is measured, as no lookup is going to."""
         self._trouble = TroubleLog(_log)
         self._hints = RequestHints(settings, model, client, self.counts, self._trouble)
 
     def arrived(self, request: Any) -> None:
-        """Begin the lookup of a new request, while it waits to be scheduled; of an adapter's once its name is known."""
+        """Begin the lookup of a new request, once the name of its adapter is known."""
         if self._waits(request):
             return
         if request.request_id not in self._lookups and request.request_id not in self._arrived:
@@ -216,23 +200,22 @@ class SchedulerHalf:
                 self._boundaries.arrived(request)
             if self._growth is not None and self._published(request) and wants(request, "live"):
                 self._growth.arrived(request)
-                self._tell(request)
+                self._announce_later(request)
 
     def reset(self) -> bool:
-        """Forget what was found and played: the engine's weights may have changed, and so have the names of caches.
+        """Forget all caches: the engine's weights, and so the names of caches, may have changed.
 
-        Requests that have begun are not published. Return False if caches are being loaded into blocks of the engine,
-        which cannot be called back.
+        Started requests are not published. Return False if loads into blocks are running, which cannot be cancelled.
         """
         self._generation.changed()
-        if self.told is not None:
-            self.told.reset()
+        if self.announced is not None:
+            self.announced.reset()
         for name, lookup in list(self._lookups.items()):
             if lookup.handle is not None:
                 lookup.handle.cancel()
             self._promises.drop(name)
             if lookup.handle is not None or lookup.last:
-                del self._lookups[name]  # it is looked up again, under its new name
+                del self._lookups[name]  # looked up again under its new name
             else:
                 lookup.over()
         self._old |= self._arrived
@@ -245,9 +228,9 @@ class SchedulerHalf:
         return not self._loading
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens behind the first ``computed`` can be loaded, and whether vLLM must wait for them.
+        """Return the number of tokens to load after the first ``computed``, and whether vLLM must wait for them.
 
-        None: ask again, the lookup or the play is not over.
+        None: ask again, the lookup or play is still running.
         """
         if self._waits(request):
             self._digesting.add(request.request_id)
@@ -257,7 +240,7 @@ class SchedulerHalf:
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
             return 0, False
-        # Also if vLLM has nothing: what it had a step ago may have been shared.
+        # Also without vLLM's own tokens: they may have been shared a step ago.
         if not self._kept.may_share(request, computed, lookup.deadline_s if wants(request, "play") else math.inf):
             return None, False
         if lookup.handle is not None and not self._settle(request, lookup, lookup.handle):
@@ -271,13 +254,13 @@ class SchedulerHalf:
         return promised, bool(promised)
 
     def _comes(self, found: Found, computed: int) -> bool:
-        """Return whether another request's load brings the group that continues what vLLM has."""
+        """Return True if another request is loading the next group."""
         catalog = found.catalog
         at = 0 if computed < catalog.first_token else catalog.group_at(computed)
         return at < len(catalog.chunks) and any(catalog.chunks[at] in chunks for chunks in self._loading.values())
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], external: int) -> None:
-        """Copy what was played: vLLM has allocated blocks, per block table, for the matched tokens."""
+        """Copy a play into the blocks that vLLM has allocated, per block table."""
         name, caches = request.request_id, self._model.caches
         lookup = self._lookups.get(name)
         if lookup is None:
@@ -303,10 +286,9 @@ class SchedulerHalf:
         before: Mapping[str, int] = MappingProxyType({}),
         preempted: bool = False,
     ) -> Step:
-        """Return the requests to the workers with the next step, which computes ``scheduled`` tokens of requests.
+        """Return the requests to the workers for the next step, which computes ``scheduled`` tokens of requests.
 
-        Those of which it says how many tokens were computed ``before`` are timed. ``preempted`` says whether vLLM has
-        taken blocks away from any.
+        The step is timed if ``before`` has their computed tokens. ``preempted``: vLLM has taken blocks from a request.
         """
         step, self._pending = self._pending, Step()
         step.preempted = preempted
@@ -320,7 +302,7 @@ class SchedulerHalf:
         now = time.monotonic()
         self._look_at_link(now)
         self._promises.link(*self._link)
-        if step.scheduled <= len(scheduled):  # it computes no prompt
+        if step.scheduled <= len(scheduled):  # no prompt in this step
             self._promises.idle(now)
         begun, step.dropped, *without = self._promises.take(now)
         for what, n in zip(("lookups_unplayed", "lookups_crowded"), without, strict=True):
@@ -335,28 +317,26 @@ class SchedulerHalf:
         return step
 
     def placed(self, play: PlacedPlay) -> None:
-        """Note what one worker's play has brought."""
+        """Record one worker's ended play."""
         lookup = self._lookups.get(play.request)
         if self._promises.report(play.play, play.end, play.nbytes) and lookup is not None:
             lookup.loss, lookup.worst = max(play.loss, lookup.loss), max(play.worst, lookup.worst)
 
     def published(self, request: str, tokens: int) -> None:
-        """Note that a worker has published this many tokens of a request, or nothing."""
+        """Record that a worker has published this many tokens of a request."""
         self._hints.published(request, tokens)
-        if self.told is not None:
-            self.told.published(request, tokens)
+        if self.announced is not None:
+            self.announced.published(request, tokens)
 
     def measured(self, cost: PrefillCost | None) -> None:
-        """Note what the engine's prefill costs; None: there is no news."""
         self._cost = cost or self._cost
 
     def received(self, requests: set[str]) -> None:
-        """Note loads that have ended."""
         for name in requests:
             self._loading.pop(name, None)
 
     def served(self, request: Any, blocks: Sequence[Sequence[int]]) -> dict[str, float] | None:
-        """Return what a request that ends was served with; None: with nothing that was played."""
+        """Return the served losses of a request that ends; None without a play."""
         served = self._kept.over(request.request_id, blocks)
         if served is not None and served["loss"] > self._settings.keep_loss:
             _log.info(
@@ -368,7 +348,7 @@ class SchedulerHalf:
         return served
 
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
-        """End a request, given its blocks per block table; return whether these must be kept to be published."""
+        """End a request, given its blocks per table; return True if they must be kept for publishing."""
         try:
             lookup = self._lookups.get(request.request_id)
             publishing = self._finish(request, blocks)
@@ -398,14 +378,14 @@ class SchedulerHalf:
         if self._growth is not None and self._growth.over(name):
             self._pending.publications.append(PublishRequest(name, (), (), b""))
             return True
-        # vLLM frees the blocks of a load that never reached the worker by itself.
+        # vLLM itself frees the blocks of a load that never reached the worker.
         if name in self._loading or not self._produces or not wants(request, "publish"):
             return False
         if old:
             self.counts.add("publish_skipped_old")
             return False
         tokens = min(int(request.num_computed_tokens), int(request.num_prompt_tokens))
-        # A streaming session may have more by now than the prompt that it came with.
+        # A streaming session may have grown beyond its prompt.
         tokens = whole_blocks(min(tokens, len(self._name(request).tokens) or tokens), math.lcm(self._model.block, size))
         if states:
             tokens = min(tokens, self._boundaries.end(request))
@@ -423,21 +403,21 @@ class SchedulerHalf:
                 chunks=tuple(chunks[: tokens // size]),
             )
         )
-        self._tell(request)
+        self._announce_later(request)
         return True
 
-    def _tell_found(self, request: Any, lookup: _Lookup) -> None:
-        """Tell what a lookup has found, or that there is nothing."""
-        if self.told is not None and lookup.held is not None:
-            self.told.found(request, lookup.held)
+    def _announce_found(self, request: Any, lookup: _Lookup) -> None:
+        """Announce the result of a lookup."""
+        if self.announced is not None and lookup.held is not None:
+            self.announced.found(request, lookup.held)
 
-    def _tell(self, request: Any) -> None:
-        """Have a request's cache told once it is published."""
-        if self.told is not None:
-            self.told.publishing(request)
+    def _announce_later(self, request: Any) -> None:
+        """Announce a request's cache once it is published."""
+        if self.announced is not None:
+            self.announced.publishing(request)
 
     def _promised(self, request: str, lookup: _Lookup, found: Found, computed: int) -> int | None:
-        """Return how many tokens are promised of a request whose lookup is over; None: ask again."""
+        """Return the number of promised tokens after a lookup; None: ask again."""
 
         def terms(first: int) -> Terms:
             skip = found.catalog.group_at(first)
@@ -448,12 +428,12 @@ class SchedulerHalf:
         return self._promises.ask(request, computed, lookup.last, terms=terms, due_s=lookup.due_s, now=time.monotonic())
 
     def _prefill_of(self, catalog: Catalog | None = None) -> PrefillCost:
-        """Return the cost of the engine's prefill: as set, as measured, as the catalog says, or a guess."""
-        told = None if catalog is None else catalog.prefill
-        return self._settings.prefill_cost or self._cost or told or guess(self._model.spec)
+        """Return the cost of a prefill: configured, measured, from the catalog, or a guess."""
+        prior = None if catalog is None else catalog.prefill
+        return self._settings.prefill_cost or self._cost or prior or guess(self._model.spec)
 
     def _terms(self, lookup: _Lookup, catalog: Catalog, first: int, skip: int) -> Terms:
-        """Return what a request would take behind its first tokens, which are ``skip`` whole groups."""
+        """Return a request's costs after its first tokens, ``skip`` whole groups."""
         left, prompt, last = catalog.suffix(skip), len(lookup.tokens), lookup.last
         cost = self._prefill_of(catalog)
         roots = [track for track in left.tracks if track.refines is None]
@@ -462,7 +442,7 @@ class SchedulerHalf:
         return Terms(
             sizes=sizes(left, self._settings.only_track),
             link_bytes=round(lookup.lacks * cheapest.total_bytes / whole) if whole else 0,
-            # Steps compute several prompts, so that what a call takes anyway is not theirs.
+            # Steps compute several prompts, so the fixed cost of a call is not counted.
             played_s=cost.added_s(last, prompt - last),
             computed_s=cost.added_s(first, prompt - first),
             loss=cheapest.total_loss,
@@ -470,13 +450,12 @@ class SchedulerHalf:
         )
 
     def _look_at_link(self, now: float) -> None:
-        """Ask what is known of the link while somebody waits for it."""
+        """Query the link's speed while a request waits."""
         if self._client is not None and self._promises.waiting and now >= self._link_s + _LINK_S:
             self._link_s = now
             self._client.begin(self._ask_link)
 
     async def _ask_link(self, client: EngineClient) -> None:
-        """Take what is known of the link; runs on the client's event loop."""
         self._link, _ = await client.known_link()
 
     def _load(
@@ -505,9 +484,9 @@ class SchedulerHalf:
         )
 
     def _tail(self, behind: int) -> int:
-        """Return how many tokens of what is played may be computed instead, in a step with ``behind`` others.
+        """Return how many tokens of a play may be computed instead, in a step with ``behind`` others.
 
-        0 where that was decided before, see `_shortened`: several workers must leave out the same.
+        0 if `_shortened` decided it before, since all workers must leave out the same tokens.
         """
         if self._model.ranks > 1:
             return 0
@@ -515,16 +494,16 @@ class SchedulerHalf:
         return min(self._settings.tail, max(0, self._model.step_tokens - behind) // max(1, waiting))
 
     async def _shortened(self, client: EngineClient, lookup: _Lookup, found: Found) -> Found:
-        """Return what is to be loaded of what was found, and the engine does not compute with the question.
+        """Return the part of a cache to load, without the tail that the engine computes with the question.
 
-        Runs on the client's event loop. The tails of all requests that wait fit into a step.
+        Runs on the client's event loop. The tails of all waiting requests fit into a step.
         """
         settings, last = self._settings, self._usable(found, len(lookup.tokens) - 1)
         if not last:
             return found
         behind, whole = len(lookup.tokens) - last, cut(found, last)
-        room = self._model.step_tokens - behind - sum(each.tail for each in list(self._lookups.values()))
-        lookup.tail = max(0, min(settings.tail, room))
+        free = self._model.step_tokens - behind - sum(each.tail for each in list(self._lookups.values()))
+        lookup.tail = max(0, min(settings.tail, free))
         cost = self._prefill_of(whole.catalog)
         tail = await client.tail_of(
             whole.catalog,
@@ -540,7 +519,7 @@ class SchedulerHalf:
 
     def _ask(self, request: Any) -> _Lookup:
         lookup = _Lookup(self._deadline_of(request), time.monotonic())
-        # vLLM does not use the cache of a request that wants the log-probabilities of its prompt.
+        # vLLM ignores the cache for requests with prompt log-probabilities.
         unread = getattr(request, "skip_reading_prefix_cache", False)
         if not wants(request, "play") or unread:
             return lookup
@@ -560,7 +539,7 @@ class SchedulerHalf:
         if lookup.within_s < self._rtt_s:
             self.counts.add("lookups_hopeless")
             self._trouble.tell("deadlines are too short for a lookup", f"a round trip takes {self._rtt_s:.3g} s")
-            if not self._looking:  # it may have been long for a moment only
+            if not self._looking:  # it may have been long only once
                 self._looking = True
                 self._client.begin(self._look)
             return lookup
@@ -568,17 +547,16 @@ class SchedulerHalf:
         return lookup
 
     def _lookup_s(self, lookup: _Lookup) -> float:
-        """Return the seconds that a lookup may take: as long as computing the prompt would then be in time.
+        """Return the time limit of a lookup, after which computing the prompt would still be in time.
 
-        The later computing it would be, the more only a play can be in time: then the lookup may take up to all but the
-        play's share of the deadline.
+        If computing would be late, only a play can be in time, and the lookup may take all but the play's share.
         """
         deadline_s = lookup.deadline_s
         left_s = abs(deadline_s - self._prefill_of().seconds(0, len(lookup.tokens)))
         return min(max(left_s, _MIN_LOOKUP_SHARE * deadline_s), (1 - _MIN_PLAY_SHARE) * deadline_s)
 
     async def _find(self, lookup: _Lookup, client: EngineClient) -> Found | None:
-        """Return what the origin has of a prompt; runs on the client's event loop."""
+        """Look up a prompt; runs on the client's event loop."""
         within_s, model = lookup.within_s, self._model.adapted(lookup.adapter)
         found = await find_cache(client, lookup.tokens, model.specs, lookup.salt, within_s)
         lookup.held = 0 if found is None else found.catalog.tokens
@@ -601,8 +579,8 @@ class SchedulerHalf:
             self._looking = False
 
     def _settle(self, request: Any, lookup: _Lookup, handle: Handle[Found | None]) -> bool:
-        """Take the answer of a lookup if it is over; return whether it is."""
-        # A lookup ends by itself; the deadline is in case the event loop hangs.
+        """Take the result of a lookup; return False if it is still running."""
+        # The deadline matters only if the event loop hangs.
         if not handle.done() and time.monotonic() - lookup.began_s < lookup.deadline_s:
             return False
         lookup.handle = None
@@ -613,7 +591,7 @@ class SchedulerHalf:
             self._failed(lookup, str(error) or f"no answer within {lookup.within_s:.3g} s")
         except FormatError as error:
             self.counts.add("lookups_refused")
-            self._trouble.tell("what the origin has is not played", error)
+            self._trouble.tell("the origin's cache is not played", error)
         except Exception:  # noqa: BLE001  # the request must go on
             self.counts.add("lookups_failed")
             _log.exception("kvabr: a lookup failed; the request is computed")
@@ -621,7 +599,7 @@ class SchedulerHalf:
             if self._pause is not None:
                 self._pause.answered()
             self.counts.add("lookups_miss" if found is None else "lookups_hit")
-            self._tell_found(request, lookup)
+            self._announce_found(request, lookup)
             if lookup.tail:
                 self.counts.add("tokens_tail", lookup.tail)
             if found is not None:
@@ -633,7 +611,7 @@ class SchedulerHalf:
         return True
 
     def _usable(self, found: Found, most: int) -> int:
-        """Return how many tokens of a cache, at most ``most``, vLLM can begin with: whole blocks, and its states."""
+        """Return how many tokens of a cache, at most ``most``, vLLM can start with: whole blocks, and its states."""
         catalog, block = found.catalog, self._model.block
         last = whole_blocks(min(catalog.tokens - self._model.ahead, most), block)
         if not self._model.caches.states:
@@ -643,27 +621,25 @@ class SchedulerHalf:
         return 0 if end % block else end
 
     def _failed(self, lookup: _Lookup, why: str) -> None:
-        """Begin no lookup for a while, if the origin should have answered this one."""
+        """Pause lookups if the origin should have answered this one."""
         if self._pause is None:
             return
         pause_s = self._pause.failed(lookup.began_s, within_s=lookup.within_s, rtt_s=self._rtt_s)
         if pause_s is not None:
             self._trouble.tell(
                 "a lookup failed",
-                f"{why}; requests are computed until the origin answers, for {pause_s:.1f} s at least",
+                f"{why}; requests are computed until the origin answers, for at least {pause_s:.1f} s",
             )
 
     def _salt_of(self, request: Any) -> bytes:
-        """Return the salt that a request's caches are named with now."""
         return salt_of(request, self._generation.salt(self._salt))
 
     def _name_of(self, request: Any) -> Names:
-        """Return what a request's caches are named with now."""
         named = self._name(request)
         return named.tokens, self._salt_of(request), named.adapter
 
     def _name(self, request: Any) -> _Named:
-        """Return what names a request's caches from its arrival on."""
+        """Return the identity of a request's caches, fixed at its arrival."""
         name, why = request.request_id, unfit(request)
         if name not in self._named and why is None:
             try:
@@ -676,7 +652,7 @@ class SchedulerHalf:
         return self._named.setdefault(name, _Named(unfit=why))
 
     def _still(self, request: Any) -> bool:
-        """Return whether a request that ends has a name, and nobody has changed its adapter since it came."""
+        """Return True if an ending request has a name, and its adapter is unchanged."""
         named = self._name(request)
         try:
             return named.unfit is None and self._adapters.digest(request) == named.adapter
@@ -685,14 +661,14 @@ class SchedulerHalf:
             return False
 
     def _waits(self, request: Any) -> bool:
-        """Return whether what names a request's caches, and is needed, is still being computed."""
+        """Return True while a digest for the request's caches is being computed."""
         played = self._client is not None and wants(request, "play")
         if not played and not (self._produces and wants(request, "publish")):
             return False
-        return any([self._adapters.waits(request), self._pictures.waits(request)])  # both at once
+        return any([self._adapters.waits(request), self._pictures.waits(request)])  # start both
 
     def _chain_of(self, request: Any) -> Sequence[str]:
-        """Return the digests of all groups of a request's prompt, none if it is not going to be published."""
+        """Return the digests of all groups of a request's prompt; empty if it is not published."""
         named, size = self._name(request), self._model.spec.group_tokens
         tokens = whole_blocks(min(int(request.num_prompt_tokens), len(named.tokens)), size)
         if not tokens or not self._published(request):
@@ -707,7 +683,6 @@ class SchedulerHalf:
         )
 
     def _published(self, request: Any) -> bool:
-        """Return whether a request is published, if it is long enough."""
         return wants(request, "publish") and self._name(request).unfit is None
 
     def _deadline_of(self, request: Any) -> float:

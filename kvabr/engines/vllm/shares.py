@@ -1,10 +1,9 @@
-"""Which of the requests that wait are played, and which are computed: what link and engine carry in time, together.
+"""Division of waiting requests into played and computed ones, within the capacity of link and engine.
 
-A play occupies the link for the bytes of its cheapest track, and then the engine for the tokens that no cache covers; a
-request that is computed occupies the engine for all of its tokens. The link serves the earliest deadline first, and so
-does the engine, which computes one prompt after the other. If all can be played in time, all are. If not, those are
-computed that cost the engine least for what they spare the link; of those that cost alike, the ones whose caches lose
-most. If the engine cannot do that either, those wait that spare most: they are late, so that the others are not.
+A play occupies the link for the bytes of its smallest track, then the engine for uncached tokens; a computed request
+occupies the engine for all its tokens. Both serve the earliest deadline first. If not all can be played in time,
+requests with the least engine time per link byte saved are computed, among equals those with the lossiest caches. If
+the engine cannot do that in time either, requests that free the most engine time are late, so that the others are not.
 
 Pure: no vLLM, no clock, no threads.
 """
@@ -17,34 +16,34 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 _ENGINE_MARGIN = 1.1
-"""What engines are reckoned to take, over what they should: steps are not full, and other work goes on."""
+"""Safety factor of engine times: steps are not full, and other work continues."""
 
 
 @dataclass(slots=True)
 class Demand:
-    """What one request would take."""
+    """Costs of one request."""
 
     request: str
     due_s: float
     bytes: float
-    """Bytes that the link has to bring if it is played; fewer as they come."""
+    """Remaining bytes on the link if played."""
     played_s: float
-    """Seconds of the engine if it is played."""
+    """Engine seconds if played."""
     computed_s: float
-    """Seconds of the engine if it is computed."""
+    """Engine seconds if computed."""
     loss: float = 0.0
-    """Expected loss on its cheapest track, nats per generated token."""
+    """Expected loss on its smallest track, nats per generated token."""
     begun: bool = False
-    """Whether its play is under way."""
+    """Its play is running."""
     here_s: float = 0.0
-    """When the link should have brought it."""
+    """Expected end of its transfer."""
     by_s: float = 0.0
-    """When it must be there at the latest, for all that follow to be in time."""
+    """Latest end of its transfer for all following ones to be in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What becomes of some requests, each in the order of their deadlines."""
+    """Divided requests, each list in order of deadlines."""
 
     played: Sequence[Demand]
     computed: Sequence[Demand]
@@ -52,14 +51,9 @@ class Assignment:
 
 
 def divide(loads: Iterable[Demand], rate: float, *, now: float, ttfb_s: float, engine_s: float) -> Assignment:
-    """Divide requests, and say when what is played should come.
+    """Divide requests, and set the times of the played ones.
 
-    Args:
-        loads: what they would take.
-        rate: of the link, bytes per second.
-        now: the time.
-        ttfb_s: seconds from a request to its first byte.
-        engine_s: when the engine is free.
+    ``rate`` is in bytes per second, ``ttfb_s`` the time to a first byte, and ``engine_s`` when the engine is free.
     """
     order = sorted(loads, key=lambda load: load.due_s)
     played, computed = _by_link(order, rate, now + ttfb_s)
@@ -79,20 +73,20 @@ def divide(loads: Iterable[Demand], rate: float, *, now: float, ttfb_s: float, e
 
 
 def _price(load: Demand) -> tuple[bool, float, float, float]:
-    """Return how dear it is to have a request computed; of equals those go first that are due last."""
+    """Return the sort key of the cost to compute a request; among equals, the latest deadline first."""
     more_s = load.computed_s - load.played_s
     return load.begun, more_s / load.bytes if load.bytes > 0 else math.inf, -load.loss, -load.due_s
 
 
 def _relief(load: Demand, work_s: float) -> tuple[bool, float, float]:
-    """Return what the engine gains if a request is late, the most first: what takes longest, and is not under way."""
+    """Return the sort key of late requests: longest first, running ones last."""
     return load.begun, -work_s, -load.due_s
 
 
 def _by_link(order: Sequence[Demand], rate: float, begin_s: float) -> tuple[set[str], set[str]]:
-    """Return those that the link brings in time, and those that are computed instead.
+    """Return the requests that the link carries in time, and those to compute instead.
 
-    A request that gives way to another is due before it, so those before stay in time.
+    A request that gives way to another is due before it, so earlier ones stay in time.
     """
     played, computed = {load.request for load in order}, set[str]()
     cheapest = list[tuple[tuple[bool, float, float, float], int]]()
@@ -111,7 +105,7 @@ def _by_link(order: Sequence[Demand], rate: float, begin_s: float) -> tuple[set[
 def _by_engine(
     order: Sequence[Demand], played: set[str], computed: set[str], rate: float, begin_s: float, engine_s: float
 ) -> None:
-    """Take those out that wait, so that the engine ends the others in time."""
+    """Remove requests so that the engine finishes the others in time."""
     longest = list[tuple[tuple[bool, float, float], int]]()
     before, all_s = list[Demand](), (engine_s, engine_s, begin_s)
     for at, load in enumerate(order):
@@ -132,10 +126,7 @@ def _by_engine(
 
 
 def _with(load: Demand, played: set[str], rate: float, all_s: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Return when engine and link have done one job more than before.
-
-    That is: the engine, if it never waits; the engine, if nothing is computed; and the link.
-    """
+    """Return the end times with one more job: the engine without waiting, the engine with plays only, and the link."""
     busy_s, plays_s, here_s = all_s
     if load.request not in played:
         return busy_s + _ENGINE_MARGIN * load.computed_s, plays_s, here_s
@@ -144,7 +135,7 @@ def _with(load: Demand, played: set[str], rate: float, all_s: tuple[float, float
 
 
 def _ends_s(order: Sequence[Demand], played: set[str], rate: float, begin_s: float, engine_s: float) -> float:
-    """Return when an engine ends the last of some jobs, which does the earliest deadline first, so that one last."""
+    """Return the time at which an engine ends the last of the jobs, which is due last."""
     now, here_s = engine_s, begin_s
     now += _ENGINE_MARGIN * sum(load.computed_s for load in order if load.request not in played)
     waits = order[-1].request in played
@@ -152,6 +143,6 @@ def _ends_s(order: Sequence[Demand], played: set[str], rate: float, begin_s: flo
         if load.request in played:
             here_s += load.bytes / rate
             if here_s >= now and not waits:
-                break  # it has ended by then
+                break  # ended by then
             now = max(now, here_s) + _ENGINE_MARGIN * load.played_s
     return now

@@ -1,9 +1,9 @@
-"""Snapshots of recurrent states: the scheduler notes which step leaves one, and the worker keeps it to publish.
+"""Snapshots of recurrent states: the scheduler notes the step that leaves one, and the worker keeps it for publishing.
 
-In the cache mode "align" (the default with prefix caching) vLLM has a state only where a step ended at the end of a
-block, and lets a step of every prompt end behind its last whole block. The table of such a layer has that state in the
-place of the block that ends there; other places are mostly the null block. vLLM drops the state while it computes what
-follows, so the worker copies it right after that step, and keeps it by the digest of the tokens before it.
+In the cache mode "align" (default with prefix caching), vLLM has a state only if a step ended at the end of a block,
+and ends a step of every prompt after its last whole block. The layer's table has the state in place of the block that
+ends there; most other entries are the null block. vLLM drops the state later, so the worker copies it right after that
+step.
 """
 
 from __future__ import annotations
@@ -20,25 +20,19 @@ from kvabr.store.lru import ByteLru
 
 
 class Boundaries:
-    """In the scheduler: which step leaves the state that is published of a request."""
+    """In the scheduler: finds the step that leaves a request's state to publish."""
 
     def __init__(self, block: int, group_tokens: int, chain_of: Callable[[Any], Sequence[str]]) -> None:
-        """Start.
-
-        Args:
-            block: tokens in a block of all tables.
-            group_tokens: tokens in a group.
-            chain_of: returns the digests of a request's groups, none if it is not going to be published.
-        """
+        """Start; ``chain_of`` returns the digests of a request's groups, empty if it is not published."""
         self._size, self._every, self._chain_of = group_tokens, math.lcm(block, group_tokens), chain_of
         self._open: dict[str, Any] = {}
 
     def end(self, request: Any) -> int:
-        """Return the token behind which the state of a prompt is published: one token at least comes after it."""
+        """Return the number of tokens before a prompt's published state; at least one token follows."""
         return max(0, int(request.num_prompt_tokens) - 1) // self._every * self._every
 
     def arrived(self, request: Any) -> None:
-        """Note a request."""
+        """Record a request."""
         if self.end(request):
             self._open[request.request_id] = request
 
@@ -47,9 +41,9 @@ class Boundaries:
         self._open.pop(name, None)
 
     def step(self, scheduled: Mapping[str, int], tables: Tables, blocks: Mapping[int, int]) -> list[SnapshotRequest]:
-        """Return what to keep after a step that computes ``scheduled`` tokens of each request behind those it has.
+        """Return the snapshots after a step that computes ``scheduled`` tokens of each request.
 
-        ``blocks`` are the tokens in a block of each table of states.
+        ``blocks`` has the tokens in a block of each table of states.
         """
         kept = []
         for name, tokens in scheduled.items():
@@ -71,19 +65,18 @@ class Boundaries:
 
 
 class KeptStates:
-    """In a worker: snapshots, by the digest of the tokens before them; those used longest ago go first."""
+    """In a worker: an LRU of snapshots by the digest of their tokens."""
 
     def __init__(self, most_bytes: int) -> None:
-        """Start empty."""
         self._kept: ByteLru[str, dict[int, torch.Tensor]] = ByteLru(
             most_bytes, lambda parts: sum(part.nbytes for part in parts.values())
         )
 
     def keep(self, chunk: str, parts: dict[int, torch.Tensor]) -> None:
-        """Keep a snapshot: a tensor for each class of states, which no one changes."""
+        """Keep a snapshot: one tensor per class of states, never changed afterwards."""
         if self._kept.get(chunk) is None:
             self._kept.add(chunk, parts)
 
     def take(self, chunk: str) -> dict[int, torch.Tensor] | None:
-        """Return a snapshot, a tensor for each class; None if it is not kept."""
+        """Return a snapshot, one tensor per class, if kept."""
         return self._kept.get(chunk)

@@ -1,9 +1,7 @@
-"""How vLLM keeps the recurrent states of a layer: the last inputs of its convolution, and the state itself.
+"""vLLM's form of the recurrent states of a layer: the last inputs of its convolution, and the state.
 
-They are published as transformers keeps them (`kvabr.engines.transformers.cache`), so that either engine plays what the
-other has computed.
-
-Reads vLLM's objects by the names of their fields, and imports nothing of vLLM.
+They are published in transformers' form (`kvabr.engines.transformers.cache`), so that both engines can exchange them.
+Reads vLLM's objects by the names of their fields, without importing vLLM.
 """
 
 from __future__ import annotations
@@ -16,39 +14,37 @@ import torch
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
 _TURNED = "GDN_ATTN"
-"""Kind of layers whose recurrent state vLLM describes as [head, column, row]. Its kernels for GPUs keep it so, those
-for CPUs as [head, row, column]."""
+"""Layers with a state described as [head, column, row]; GPU kernels store it so, CPU kernels as [head, row, column]."""
 KNOWN = {"GDN_ATTN": (CONVOLUTION, RECURRENT), "MAMBA2": (CONVOLUTION, RECURRENT), "SHORT_CONV": (CONVOLUTION,)}
-"""Roles of the states of a layer, by vLLM's kind of layer."""
+"""Roles of a layer's states, by vLLM's kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """How vLLM keeps one state of a layer, [block, ...], and how it is published, [head, row, column]."""
+    """Form of one state in vLLM, [block, ...], and as published, [head, row, column]."""
 
     role: str
     shape: tuple[int, ...]
-    """Shape of a block."""
+    """Of a block."""
     dtype: torch.dtype
     offset: int = 0
-    """Bytes of the layer's other states before it in a block."""
+    """Bytes of other states before it in a block."""
     turned: bool = False
-    """Whether rows and columns are exchanged."""
+    """Rows and columns are exchanged."""
 
     def of(self, cache: torch.Tensor) -> torch.Tensor:
-        """Return the state in all blocks of a layer, [block, ...], out of vLLM's tensor of bytes, [block, 1, 1, byte].
+        """Return a view of the state in all blocks, [block, ...], of vLLM's tensor [block, 1, 1, byte].
 
-        Raises a `RuntimeError` if the blocks are too small.
+        Raise `RuntimeError` if the blocks are too small.
         """
         end = self.offset + math.prod(self.shape) * self.dtype.itemsize
         return cache[:, 0, 0, self.offset : end].view(self.dtype).view(-1, *self.shape)
 
     @property
     def published(self) -> tuple[int, int, int]:
-        """Heads, rows and columns as published.
+        """Published heads, rows and columns.
 
-        A convolution of n inputs has n columns, of which the first, the oldest input, is never read again: vLLM keeps
-        n - 1, transformers all.
+        A convolution of n inputs has n columns; vLLM omits the first (the oldest), which is never read again.
         """
         if self.role == CONVOLUTION:
             return 1, max(self.shape), 1 + min(self.shape)
@@ -56,10 +52,7 @@ class StateForm:
         return (heads, columns, rows) if self.turned else (heads, rows, columns)
 
     def view(self, states: torch.Tensor, block: int) -> torch.Tensor:
-        """Return a block of vLLM's tensor as a view of what is published, [head, row, column].
-
-        Of a convolution these are all columns but the first.
-        """
+        """Return a view of a block, [head, row, column]; of a convolution without the first column."""
         state = states[block]
         if self.role == CONVOLUTION:
             return (state if self.shape[0] > self.shape[1] else state.transpose(0, 1))[None]
@@ -70,17 +63,14 @@ class StateForm:
         self.view(states, block).copy_(kv[..., 1:] if self.role == CONVOLUTION else kv)
 
     def read(self, states: torch.Tensor, block: int, out: torch.Tensor) -> None:
-        """Copy a block into ``out``, as it is published."""
+        """Copy a block into ``out``, as published."""
         if self.role == CONVOLUTION:
             out[..., 0], out = 0, out[..., 1:]
         out.copy_(self.view(states, block))
 
 
 def forms_of(spec: Any, *, cpu: bool) -> tuple[StateForm, ...] | None:
-    """Return the states of a layer that vLLM describes with a ``MambaSpec``; None if their kind is not known.
-
-    ``cpu`` says whether vLLM computes on a CPU.
-    """
+    """Return the states of a layer with a ``MambaSpec``; None for an unknown kind."""
     kind = getattr(spec.mamba_type, "name", "")
     roles, shapes = KNOWN.get(kind), [tuple(map(int, shape)) for shape in spec.shapes]
     if roles is None or len(roles) != len(shapes):

@@ -1,4 +1,4 @@
-"""Counters of the connector, in a form that adds up over steps and workers. Needs no vLLM."""
+"""Counters of the connector that add up over steps and workers. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
     ),
 }
-"""Meaning and buckets of the keys with a list as value: one number of every play or request."""
-_MOST_NOTED = 10_000
-"""Numbers of a list that are kept until the next `take`."""
+"""Meaning and buckets of the keys with a list of numbers, one per play or request."""
+_MAX_NOTED = 10_000
+"""Limit of a list until the next `take`."""
 
 HELP = {
     "params_ignored": "Parameters of requests that were unknown or of a wrong type",
@@ -91,11 +91,11 @@ class ConnectorCounts:
             raise KeyError(name)
         with self._lock:
             kept = self._data.setdefault(name, [])
-            if len(kept) < _MOST_NOTED:
+            if len(kept) < _MAX_NOTED:
                 kept.append(value)
 
     def take(self) -> dict[str, Any]:
-        """Return and reset all counters; empty if nothing was counted."""
+        """Return and reset all counters."""
         with self._lock:
             data, self._data = self._data, {}
         return data

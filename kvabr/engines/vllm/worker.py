@@ -1,13 +1,11 @@
-"""The connector's half in a worker of vLLM: it plays caches into the engine's blocks, and publishes from them.
+"""The connector's half in a worker of vLLM: plays caches into the engine's blocks, and publishes from them.
 
-Plays run on the client's event loop, and end with compressed groups in host memory. A play is reported when it ends,
-and the scheduler then promises vLLM what all workers have. vLLM allocates blocks for it, and
-goes on with other requests. All groups are decoded together straight into the blocks: by the threads that decode, or on
-a GPU on a stream of their own, to which a thread of its own hands them. No step waits for that, and vLLM computes the
-request once it is told that everything is in place and good.
+Plays run on the client's event loop and end with compressed groups in host memory. When all workers have reported a
+play, the scheduler promises it to vLLM, which allocates blocks and continues with other requests. Threads, or a GPU
+stream, decode the groups straight into the blocks; vLLM computes the request when all is in place.
 
-Publications are copied in a thread, too. That is safe: vLLM keeps the blocks of a request, aborted or not, until it is
-told that the load or the publication has ended.
+Publications are copied in a thread, too: vLLM keeps a request's blocks until the load or publication is reported as
+ended.
 """
 
 from __future__ import annotations
@@ -41,30 +39,29 @@ from kvabr.types.loss import predicted_loss, promised_loss
 _log = logging.getLogger("vllm.kvabr")
 
 _NAP_S, _SHORT_NAP_S = 0.01, 0.002
-"""Seconds that a step without computation waits for plays and publications: vLLM would poll, and occupy a core that
-decoding needs. The end of a lookup is noticed by polling only."""
+"""Pause of a step without computation during plays and publications: vLLM would poll on a core that decoding needs.
+
+The shorter one is for lookups, whose end only polling notices.
+"""
 _START_S = 30.0
-"""Seconds that the start of an engine waits for its player process."""
+"""Time limit for the start of a player process."""
 _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
-"""Seconds plus deadlines after which a play that does not end is cancelled: no request may wait forever."""
-_MOST_LOSSY = 4096
-"""Lossy groups that are remembered at least; an engine with more memory has more."""
+"""Seconds plus deadlines after which a hanging play is cancelled."""
+_MAX_LOSSY = 4096
+"""Minimum number of remembered lossy groups."""
 _EXACT = ("FP16", "BF16", "Raw")
-"""Tracks that are exact, so that what the engine computes behind them is exact too."""
+"""Exact tracks: tokens computed after them are exact too."""
 
 
 @dataclass(slots=True)
 class _Playing:
-    """A play, from its beginning until it is in the engine's blocks or dropped."""
-
     load: LoadRequest
     handle: Handle[PlayedPrefix]
     prefix: PlayedPrefix | None = None
-    """What it brought; None: nothing yet, or nothing of use."""
 
 
 class WorkerHalf:
-    """Implements the worker's part of the connector."""
+    """The worker's part."""
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class WorkerHalf:
         client: Background[EngineClient] | None,
         publishers: Publishers | None,
     ) -> None:
-        """Start; nothing is played or published before `register`, and nothing without a client or publishers."""
+        """Start; nothing is played or published before `register`."""
         self._settings, self._model, self._client = settings, model, client
         self.counts, self._trouble = ConnectorCounts(), TroubleLog(_log)
         self._blocks: EngineBlocks | None = None
@@ -85,16 +82,15 @@ class WorkerHalf:
         self._sent: set[str] = set()
         self._failed: set[int] = set()
         self._unfilled: set[str] = set()
-        """Requests whose loads failed, where vLLM cannot be told of single blocks."""
+        """Requests with failed loads, if vLLM does not accept single failed blocks."""
         self._plays: dict[int, _Playing] = {}
         self._placed: list[PlacedPlay] = []
-        """What plays that have ended brought."""
         self._scheduled, self._nap_s = 0, _NAP_S
         kind = f"{' '.join(sorted({str(model.kept(part)) for part in model.shard.parts}))} {model.ranks}"
         self._times = StepTimes(kind, model.shard, model.step_tokens, settings.cache, self._copier.submit)
-        self.lossy = LossyGroups(model.spec, model.block, _MOST_LOSSY)
+        self.lossy = LossyGroups(model.spec, model.block, _MAX_LOSSY)
         self._most_loss = math.inf
-        """Most that a play may lose for its cache to be used, nats per generated token."""
+        """Maximum loss of a play, nats per generated token."""
         self._publications: Publications | None = None
         if publishers is not None:
             self._publications = Publications(self, publishers, model, self._copier, settings.host_mib << 18)
@@ -102,19 +98,19 @@ class WorkerHalf:
     def register(
         self, caches: Caches, layout_of: LayoutOf, store: Store | None = None, *, keepers: Sequence[str] = ()
     ) -> None:
-        """Set the engine's cache; errors as `EngineBlocks`.
+        """Set the engine's cache; errors as of `EngineBlocks`.
 
-        ``keepers`` are other connectors that keep what is in it: nobody could take a lossy play out of what they have.
+        ``keepers`` are other connectors that store it, from which lossy plays could not be removed.
         """
         if keepers:
             self._most_loss = self._settings.keep_loss
             _log.info(
-                "kvabr: %s may keep what is played: what loses more than keep_loss (%g nats) is computed instead",
+                "kvabr: %s may keep played caches: those that lose more than keep_loss (%g nats) are computed instead",
                 ", ".join(keepers),
                 self._most_loss,
             )
         self._blocks = EngineBlocks(self._model, caches, layout_of, store)
-        self.lossy.most = max(_MOST_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
+        self.lossy.most = max(_MAX_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
         self._copier.use(self._blocks.device)
         self._loader.use(self._blocks.device)
         self._times.use(self._blocks.device)
@@ -122,7 +118,7 @@ class WorkerHalf:
             spec, blocks = self._model.shard, self._blocks
             dtype = self._model.kept(spec.largest)
             self._client.begin(lambda client: client.warm(spec, blocks.device, dtype, blocks.layers))
-            # The first request has no time for a player process that is still starting.
+            # Wait now for a player process: the first request has no time for it.
             ready = self._client.begin(lambda client: client.known_link())
             try:
                 ready.result(_START_S)
@@ -133,7 +129,7 @@ class WorkerHalf:
         one, many = (self.cost.seconds(0, tokens) for tokens in (1, 8192))
         tracks = "" if self._publications is None else f"; publishes on {self._publications.tracks}"
         _log.info(
-            "kvabr: blocks on %s; prefills of 1 and 8,192 tokens are reckoned with %.3g and %.3g s%s",
+            "kvabr: blocks on %s; prefills of 1 and 8,192 tokens are estimated at %.3g and %.3g s%s",
             self._blocks.device,
             one,
             many,
@@ -141,17 +137,17 @@ class WorkerHalf:
         )
 
     def sleep(self) -> None:
-        """Leave the engine's cache alone, whose memory goes away, until `wake`; may be called twice."""
+        """Stop using the engine's cache, which is released, until `wake`; idempotent."""
         self._wait_for_copies()
         self._asleep, self._blocks = self._blocks or self._asleep, None
-        self._wait_for_copies()  # what has begun between the two
+        self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
         for copier in (self._loader, self._copier):
             copier.wait()
 
     def wake(self) -> None:
-        """Use the engine's cache again, which is where it was; may be called twice."""
+        """Use the engine's cache again at its old address; idempotent."""
         self._blocks, self._asleep = self._blocks or self._asleep, None
 
     def begin(self, step: Step) -> None:
@@ -172,18 +168,18 @@ class WorkerHalf:
             self._publications.begin(step)
 
     def preempted(self, step: Step) -> None:
-        """Let go of blocks that vLLM has taken away from requests; called before they are overwritten."""
+        """Finish copies from blocks that vLLM is about to overwrite."""
         if step.preempted and self._publications is not None:
             self._publications.preempted()
 
     def computed(self) -> None:
-        """End the computation of a step; copy what it has computed, and what vLLM will drop."""
+        """End the computation of a step; copy its results."""
         self._times.end(alone=not self._loader.busy)
         if self._publications is not None:
             self._publications.computed()
 
     def collect(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose publications, and whose loads, have ended."""
+        """Return the requests with ended publications and loads."""
         with self._news:
             if not self._scheduled and not self._received and not self._sent and not self._placed:
                 self._news.wait(self._nap_s)
@@ -192,23 +188,22 @@ class WorkerHalf:
         return sent, received
 
     def placed(self) -> list[PlacedPlay]:
-        """Return, once, what plays that have ended brought."""
+        """Return, once, ended plays."""
         with self._news:
             placed, self._placed = self._placed, []
         return placed
 
     def published(self) -> list[tuple[str, int]]:
-        """Return, once, the requests whose publications have ended, and of how many tokens there is a cache now."""
+        """Return, once, requests that have finished publishing, with the number of tokens now cached."""
         return [] if self._publications is None else self._publications.published()
 
     @property
     def publishing(self) -> bool:
-        """Whether a cache is being published: vLLM takes counters with its steps only, and takes none without work."""
         return self._publications is not None and self._publications.under_way
 
     def measured(self) -> PrefillCost | None:
-        """Return, once, what a prefill costs, now that more is known of it; None: there is no news."""
-        return self._times.told()
+        """Return, once, a new cost of a prefill."""
+        return self._times.news()
 
     def failed_blocks(self) -> set[int]:
         """Return, once, the blocks that collected loads did not fill."""
@@ -217,13 +212,13 @@ class WorkerHalf:
         return failed
 
     def failed_requests(self) -> set[str]:
-        """Return, once, the collected requests that are to be computed in whole."""
+        """Return, once, the collected requests to compute as a whole."""
         with self._news:
             unfilled, self._unfilled = self._unfilled, set()
         return unfilled
 
     def close(self) -> None:
-        """Cancel all plays, and publish what waits."""
+        """Cancel all plays, and publish waiting caches."""
         with self._news:
             plays, self._plays = list(self._plays.values()), {}
         for play in plays:
@@ -237,11 +232,9 @@ class WorkerHalf:
 
     @property
     def cost(self) -> PrefillCost:
-        """What the engine's prefill costs."""
         return self._settings.prefill_cost or self._times.cost(None)
 
     def gone(self, request: str) -> None:
-        """Give the blocks of a request that has ended back to vLLM."""
         with self._news:
             self._sent.add(request)
             self._news.notify_all()
@@ -250,7 +243,7 @@ class WorkerHalf:
     def blocks(self) -> EngineBlocks:
         """The engine's blocks; raise `PlayError` before they are registered."""
         if self._blocks is None:
-            raise PlayError("vLLM sleeps" if self._asleep is not None else "vLLM has not said where its cache is")
+            raise PlayError("vLLM sleeps" if self._asleep is not None else "vLLM has not registered its cache")
         return self._blocks
 
     def _play(self, load: LoadRequest) -> None:
@@ -263,7 +256,7 @@ class WorkerHalf:
         play.when_done(lambda ended: self._hold(load, ended, began_s))
 
     async def _prefix(self, client: EngineClient, load: LoadRequest) -> PlayedPrefix:
-        """Play what a request loads; if another rank's shard was found, look up this rank's own first."""
+        """Play a request's cache; if another rank's shard was found, look up this rank's own first."""
         settings, model, due_s = self._settings, self._model.adapted(load.adapter), time.monotonic() + load.deadline_s
         own = model.shard
         found, skip = load.found, load.found.catalog.group_at(load.first)
@@ -271,7 +264,7 @@ class WorkerHalf:
             if found.catalog.spec.model not in {own.model, *(each.model for each in model.specs)}:
                 shard = await find_cache(client, load.tokens, [own], load.salt, load.deadline_s / 2)
                 if shard is None or len(shard.catalog.chunks) <= skip:
-                    raise PlayError(f"another rank's part is published, {own.model} is not")
+                    raise PlayError(f"another rank's part is published, but {own.model} is not")
                 found = cut(shard, load.last) if shard.catalog.tokens > load.last else shard
             cost = settings.prefill_cost or self._times.cost(load.found.catalog.prefill)
             return await client.play_prefix(
@@ -293,11 +286,11 @@ class WorkerHalf:
             )
 
     def _brought(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> tuple[PlayedPrefix | None, int]:
-        """Return what a play has brought, and the token after the last of it that is in whole blocks."""
+        """Return a play's result, and the token after its last whole block."""
         try:
             prefix = play.result(0.0)
         except PlayError as error:
-            if load.play in self._plays:  # else it was dropped, because its request shares another play
+            if load.play in self._plays:  # otherwise dropped because its request shares another play
                 _log.info("kvabr: %s: %s", load.request, error)
         except Exception as error:  # noqa: BLE001  # the request must go on
             self._failure(error)
@@ -323,10 +316,10 @@ class WorkerHalf:
         if unexpected:
             _log.warning("kvabr: a play failed; the request is computed", exc_info=error)
         else:
-            self._trouble.tell("a play failed, and its request is computed", error)
+            self._trouble.tell("a play failed; its request is computed", error)
 
     def _missed(self, load: LoadRequest, end: int, prefix: PlayedPrefix | None) -> None:
-        """Note that a play has brought what lies before token ``end``, without the tail, which was not wanted."""
+        """Count the tokens that a play lacks, without the intended tail."""
         tail = 0 if prefix is None else prefix.tail
         if tail:
             self.counts.add("tokens_tail", tail)
@@ -338,10 +331,10 @@ class WorkerHalf:
             late = -(-missed // self._model.spec.group_tokens) - prefix.damaged - prefix.failed
             if late > 0:
                 self.counts.add("groups_late", late)
-            self._trouble.tell("a play brought less than was wanted", f"{missed} tokens are computed: {prefix.cut}")
+            self._trouble.tell("a play ended early", f"{missed} tokens are computed: {prefix.cut}")
 
     def _hold(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
-        """Keep what a play has brought, and report it; called on the event loop's thread."""
+        """Keep a play's result, and report it."""
         self.counts.note(SECONDS, time.monotonic() - began_s)
         prefix, end = self._brought(load, play)
         with self._news:
@@ -354,7 +347,7 @@ class WorkerHalf:
             self._missed(load, end, prefix)
 
     def _drop(self, number: int) -> None:
-        """Cancel a play, or forget what it brought."""
+        """Cancel a play, or drop its result."""
         with self._news:
             playing = self._plays.pop(number, None)
         if playing is None:
@@ -366,16 +359,16 @@ class WorkerHalf:
             playing.handle.cancel()
 
     def _place_played(self, copy: CopyRequest, playing: _Playing | None) -> None:
-        """Decode what was promised into the engine's blocks; called on the loading thread."""
+        """Decode promised tokens into the engine's blocks; called on the loading thread."""
         end = copy.first
         if playing is None or playing.prefix is None:
-            self._failure(PlayError(f"play {copy.play} is not here any more"))
+            self._failure(PlayError(f"play {copy.play} is no longer available"))
         else:
             end = self._expand(playing.load, playing.prefix, copy.first, copy.last, copy.blocks)
         self._loaded(copy.request, copy.first, copy.last, end, copy.blocks)
 
     def _loaded(self, request: str, first: int, last: int, end: int, blocks: tuple[tuple[int, ...], ...]) -> None:
-        """Report a load of tokens ``first`` to ``last`` - 1 that has ended, with those before ``end`` in place."""
+        """Report an ended load of tokens ``first`` to ``last`` - 1, with those before ``end`` in place."""
         self.counts.add("tokens_loaded", end - first)
         with self._news:
             if end < last and self._model.waits:
@@ -389,9 +382,9 @@ class WorkerHalf:
     def _expand(
         self, load: LoadRequest, prefix: PlayedPrefix, first: int, last: int, blocks: tuple[tuple[int, ...], ...]
     ) -> int:
-        """Decode tokens ``first`` to ``last`` - 1 into blocks; return the token after the last in place, whole blocks.
+        """Decode tokens ``first`` to ``last`` - 1 into blocks; return the token after the last whole block in place.
 
-        Never a hole: vLLM computes what comes behind the first group that cannot be decoded.
+        There are no holes: vLLM computes everything after the first group that fails.
         """
         end, began_s = last, time.monotonic()
         try:
@@ -412,7 +405,7 @@ class WorkerHalf:
 
     def _note_lossy(self, load: LoadRequest, prefix: PlayedPrefix) -> None:
         classes, own, lossy = load.found.catalog.spec.classes, self._model.shard.classes, []
-        # Or the blocks of the draft are empty, or codes were made of what another engine computed.
+        # The draft's blocks may be empty, or codes made from another engine's values.
         whole = [one.scales for one in classes] == [one.scales for one in own]
         for unit, track in zip(prefix.units, prefix.coverage, strict=True):
             if track not in _EXACT or not whole:
@@ -421,16 +414,15 @@ class WorkerHalf:
 
 
 def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> PlacedPlay:
-    """Return what a play has brought before token ``end``."""
     if prefix is None or end <= load.first:
         return PlacedPlay(load.play, load.request, end)
     return PlacedPlay(load.play, load.request, end, prefix.loss, _worst(load, prefix), prefix.nbytes)
 
 
 def _worst(load: LoadRequest, prefix: PlayedPrefix) -> float:
-    """Return what a play loses for a request that shares nothing of what is computed behind it."""
+    """Return a play's loss for a request that shares no later tokens."""
     catalog = load.found.catalog
-    if not (prefix.tokens and catalog.even and catalog.by_name.keys() >= {*prefix.coverage}):  # of another rank
+    if not (prefix.tokens and catalog.even and catalog.by_name.keys() >= {*prefix.coverage}):
         return prefix.loss
     shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
     played = shorter.suffix(catalog.group_at(prefix.first))

@@ -1,6 +1,5 @@
-"""KV events: what caches there are, told to routers as vLLM tells it (``vllm.distributed.kv_events``).
+"""KV events: announcements of cached prompts to routers, in vLLM's format (``vllm.distributed.kv_events``).
 
-`publisher` binds a ZeroMQ socket and tells the assets of a store, with the tokens that they are caches of; `subscriber`
-hears engines and other origins. `wire` has the messages, `hashes` vLLM's names of blocks. The extra ``events`` brings
-ZeroMQ.
+`publisher` announces the assets of a store over ZeroMQ (extra ``events``), `subscriber` receives events of engines and
+other origins, `wire` has the messages, `hashes` vLLM's block hashes.
 """

@@ -1,4 +1,4 @@
-"""Sequence numbers of batches, and the last batches, for readers that missed some."""
+"""Numbers batches and keeps the last ones for subscribers that missed some."""
 
 from __future__ import annotations
 
@@ -16,20 +16,17 @@ class SentBatch(NamedTuple):
 
 
 class ReplayBuffer:
-    """Numbers batches, and keeps the last ones within a bound."""
+    """Numbers batches and keeps the last ones, within limits."""
 
     def __init__(self, first: int, *, max_bytes: int = 16 << 20, max_batches: int = 4096) -> None:
-        """Begin with a number that is higher than any before.
-
-        Readers drop what has a number that they know already, so a publisher that starts again must not begin at 0.
-        """
+        """Start at ``first``, which must exceed every earlier number (also after a restart): readers drop old ones."""
         self._next, self._max_bytes, self.max_batches = first, max_bytes, max_batches
         self._kept: deque[SentBatch] = deque()
         self._bytes = 0
 
     @property
     def first(self) -> int:
-        """The number of the first batch that is kept, or of the next one."""
+        """Number of the oldest buffered batch, or of the next one if none is buffered."""
         return self._kept[0].number if self._kept else self._next
 
     def add(self, topic: bytes, payload: bytes) -> SentBatch:
@@ -43,5 +40,5 @@ class ReplayBuffer:
         return batch
 
     def since(self, number: int) -> Sequence[SentBatch]:
-        """Return the batches from a number on, as far as they are kept."""
+        """Return the buffered batches from ``number`` on."""
         return [batch for batch in self._kept if batch.number >= number]

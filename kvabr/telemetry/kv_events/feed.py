@@ -1,14 +1,9 @@
-"""Puts what one publisher of KV events says in order: what was lost is asked for, else the publisher is forgotten.
+"""Orders the events of one publisher; requests lost batches, or forgets its blocks. No I/O, no clock.
 
-Rules:
-
-1. Batches have consecutive numbers. One that is missing is asked for; those behind it wait.
-2. A publisher may have told something before it was first heard: that is asked for at once, but need not be had.
-3. If the answer does not close a gap, something that is known may have been removed: everything is forgotten.
-4. A number that is not higher than the last one is that of a publisher that has begun anew, or that is not in order. It
-   is forgotten, and heard as for the first time.
-
-There is no I/O and no clock here. `kvabr.telemetry.kv_events.subscriber` has the sockets.
+1. Batches are numbered consecutively. A missing batch is requested; later batches wait for it.
+2. Batches published before the first one received are requested, but may be unavailable.
+3. If a gap stays open, removals may have been lost: all blocks are forgotten.
+4. A number that does not increase means a restarted or faulty publisher, which is treated as new.
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ from collections.abc import Callable, Sequence
 from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVEvent
 
 MOST_WAITING = 4096
-"""Batches that wait for a replay."""
 MOST_WAITING_BYTES = 64 << 20
 
 
@@ -29,25 +23,22 @@ class EventFeed:
     def __init__(
         self, hear: Callable[[str, Sequence[KVEvent]], object], forget: Callable[[str], object], *, replays: bool
     ) -> None:
-        """Begin without having heard anything.
+        """Create a feed.
 
-        Args:
-            hear: takes the topic and the events of each batch, in order.
-            forget: hears that nothing is known any more, and why.
-            replays: whether there is somebody to ask for what was lost.
+        ``hear`` takes the topic and events of each batch, in order; ``forget`` takes the reason why all blocks are
+        void; ``replays`` is True if lost batches can be requested.
         """
         self._hear, self._forget, self._replays = hear, forget, replays
         self._next: int | None = None
-        """The number that follows what was heard; None: nothing was."""
         self._last = -1
-        """The last number that came as a publication."""
+        """The last number received live."""
         self._waiting: deque[tuple[int, str, Sequence[KVEvent], int]] = deque()
         self._waiting_bytes = 0
         self.wanted: int | None = 0 if replays else None
-        """The number from which on a replay is wanted; None: none is."""
+        """First number to request in a replay, if one is needed."""
 
     def receive(self, number: int, topic: str, events: Sequence[KVEvent], nbytes: int = 0) -> None:
-        """Take a batch that was published; ``nbytes`` is its size."""
+        """Take a published batch of ``nbytes``."""
         if number <= self._last:
             self._restart(f"its batch {number} follows its batch {self._last}")
         self._last = number
@@ -65,22 +56,21 @@ class EventFeed:
             self.replay_ended()
 
     def replayed(self, number: int, topic: str, events: Sequence[KVEvent]) -> None:
-        """Take a batch of the replay that is wanted."""
+        """Take a batch of a replay."""
         if self.wanted is None:
             return
         if self._next is not None and number < self._next and events and isinstance(events[0], KVBlocksCleared):
-            self._hear(topic, events)  # a publisher of several models clears each, all with the same number
+            self._hear(topic, events)  # a publisher of several models clears each with the same number
         self._follow(number, topic, events)
 
     def replay_ended(self) -> None:
-        """Go on with what waits: the replay is complete, or does not come."""
+        """Apply the waiting batches: the replay is complete or has failed."""
         self.wanted = None
         waiting, self._waiting, self._waiting_bytes = self._waiting, deque(), 0
         for number, topic, events, _ in waiting:
             self._follow(number, topic, events)
 
     def _follow(self, number: int, topic: str, events: Sequence[KVEvent]) -> None:
-        """Take a batch that may be known already, or may follow a gap that nobody closes."""
         if self._next is not None and number < self._next:
             return
         if self._next is not None and number > self._next:

@@ -1,4 +1,4 @@
-"""Hears the KV events of one publisher, an engine's or a store's, in a thread of its own."""
+"""Receives the KV events of one publisher (an engine or a store) in its own thread."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 REPLAY_S = 10.0
-"""Seconds that a replay may take."""
-_MOST_WAITING = 128
-"""Batches that may wait to be read, of up to 8 MiB each; what is lost behind them is asked for again."""
-_RECONNECT_MS, _MOST_RECONNECT_MS = 100, 5000
-_MOST_LOGGED = 8
-"""Messages that are refused and logged; more are counted only."""
+"""Time limit of a replay."""
+_MAX_WAITING = 128
+"""Queued batches of up to 8 MiB each; lost ones are requested again."""
+_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 5000
+_MAX_LOGGED = 8
 
 
 class KVEventSubscriber:
-    """Connects to a publisher and passes on what it says; a context manager."""
+    """Connects to a publisher and passes on its events; a context manager."""
 
     def __init__(
         self,
@@ -47,24 +46,20 @@ class KVEventSubscriber:
         *,
         replay_s: float = REPLAY_S,
     ) -> None:
-        """Connect; the publisher need not be there yet.
+        """Connect; the publisher may start later.
 
         Args:
-            sockets: the publisher's endpoints.
-            hear: takes the topic and the events of each batch, in order, in the subscriber's thread.
-            forget: hears there that nothing is known of the publisher any more, and why.
+            sockets: the publisher's endpoints; `UsageError` if malformed, or without ZeroMQ.
+            hear: takes the topic and events of each batch, in order, in the subscriber's thread.
+            forget: takes the reason why all blocks of this publisher are void, in that thread.
             log: receives events.
-            replay_s: seconds that a replay may take.
-
-        Raises:
-            UsageError: an endpoint is none, or ZeroMQ is not installed.
+            replay_s: time limit of a replay.
         """
         zmq = self._zmq = zeromq()
         self._sockets, self._log, self._replay_s = sockets, log, replay_s
         self._feed = EventFeed(hear, self._forgetting(forget), replays=sockets.replay is not None)
         self._decoder = MessageDecoder()
         self.refused = 0
-        """Messages that were none."""
         self._context = zmq.Context()
         try:
             self._publications = self._connected(zmq.SUB, sockets.endpoint)
@@ -75,7 +70,6 @@ class KVEventSubscriber:
             self._context.destroy(linger=0)
             raise
         self._replies: Any = None
-        """Socket of the replay that is under way."""
         self._until_s = 0.0
         self._home = HomeProcess("the subscriber to KV events")
         self._bell, self._ear = socket.socketpair()
@@ -99,10 +93,10 @@ class KVEventSubscriber:
     def _connected(self, kind: int, endpoint: str) -> Any:
         zmq, sock = self._zmq, self._context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+        sock.setsockopt(zmq.RCVHWM, _MAX_WAITING)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT_MS)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         sock.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             sock.connect(check_endpoint(endpoint, "KV events:"))
@@ -111,26 +105,28 @@ class KVEventSubscriber:
         return sock
 
     def _forgetting(self, forget: Callable[[str], object]) -> Callable[[str], None]:
-        def hear(why: str) -> None:
-            self._log.warning("a publisher of KV events is forgotten", endpoint=self._sockets.endpoint, why=why)
+        def reset(why: str) -> None:
+            self._log.warning(
+                "the blocks of a publisher of KV events are forgotten", endpoint=self._sockets.endpoint, why=why
+            )
             forget(why)
 
-        return hear
+        return reset
 
     # ------------------------------------------------------- the thread
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                self._step()
         except Exception:  # noqa: BLE001  # the router goes on, without this publisher
-            self._log.exception("KV events are no longer heard")
+            self._log.exception("the subscriber to KV events stopped")
             self._feed = EventFeed(lambda *_: None, lambda _: None, replays=False)
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         zmq = self._zmq
         if self._feed.wanted is not None and self._replies is None:
-            self._ask(self._feed.wanted)
+            self._request_replay(self._feed.wanted)
         poller = zmq.Poller()
         for sock in (self._publications, self._ear, self._replies):
             if sock is not None:
@@ -146,9 +142,9 @@ class KVEventSubscriber:
         if self._replies is not None and (self._feed.wanted is None or time.monotonic() >= self._until_s):
             self._end_replay()
 
-    def _ask(self, first: int) -> None:
-        # A socket of its own for each replay: late answers to an earlier question are nobody's.
-        assert self._sockets.replay is not None  # noqa: S101  # otherwise none is wanted
+    def _request_replay(self, first: int) -> None:
+        # Each replay has its own socket, so late answers to an earlier request are dropped.
+        assert self._sockets.replay is not None  # noqa: S101  # only then is a replay requested
         self._replies = self._connected(self._zmq.DEALER, self._sockets.replay)
         self._until_s = time.monotonic() + self._replay_s
         with suppress(self._zmq.ZMQError):
@@ -168,8 +164,8 @@ class KVEventSubscriber:
         self._feed.replay_ended()
 
     def _read(self, frames: list[bytes]) -> tuple[int, str, list[KVEvent]] | None:
-        """Return a message's number, topic and events; None if it is refused: then its number is missing."""
-        why = f"{len(frames)} frames; a message has a topic, a number and a batch"
+        """Return the number, topic and events of a message; a malformed one leaves a gap."""
+        why = f"a message must have 3 frames (topic, number, batch), got {len(frames)}"
         if len(frames) == 3 and len(frames[0]) <= MAX_TOPIC_BYTES:
             topic, number, payload = frames
             try:
@@ -177,6 +173,6 @@ class KVEventSubscriber:
             except FormatError as error:
                 why = str(error)
         self.refused += 1
-        if self.refused <= _MOST_LOGGED:
-            self._log.warning("a message is refused", endpoint=self._sockets.endpoint, why=why)
+        if self.refused <= _MAX_LOGGED:
+            self._log.warning("malformed message dropped", endpoint=self._sockets.endpoint, why=why)
         return None

@@ -1,12 +1,12 @@
-"""The messages of KV events, as vLLM, Dynamo, llm-d, LMCache and SGLang exchange them.
+"""Messages of KV events, as exchanged by vLLM, Dynamo, llm-d, LMCache and SGLang.
 
-A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a batch in MessagePack: an array of
-the time, a list of events and a data parallel rank. An event is a map with its name under ``type`` (vLLM now), or an
-array that begins with its name and has the fields in the order given here (vLLM before, and SGLang). Both are read, and
-maps are written. Fields and events that are not known here are skipped.
+A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a MessagePack batch: an array of the
+time, a list of events and a data parallel rank. An event is a map with its name under ``type`` (current vLLM), or an
+array of its name and its fields in this order (older vLLM, SGLang). Both are read; maps are written. Unknown fields and
+events are skipped.
 
-A replay is asked for at another socket, with the first sequence number that is wanted. The answers are messages as
-above behind an empty frame; `END` in place of the sequence number ends them.
+A replay is requested at another socket, by its first sequence number. The answers are such messages after an empty
+frame, up to a sequence number of `END`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from kvabr.types.errors import FormatError
 from kvabr.types.records import convert, message_decoder
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Bound on a batch that is read."""
+"""Limit of a received batch."""
 MAX_TOPIC_BYTES = 1024
 STORAGE = "STORAGE"
-"""Medium of what kvabr tells: vLLM's name for what is behind a machine's memory. Dynamo skips events with a medium that
-it does not know, and those that say ``REMOTE`` or name an owner."""
+"""vLLM's name for storage beyond memory. Dynamo skips unknown media, ``REMOTE``, and events that name an owner."""
 _MAX_BLOCK = 1 << 16
 
 BlockHash = Annotated[int, Meta(ge=-(1 << 63))] | Annotated[bytes, Meta(min_length=1, max_length=64)]
@@ -34,22 +33,20 @@ _TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class KVBlocksStored(Struct, frozen=True, tag="BlockStored"):
-    """Consecutive blocks of a prompt can be had."""
+    """Consecutive blocks of a prompt are available."""
 
     block_hashes: list[BlockHash]
-    """Names of the blocks."""
     parent_block_hash: BlockHash | None
-    """Name of the block before them; None: they begin the prompt."""
+    """None at the start of the prompt."""
     token_ids: list[_TokenId]
-    """Tokens of these blocks."""
     block_size: Annotated[int, Meta(ge=0, le=_MAX_BLOCK)]
-    """Tokens of a block."""
+    """In tokens."""
     lora_id: int | None = None
     medium: _Text | None = None
-    """Where they are; None: in the engine's own cache."""
+    """None: the engine's own cache."""
     lora_name: _Text | None = None
     extra_keys: Any = None
-    """Per block, what its name depends on besides tokens; None: nothing."""
+    """Per block, what its hash covers in addition to tokens."""
     group_idx: int | None = None
     kv_cache_spec_kind: _Text | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -57,11 +54,11 @@ class KVBlocksStored(Struct, frozen=True, tag="BlockStored"):
     ownership: _Text | None = None
     session_id: _Text | None = None
     kvabr_asset: _Text | None = None
-    """kvabr's own name of the prompt: the digest in the asset's namespace. Other readers skip it."""
+    """Digest in kvabr's asset name; other readers skip it."""
 
 
 class KVBlocksRemoved(Struct, frozen=True, tag="BlockRemoved"):
-    """Blocks can no longer be had."""
+    """Blocks are no longer available."""
 
     block_hashes: list[BlockHash]
     medium: _Text | None = None
@@ -71,7 +68,7 @@ class KVBlocksRemoved(Struct, frozen=True, tag="BlockRemoved"):
 
 
 class KVBlocksCleared(Struct, frozen=True, tag="AllBlocksCleared"):
-    """The publisher has nothing from before."""
+    """All earlier blocks of the publisher are void."""
 
 
 KVEvent = KVBlocksStored | KVBlocksRemoved | KVBlocksCleared
@@ -91,25 +88,23 @@ _KINDS: dict[str, type[KVEvent]] = {
     "AllBlocksCleared": KVBlocksCleared,
 }
 _MAPS = message_decoder(cast("type[KVEvent]", KVEvent))
-_OWED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
-"""Fields that vLLM's own reader wants, also where they say nothing."""
-_MOST_FIELDS, _ARRAY_FIELDS = 32, 11
-"""Of an event that comes as an array: how many it may have, and how many have had the same place in all versions."""
-_ARRAYS = message_decoder(cast("type[list[Any]]", Annotated[list[Any], Meta(min_length=1, max_length=_MOST_FIELDS)]))
+_REQUIRED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
+"""Fields that vLLM's reader requires, even if None."""
+_MAX_FIELDS, _ARRAY_FIELDS = 32, 11
+"""Array events: maximum number of fields, and fields with the same position in all versions."""
+_ARRAYS = message_decoder(cast("type[list[Any]]", Annotated[list[Any], Meta(min_length=1, max_length=_MAX_FIELDS)]))
 
 
 class MessageDecoder:
-    """Reads batches from an untrusted peer."""
+    """Decodes batches from an untrusted peer."""
 
     def __init__(self) -> None:
-        """Begin to count."""
         self.skipped = 0
-        """Events of a kind or a form that is not known here."""
 
     def events(self, payload: bytes | memoryview) -> list[KVEvent]:
-        """Return the events of a batch; `FormatError` if it is none. Those that are malformed are skipped."""
+        """Return the events of a batch, skipping malformed ones; raise `FormatError` if the batch is malformed."""
         if len(payload) > MAX_MESSAGE_BYTES:
-            raise FormatError(f"KV events: a batch of {len(payload)} bytes; {MAX_MESSAGE_BYTES} are allowed")
+            raise FormatError(f"KV events: a batch must have at most {MAX_MESSAGE_BYTES} bytes, got {len(payload)}")
         try:
             batch = _BATCHES.decode(payload)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -130,7 +125,7 @@ def _event(raw: Raw) -> KVEvent:
     tag, *values = _ARRAYS.decode(raw)
     kind = _KINDS.get(tag) if isinstance(tag, str) else None
     if kind is None:
-        raise msgspec.ValidationError("an event of a kind that is not known")
+        raise msgspec.ValidationError("unknown kind of event")
     fields = dict(zip(("type", *kind.__struct_fields__[:_ARRAY_FIELDS]), (tag, *values), strict=False))
     return convert(fields, kind, "KV events")
 
@@ -140,7 +135,7 @@ def _is_map(code: int) -> bool:
 
 
 def encoded(events: Sequence[KVEvent], at_s: float) -> bytes:
-    """Return a batch of events, told ``at_s`` seconds since 1970. Dynamo requires the rank."""
+    """Encode a batch of events at ``at_s`` seconds since 1970. Dynamo requires the rank."""
     return _ENCODER.encode((at_s, [_as_map(event) for event in events], 0))
 
 
@@ -148,19 +143,19 @@ def _as_map(event: KVEvent) -> dict[str, Any]:
     fields = msgspec.structs.asdict(event)
     return {
         "type": type(event).__struct_config__.tag,
-        **{k: v for k, v in fields.items() if v is not None or k in _OWED},
+        **{k: v for k, v in fields.items() if v is not None or k in _REQUIRED},
     }
 
 
 END = (-1).to_bytes(8, "big", signed=True)
-"""In place of a sequence number: the replay is complete."""
+"""Sequence number of the end of a replay."""
 MAX_SEQUENCE = (1 << 63) - 1
 
 
 def sequence_in(frame: bytes) -> int:
-    """Return the sequence number in a frame; `FormatError` if it has none."""
+    """Parse a sequence number; raise `FormatError` if malformed."""
     if len(frame) != len(END) or (number := int.from_bytes(frame, "big")) > MAX_SEQUENCE:
-        raise FormatError(f"KV events: {frame[:16]!r} is no sequence number")
+        raise FormatError(f"KV events: {frame[:16]!r} is not a sequence number")
     return number
 
 

@@ -138,14 +138,14 @@ async def test_what_a_catalog_has_worked_out_neither_crosses_nor_changes_its_nam
 async def test_both_ends_forget_the_same_catalogs(pair, monkeypatch):
     """Within a message, too, which names one that a new one displaces."""
     many = [catalog(20 + number) for number in range(8)]
-    monkeypatch.setattr(channel, "_MOST_CATALOG_BYTES", 3 * len(pickle.dumps(many[0])))
+    monkeypatch.setattr(channel, "_MAX_CATALOG_BYTES", 3 * len(pickle.dumps(many[0])))
     came = []
     for numbers in ([0], [1], [2, 0], [3, 4], [0], [2, 5, 1], [1, 2, 3, 4, 5, 6, 7], [7, 0]):
         found, _ = await pair.cross([many[number] for number in numbers])
         assert found == [many[number] for number in numbers]
         assert list(pair.one._sent._kept) == list(pair.two._got._kept)
         came += found
-    assert 0 < pair.one._sent._nbytes == pair.two._got._nbytes <= channel._MOST_CATALOG_BYTES
+    assert 0 < pair.one._sent._nbytes == pair.two._got._nbytes <= channel._MAX_CATALOG_BYTES
     back = asyncio.Queue()
     pair.one._received = back.put_nowait
     pair.one.send(many[:7])  # on its way while the other end names what this makes it forget

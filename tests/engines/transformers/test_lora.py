@@ -192,5 +192,5 @@ def test_an_engine_of_another_adapter_neither_plays_nor_publishes(model, folder,
 
 def test_an_adapter_that_puts_tokens_before_prompts_is_refused(base, folder):
     wrapped = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ModelError, match="puts tokens of its own before every prompt"):
+    with pytest.raises(ModelError, match="puts its own tokens before every prompt"):
         engine_of(wrapped, folder)

@@ -82,7 +82,7 @@ def test_the_classes_are_those_of_the_models_cache(engine):
 
 def test_a_model_that_ignores_the_state_of_its_cache_is_refused():
     """With transformers 5.19: a prompt in pieces is another prompt to it, and a played cache would be ignored."""
-    with pytest.raises(ModelError, match="tiny/Jamba: behind a cache, layer 0 computes another scan state than"):
+    with pytest.raises(ModelError, match="tiny/Jamba: after a cache, layer 0 computes another scan state than"):
         tiny("Jamba")
 
 

@@ -126,9 +126,9 @@ def test_other_layers_than_the_models():
     for groups in ([group([0], FULL)], [group([0, 1, 2], FULL)], [group([0, 1], FULL), group([1], WINDOW)]):
         with pytest.raises(UnknownCacheError, match="of 2 layers of the model"):
             caches(*groups, layers=2)
-    with pytest.raises(UnknownCacheError, match="does not tell its layer"):
+    with pytest.raises(UnknownCacheError, match="no layer number in its name"):
         caches(SimpleNamespace(layer_names=["attn"], kv_cache_spec=FULL), layers=1)
-    with pytest.raises(UnknownCacheError, match="no connector may read"):
+    with pytest.raises(UnknownCacheError, match="connectors cannot read"):
         caches(group([0], FULL, enable_kv_transfer=False), layers=1)
 
 

@@ -169,7 +169,7 @@ def test_scales_of_heads_are_not_known(config):
     layers["b"] = layer_of(0.5, _k_scale_float=0.5)
     assert scales_of(made) == {"a": (1.0, 1.0), "b": (0.5, 1.0)}
     layers["c"] = layer_of([0.5, 0.25])
-    with pytest.raises(UsageError, match="c: the checkpoint scales the FP8 cache head by head"):
+    with pytest.raises(UsageError, match="c: the checkpoint has FP8 scales per head"):
         scales_of(made)
 
 

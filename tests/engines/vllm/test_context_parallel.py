@@ -135,7 +135,7 @@ def test_which_rank_of_context_parallelism_a_rank_is(tensor, prefill, decode, ra
 def test_what_cannot_be_shared_out():
     with pytest.raises(UsageError, match="decode_context_parallel_size 3 does not divide 4 ranks"):
         interleaving_of(parallel(4, 1, 3, 0))
-    with pytest.raises(UnknownCacheError, match="no whole turns of 5 tokens: set --cp-kv-cache-interleave-size"):
+    with pytest.raises(UnknownCacheError, match="not a multiple of 5 tokens: set --cp-kv-cache-interleave-size"):
         kept("deepseek", Interleaving(2, 0, 5))
     old = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(layer_names=["model.layers.0"], kv_cache_spec=spec("MLAAttentionSpec"))]
@@ -148,7 +148,7 @@ def test_what_cannot_be_shared_out():
             cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=parallel(2, prefill, decode, 0),
         )
-        with pytest.raises(UsageError, match=r"plays and does not publish.*set kv_role to kv_consumer"):
+        with pytest.raises(UsageError, match=r"cannot publish.*set kv_role to kv_consumer"):
             served_model(config, None, VllmSettings(url="moqt://a:1/"), produces=True)
 
 

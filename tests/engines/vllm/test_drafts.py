@@ -53,9 +53,9 @@ def engine(folders, draft="draft", method="eagle", modules=1, tokens=1, ranks=(1
 
 
 def test_a_name_tells_of_the_weights_of_a_draft(folders):
-    usual = draft_of(engine(folders)).told
-    assert draft_of(engine(folders, "elsewhere/draft")).told == usual
-    assert draft_of(engine(folders, "other words/draft")).told == usual  # it is given the model's ids
+    usual = draft_of(engine(folders)).facts
+    assert draft_of(engine(folders, "elsewhere/draft")).facts == usual
+    assert draft_of(engine(folders, "other words/draft")).facts == usual  # it is given the model's ids
     words = {"method": "draft_model", "use_heterogeneous_vocab": True}
     others = [
         draft_of(engine(folders, "tuned/draft")),
@@ -65,8 +65,8 @@ def test_a_name_tells_of_the_weights_of_a_draft(folders):
         draft_of(engine(folders, "other words/draft", **words)),
         draft_of(engine(folders, how="fp8")),
     ]
-    assert len({usual, *(each.told for each in others)}) == 7
-    assert others[2].told == ("mtp", None)  # its weights are the model's
+    assert len({usual, *(each.facts for each in others)}) == 7
+    assert others[2].facts == ("mtp", None)  # its weights are the model's
     for nothing in (SimpleNamespace(), SimpleNamespace(speculative_config=None), engine(folders, method="ngram")):
         assert draft_of(nothing) == DraftCaches()
 
@@ -104,6 +104,6 @@ def test_layers_of_a_draft_have_a_role():
     assert [one.role for one in model.undrafted.classes] == [""]
     assert model.specs == (whole,)
     named = replace(
-        model, named="m", without_draft=True, told={"draft": ["eagle", "x"]}, spec=replace(whole, model="m~1")
+        model, named="m", without_draft=True, facts={"draft": ["eagle", "x"]}, spec=replace(whole, model="m~1")
     )
     assert [(each.model, len(each.classes)) for each in named.specs] == [("m~1", 3), ("m", 1)]

@@ -9,10 +9,10 @@ import structlog
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
+from kvabr.telemetry.kv_events.announced import AnnouncedAssets, AnnouncedPrompt
 from kvabr.telemetry.kv_events.hashes import BlockHashes
 from kvabr.telemetry.kv_events.publisher import EventSockets
 from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
-from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt
 from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, encoded
 from kvabr_lab.route import HeldPrefixes, PrefixHolder
 from tests.engines.vllm.engine import TEXT, RealEngine
@@ -88,7 +88,7 @@ def test_vllms_own_classes_read_what_kvabr_tells_and_name_blocks_alike(monkeypat
             parent = kv_cache_utils.hash_block_tokens(hashed, parent, PROMPT[first : first + 16])
             names.append(kv_cache_utils.maybe_convert_block_hash(parent))
         assert BlockHashes(16, hashed.__name__).numbers(PROMPT) == names
-    told = ToldAssets(BlockHashes(16), lambda tokens: ToldPrompt("m", "a" * 64, tokens))
+    told = AnnouncedAssets(BlockHashes(16), lambda tokens: AnnouncedPrompt("m", "a" * 64, tokens))
     events = [event for _, each in told.changes({"one": PROMPT}) for event in each]
     read = msgspec.msgpack.decode(encoded(events, 1.0), type=KVEventBatch).events
     assert isinstance(read[1], BlockStored)

@@ -96,7 +96,7 @@ def played(folder, tmp_path, tokens=64):
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_cache_is_published_while_it_is_computed(served, tmp_path, beside):
     with closing(live(served, tmp_path / "out")) as bench:
-        bench.worker._publications.beside = beside  # as on a GPU
+        bench.worker._publications.overlapped = beside  # as on a GPU
         asked = asking(bench)
         compute(bench, asked, 20)
         frames = wait_for(lambda: list((tmp_path / "out").glob("g/[0-9a-f]*")))
@@ -121,7 +121,7 @@ def wait_for(found):
 
 def test_preempted_and_computed_again_elsewhere(served, tmp_path):
     with closing(live(served, tmp_path / "out")) as bench:
-        bench.worker._publications.beside = True
+        bench.worker._publications.overlapped = True
         asked = asking(bench)
         compute(bench, asked, 40)
         # vLLM takes the blocks, and gives them to another request in the step before which it says so.
@@ -157,7 +157,7 @@ def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
 def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_path, beside):
     """What its later steps compute, with other weights perhaps, is not added."""
     with closing(live(served, tmp_path / "out")) as bench:
-        bench.worker._publications.beside = beside
+        bench.worker._publications.overlapped = beside
         given_back = []
         bench.worker.gone = given_back.append
         asked = asking(bench)

@@ -114,10 +114,10 @@ def test_an_asset_of_another_dtype_is_played(tmp_path):
     [
         ({"play": "no"}, "play is neither true nor false: 'no' counts as false"),
         ({"play": 0}, "play is neither true nor false: '0' counts as false"),
-        ({"deadline": 2.0}, "there is no such key: 'deadline'; did you mean 'deadline_s'?"),
+        ({"deadline": 2.0}, "unknown key: 'deadline'; did you mean 'deadline_s'?"),
         (
             {"zzz": None},
-            "there is no such key: 'zzz'; there are back, deadline_s, keep_s, live, play, publish",
+            "unknown key: 'zzz'; known keys: back, deadline_s, keep_s, live, play, publish",
         ),
         ({"deadline_s": 0}, "deadline_s is not a number up to 300"),
         ({"deadline_s": float("nan")}, "deadline_s is not a number up to 300"),
@@ -159,7 +159,7 @@ def test_what_a_group_failed_of_is_counted_and_told(tmp_path, harm, counts, comp
             bench.load(request())
         assert bench.worker.counts.take()[counts] >= 1
         end_s = time.monotonic() + LIMIT_S  # the play is reported before it is logged
-        while f"a play brought less than was wanted: {computed} tokens are computed: " not in caplog.text:
+        while f"a play ended early: {computed} tokens are computed: " not in caplog.text:
             assert time.monotonic() < end_s
             time.sleep(0.005)
         assert "last fault: " in caplog.text

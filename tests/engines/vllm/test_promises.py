@@ -10,8 +10,10 @@ BLOCK, GROUP = 8, 16
 class Table:
     """Promises of requests that all want 64 tokens by 10 s, one byte each on their only track, if no other is given."""
 
-    def __init__(self, *, ranks=1, max_bytes=1000, max_plays=99, alike=False):
-        self.promises = Promises(ranks=ranks, block=BLOCK, max_bytes=max_bytes, max_plays=max_plays, alike=alike)
+    def __init__(self, *, ranks=1, max_bytes=1000, max_plays=99, same_ends=False):
+        self.promises = Promises(
+            ranks=ranks, block=BLOCK, max_bytes=max_bytes, max_plays=max_plays, same_ends=same_ends
+        )
         self.promises.link(1e9, 0.01)
 
     def ask(self, request="a", computed=0, last=64, *, due_s=10.0, now=0.0, tracks=(1,)):
@@ -70,7 +72,7 @@ def test_the_worker_with_the_least_counts():
 
 def test_workers_that_differ_have_nothing_of_use_where_windows_depend_on_the_end():
     for ends, told in [((64, 48), 0), ((48, 48), 48)]:
-        table = Table(ranks=2, alike=True)
+        table = Table(ranks=2, same_ends=True)
         play = table.play()
         for end in ends:
             table.report(play, end)

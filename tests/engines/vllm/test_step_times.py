@@ -60,18 +60,18 @@ def test_a_gpus_steps_are_timed_by_events_and_nobody_waits(monkeypatch: pytest.M
             times.begin(prefill)
             card.now += TRUE.seconds(*prefill)
             times.end(alone=False)  # others use the cores: that is nothing to a GPU
-    assert times.told() is None
+    assert times.news() is None
     card.done = card.now
     times.begin(None)
     times.end(alone=True)
-    cost = times.told()
+    cost = times.news()
     assert cost is not None
-    assert times.told() is None
+    assert times.news() is None
     for shape in [(0, 128), (0, 2048), (0, 16384), (8192, 128), (32768, 2048)]:
         assert cost.seconds(*shape) == pytest.approx(TRUE.seconds(*shape), rel=0.25)
     times.close()
     again = step_times_of(tmp_path, "cuda")
-    told = again.told()
+    told = again.news()
     assert told is not None
     assert told.seconds(0, 8192) == pytest.approx(cost.seconds(0, 8192), rel=0.01)
 

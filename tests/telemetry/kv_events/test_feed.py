@@ -6,9 +6,9 @@ import pytest
 
 from kvabr.store.names import prompt_name
 from kvabr.telemetry.kv_events import feed as feeds
+from kvabr.telemetry.kv_events.announced import AnnouncedAssets, AnnouncedPrompt, prompt_of
 from kvabr.telemetry.kv_events.feed import EventFeed
 from kvabr.telemetry.kv_events.hashes import BlockHashes
-from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt, prompt_of
 from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, encoded
 from kvabr.types.errors import UsageError
 from tests.telemetry.kv_events.routers import LlmdIndex, NamedIndex
@@ -136,14 +136,14 @@ class Store:
 
     def __init__(self, **options):
         self.prompts, self.warned = {}, []
-        self.told = ToldAssets(HASHES, self.read, warn=lambda *what: self.warned.append(what), **options)
+        self.told = AnnouncedAssets(HASHES, self.read, warn=lambda *what: self.warned.append(what), **options)
         self.named, self.llmd, self.events = NamedIndex(), LlmdIndex(4), []
 
     def read(self, prompt):
-        return prompt if isinstance(prompt, str) else ToldPrompt("m", "a" * 64, prompt)
+        return prompt if isinstance(prompt, str) else AnnouncedPrompt("m", "a" * 64, prompt)
 
     def look(self, again=False):
-        for topic, events in self.told.again() if again else self.told.changes(self.prompts):
+        for topic, events in self.told.all_events() if again else self.told.changes(self.prompts):
             self.events += events
             if events:
                 for router in (self.named, self.llmd):
@@ -178,12 +178,12 @@ def test_what_is_not_told_is_counted_and_named_once():
     store = Store(topic="kv@here@mine")
     store.prompts = {"a": "no tokens", "b": "no tokens", "c": "salted", "d": (1, 2), "e": (1, 2, 3, 4)}
     store.look()
-    assert store.told.untold == {"no tokens": 2, "salted": 1, "short": 1}
+    assert store.told.skipped == {"no tokens": 2, "salted": 1, "short": 1}
     assert store.warned == [("a", "no tokens"), ("c", "salted"), ("d", "short")]
     store.read = None
     del store.prompts["b"], store.prompts["e"]
     store.look()
-    assert store.told.untold == {"no tokens": 1, "salted": 1, "short": 1}
+    assert store.told.skipped == {"no tokens": 1, "salted": 1, "short": 1}
     assert len(store.told) == 0
     for topic in ("", "x" * 2000, "\udcff"):
         with pytest.raises(UsageError, match="topic"):
@@ -201,6 +201,6 @@ def test_assets_tell_their_tokens_if_they_may(tmp_path):
     told_of.unlink()
     assert prompt_of(plain) == "no tokens"
     told_of.write_text("{}")
-    store = ToldAssets(HASHES, prompt_of)
+    store = AnnouncedAssets(HASHES, prompt_of)
     list(store.changes({"plain": plain}))
-    assert store.untold == {"unreadable": 1}
+    assert store.skipped == {"unreadable": 1}

@@ -10,11 +10,11 @@ import structlog
 import zmq
 
 from kvabr.telemetry.kv_events import publisher as publishers
+from kvabr.telemetry.kv_events.announced import AnnouncedAssets, AnnouncedPrompt
 from kvabr.telemetry.kv_events.buffer import ReplayBuffer
 from kvabr.telemetry.kv_events.hashes import BlockHashes
 from kvabr.telemetry.kv_events.publisher import EventSockets, KVEventMetrics, KVEventPublisher, check_endpoint
 from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
-from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt
 from kvabr.telemetry.kv_events.wire import END, encoded, sequence_frame
 from kvabr.types.errors import TransportError, UsageError
 from kvabr_lab.route import HeldPrefixes, PrefixHolder
@@ -34,7 +34,7 @@ class Store:
         self.prompts, self.metrics = {}, KVEventMetrics()
 
     def publisher(self, **more):
-        told = ToldAssets(BlockHashes(16), lambda tokens: ToldPrompt("m", "a" * 64, tokens))
+        told = AnnouncedAssets(BlockHashes(16), lambda tokens: AnnouncedPrompt("m", "a" * 64, tokens))
         return KVEventPublisher(self.sockets, told, lambda: dict(self.prompts), LOG, self.metrics, **more)
 
 
@@ -96,7 +96,7 @@ def test_readers_early_and_late_know_what_is_there(store):
 
 
 def test_what_a_replay_no_longer_has_is_told_again(store, monkeypatch):
-    monkeypatch.setattr(publishers, "_RETURN_S", 0.0)  # a publisher that has run for a while
+    monkeypatch.setattr(publishers, "_RECONNECT_S", 0.0)  # a publisher that has run for a while
     store.prompts["a"] = PROMPT[:40]
     with Reader(store.sockets) as reader, store.publisher(buffer=ReplayBuffer(10, max_batches=1)) as publisher:
         reader.wait_for(32)
@@ -158,7 +158,7 @@ def test_requests_that_are_none_get_no_answer_and_hold_up_nobody(store):
 
 def test_a_peer_that_asks_and_does_not_read_fills_no_memory(store, monkeypatch):
     monkeypatch.setattr(publishers, "_REPLAY_EVERY_S", 0.0)
-    monkeypatch.setattr(publishers, "_MOST_WAITING", 10)
+    monkeypatch.setattr(publishers, "_MAX_WAITING", 10)
     buffer = ReplayBuffer(1, max_batches=10)
     for _ in range(10):
         buffer.add(b"t", bytes(1 << 16))
@@ -186,7 +186,7 @@ class Hostile:
         self.pub, self.router = made.socket(zmq.XPUB), made.socket(zmq.ROUTER)
         self.pub.bind(sockets.endpoint)
         self.router.bind(sockets.replay)
-        self.told = ToldAssets(BlockHashes(16), lambda tokens: ToldPrompt("m", "a" * 64, tokens))
+        self.told = AnnouncedAssets(BlockHashes(16), lambda tokens: AnnouncedPrompt("m", "a" * 64, tokens))
 
     def events(self, **prompts):
         return [event for _, events in self.told.changes(prompts) for event in events]
@@ -229,7 +229,7 @@ def test_a_gap_that_is_not_answered_is_forgotten_and_messages_that_are_none_are_
 
 
 def test_addresses_that_cannot_be_bound_and_endpoints_that_are_none(store, tmp_path):
-    told = ToldAssets(BlockHashes(16), lambda tokens: ToldPrompt("m", "a" * 64, tokens))
+    told = AnnouncedAssets(BlockHashes(16), lambda tokens: AnnouncedPrompt("m", "a" * 64, tokens))
 
     def bind(*endpoints):
         return KVEventPublisher(EventSockets(*endpoints), told, dict, LOG)
@@ -256,9 +256,9 @@ def test_what_goes_while_everything_is_told_again_is_told_in_the_order_in_which_
     def read(tokens):
         if tokens is last and reading.is_set():
             go_on.wait(LIMIT_S)  # it is told again, and goes at that moment
-        return ToldPrompt("m", "a" * 64, tokens)
+        return AnnouncedPrompt("m", "a" * 64, tokens)
 
-    told = ToldAssets(BlockHashes(16), read)
+    told = AnnouncedAssets(BlockHashes(16), read)
     publisher = KVEventPublisher(store.sockets, told, lambda: dict(store.prompts), LOG, store.metrics)
     with publisher, Reader(store.sockets) as early:
         early.wait_for(48, last)

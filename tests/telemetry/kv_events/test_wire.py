@@ -70,7 +70,7 @@ def test_what_is_no_batch_is_refused():
         with pytest.raises(FormatError, match="KV events: "):
             decoded(data)
     for frame in (b"", b"\0" * 7, wire.END, b"\0" * 9):
-        with pytest.raises(FormatError, match="no sequence number"):
+        with pytest.raises(FormatError, match="not a sequence number"):
             wire.sequence_in(frame)
     assert wire.sequence_in(wire.sequence_frame(7)) == 7
 
@@ -110,5 +110,5 @@ def test_blocks_of_no_size_are_refused():
     for block in (0, 1 << 17):
         with pytest.raises(UsageError, match="vLLM: --block-size"):
             BlockHashes(block)
-    with pytest.raises(UsageError, match="there are sha256, sha256_cbor"):
+    with pytest.raises(UsageError, match="one of sha256, sha256_cbor"):
         BlockHashes(16, "xxhash")

@@ -169,7 +169,7 @@ def _produce(pipe: Connection, model: str, folder: Path, tracks: Sequence[str] |
             told: list[tuple[float, PublishedFrames]] = []
             live = LivePublisher(
                 cache_publisher(engine, folder, tracks=tracks),
-                on_told=lambda news: told.append((time.monotonic(), news)),
+                on_announced=lambda news: told.append((time.monotonic(), news)),
             )
             usual = torch.get_num_threads()
             _job(live, engine, PrefillJob(tuple(warm), "alone"), told)

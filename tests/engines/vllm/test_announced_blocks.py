@@ -3,7 +3,7 @@
 from contextlib import closing
 from types import SimpleNamespace
 
-from kvabr.engines.vllm.told import ToldBlocks
+from kvabr.engines.vllm.announced_blocks import AnnouncedBlocks
 from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksRemoved, KVBlocksStored
 from tests.engines.vllm.halves import TOKENS, Bench, request
 
@@ -18,7 +18,7 @@ def asking(name="r", tokens=range(20), salt=None):
 
 
 def test_what_lookups_find_is_told_each_time_and_what_they_miss_is_taken_back():
-    told, one = ToldBlocks(4), asking()
+    told, one = AnnouncedBlocks(4), asking()
     told.found(one, 15)
     (stored,) = told.take()
     assert stored == KVBlocksStored(one.block_hashes[:3], None, list(range(12)), 4, medium=STORAGE)
@@ -34,7 +34,7 @@ def test_what_lookups_find_is_told_each_time_and_what_they_miss_is_taken_back():
 
 
 def test_what_is_published_is_told_once_all_ranks_have():
-    told, one = ToldBlocks(4, ranks=2), asking()
+    told, one = AnnouncedBlocks(4, ranks=2), asking()
     told.publishing(one)
     told.published("r", 16)
     assert told.take() == []
@@ -49,7 +49,7 @@ def test_what_is_published_is_told_once_all_ranks_have():
 
 
 def test_changed_weights_take_everything_back():
-    told, one, other = ToldBlocks(4), asking(), asking("o", range(50, 60))
+    told, one, other = AnnouncedBlocks(4), asking(), asking("o", range(50, 60))
     told.found(one, 20)
     told.found(other, 8)
     told.publishing(one)
@@ -63,23 +63,23 @@ def test_changed_weights_take_everything_back():
 
 def test_the_scheduler_tells_what_its_lookups_say(served):
     with closing(Bench(served)) as bench:
-        bench.scheduler.told = ToldBlocks(8)
+        bench.scheduler.announced = AnnouncedBlocks(8)
         names = [str(at).encode() for at in range(8)]
         bench.matched(request(block_hashes=names))
-        (stored,) = bench.scheduler.told.take()
+        (stored,) = bench.scheduler.announced.take()
         assert stored.block_hashes == names
         assert stored.token_ids == TOKENS[:64]
         bench.matched(request("unknown", [5, *TOKENS[1:]], block_hashes=names))  # blocks that were told, and are gone
-        assert bench.scheduler.told.take() == [KVBlocksRemoved(names, STORAGE)]
+        assert bench.scheduler.announced.take() == [KVBlocksRemoved(names, STORAGE)]
         bench.matched(request("again", block_hashes=names))
         bench.scheduler.reset()
-        assert bench.scheduler.told.take()[-1] == KVBlocksRemoved(list(reversed(names)), STORAGE)
+        assert bench.scheduler.announced.take()[-1] == KVBlocksRemoved(list(reversed(names)), STORAGE)
 
 
 def test_nothing_is_told_of_adapters_and_pictures():
     """Routers that make names from tokens would take their blocks for the base model's, or another picture's."""
     for more in ({"lora_request": object()}, {"mm_features": [object()]}):
-        told, one = ToldBlocks(4), asking()
+        told, one = AnnouncedBlocks(4), asking()
         vars(one).update(more)
         told.found(one, 16)
         told.publishing(one)
