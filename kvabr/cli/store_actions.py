@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -33,10 +33,7 @@ def ls(args: ListCommand) -> int:
     with StageBar(_STAGES) as bar:
         found = admin.inventory(tree, bar)
     held = [each for each in found.holdings if args.model in (None, each.model)]
-    shared: dict[str, int] = defaultdict(int)
-    for each in found.holdings:
-        for part in each.objects:
-            shared[part] += 1
+    shared = Counter(part for each in found.holdings for part in each.objects)
     result = [_row(each, shared) for each in held]
     rows = [
         (

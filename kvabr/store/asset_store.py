@@ -14,7 +14,7 @@ from kvabr.store.store import Store, exists, listing
 from kvabr.types.errors import AssetError, MissingAssetError, UsageError
 
 MAX_LISTED = 1 << 18
-"""Assets of a store that are looked at."""
+"""Most assets of a store that are listed."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -25,14 +25,14 @@ class AssetListing:
     versions: dict[str, AssetVersion]
     """By name."""
     complete: bool = True
-    """False if the store holds more than was looked at."""
+    """False if the store has more than are listed."""
 
 
 class AssetStore:
     """The assets of one store."""
 
     def __init__(self, store: Store, only: str | None = None) -> None:
-        """Take the store; nothing is requested yet. ``only``: a prompt digest, to use that asset alone."""
+        """Take the store, without any request. ``only``: the prompt digest of the only asset to use."""
         self.store, self.only = store, only
 
     @property
@@ -41,7 +41,7 @@ class AssetStore:
         return self.store.url if self.only is None else self.store.where(self.only)
 
     def prepare(self) -> None:
-        """Make the store if it does not exist, and check that assets can be published there.
+        """Create the store if it does not exist, and check that assets can be published there.
 
         Raises `UsageError` or `AssetError`.
         """
@@ -49,7 +49,7 @@ class AssetStore:
             self.store.blocked(self.store.check_writable())
 
     def list(self) -> AssetListing:
-        """Find all assets without reading them; `AssetError` if the store cannot be reached or listed."""
+        """Find all assets without reading them; raise `AssetError` if the store cannot be listed."""
         with as_asset_errors():
             found = self.store.blocked(listing(self.store, CATALOGS))
         versions: dict[str, AssetVersion] = {}
@@ -60,7 +60,7 @@ class AssetStore:
         return AssetListing(versions, complete=len(versions) < MAX_LISTED)
 
     def has(self, prompt: str) -> bool:
-        """Return whether there is an asset of this prompt digest; `AssetError` if the store cannot be reached."""
+        """Return whether there is an asset of this prompt digest; raise `AssetError` if the store is unreachable."""
         with as_asset_errors():
             return self.store.blocked(exists(self.store, catalog_name(prompt)))
 
@@ -69,8 +69,8 @@ class AssetStore:
 
         Args:
             prompt: prompt digest; None: the only asset of the store.
-            name: what to call it; None: the digest.
-            version: as listed; None: found out.
+            name: name for users; None: the digest.
+            version: the listed version, if known.
 
         Raises:
             AssetError: there is no such asset, or there are several to choose from.
@@ -89,14 +89,14 @@ class AssetStore:
             raise
 
     def writer(self, prompt: str | None = None, *, force: bool = False, live: bool = False) -> AssetWriter:
-        """Return a writer of an asset, which replaces what is there only by ``force``; nothing is created yet.
+        """Return a writer of an asset.
 
         Args:
-            prompt: prompt digest; None: that of the catalog that will be written.
-            force: replace an asset that is there.
-            live: frames are objects of their own, which can be played before the asset is complete.
+            prompt: prompt digest; None: that of the catalog.
+            force: replace an existing asset.
+            live: store each frame as an object, so that it can be played before the asset is complete.
 
-        Raises `UsageError` if the asset is there already, `AssetError` if the folder cannot be written.
+        Raises `UsageError` if the asset exists, `AssetError` if the folder cannot be written.
         """
         prompt = prompt or self.only
         if prompt is not None and not DIGEST.fullmatch(prompt):

@@ -1,7 +1,7 @@
-"""A store in a bucket, or behind an HTTP cache, through obstore.
+"""A store in a bucket, or read-only through an HTTP cache, by obstore.
 
-Requests fail with subclasses of `TransportError` (`kvabr.store.failures`), after at most two retries. Reads wait 30
-seconds for the first byte and between two pieces; a caller with less time cancels them.
+Requests raise subclasses of `TransportError` (`kvabr.store.failures`), after at most two retries. Reads wait 30 seconds
+for the first byte and between two pieces; a caller with less time cancels them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -27,7 +26,6 @@ from kvabr.store.store import PART_BYTES, Store, StoredObject
 from kvabr.store.url import WEB, StoreUrl
 from kvabr.types.backoff import scattered
 from kvabr.types.errors import (
-    ConnectionLostError,
     NotFoundError,
     Reason,
     RequestError,
@@ -44,87 +42,54 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("kvabr.store")
 
-_AT_ONCE = 1000
-
-
-class Listing:
-    """The pages of a listing; after a failure it goes on behind the last key that came."""
-
-    def __init__(self, begin: Callable[[str | None, int], Any]) -> None:
-        """Begin: ``begin`` takes the key to go on behind, and how many objects a page may have."""
-        self._begin, self._at_once = begin, _AT_ONCE
-        self._after: str | None = None
-        self._stream: Any = None
-
-    async def more(self) -> Sequence[ObjectMeta]:
-        """Return the next page, empty behind the last; an object whose date cannot be one is left out."""
-        while True:
-            try:
-                if self._stream is None:
-                    self._stream = self._begin(self._after, self._at_once)
-                page: Sequence[ObjectMeta] | None = await anext(aiter(self._stream), None)
-                if page:
-                    self._after = page[-1]["path"]
-            except UNREADABLE:
-                if self._at_once == 1:
-                    LOG.warning("a store lists an object whose date is out of range; it is left out")
-                else:  # it fails its whole page, so look at each alone
-                    self._at_once, self._stream = 1, None
-            except Exception:
-                self._stream = None
-                raise
-            else:
-                return page or ()
-
-
 T = TypeVar("T")
 
+_AT_ONCE = 1000
 WAIT_S = 30
 """Seconds that a read waits for the first byte, and for each further one."""
 _CONNECT_S = 5
 _WRITE_BYTES_PER_S = 1 << 20
-"""A write may take as long as it takes at this rate, and `WAIT_S` more."""
+"""A write may take the time that it takes at this rate, and `WAIT_S` more."""
 _TRIES, _BACKOFF_S = 3, 0.1
 _RENEW_S = 1.0
-"""Seconds for which credentials that were just read are not read again."""
+"""Seconds for which credentials are not read again."""
 _DELETED_AT_ONCE = 1000
-_PROBERS = 6
 _SIGNED_FOR = timedelta(hours=1)
 IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {"a": "public, max-age=5", "i": "public, max-age=5", "probe": "no-store"}
 """`Cache-Control` by the first part of a name; `IMMUTABLE` for the others."""
 _PROBED: set[str] = set()
-"""URLs of stores that were seen to honour conditional writes."""
+"""URLs of stores that are known to honour conditional writes."""
 _LOCK = threading.Lock()
 
 
 class CloudStore(Store):
-    """A bucket, or a prefix in one; over plain HTTP for reading only."""
+    """A bucket, or a prefix in one; over plain HTTP read-only."""
 
     def __init__(self, url: str) -> None:
-        """Take a URL, see `kvabr.store.url`; nothing is requested yet.
+        """Take a URL, see `kvabr.store.url`, without any request.
 
-        Raises `UsageError` if it is not that of an object store, or obstore is not installed.
+        Raises `UsageError` for a malformed URL, or if obstore is not installed.
         """
         self.parsed = StoreUrl.parse(url)
         load_obstore()
         self.url, self.prefix = str(self.parsed), self.parsed.root
-        """The prefix comes before every name."""
+        """Prefix of every name."""
         self._stores: dict[int, ObstoreClient] = {}
-        """By the seconds that a request may take, 0 for reads."""
+        """Clients by the seconds that a request may take, 0 for reads."""
         self._sound = False
-        """Whether the store has said of an object that it is not there."""
+        """Whether the store has reported a missing object as missing."""
         self.made, self._made_s = 0, -math.inf
-        """How often the stores were made anew because credentials were refused, and when last."""
+        """How often, and when last, the clients were made anew because credentials were refused."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<CloudStore {self.url}>"
 
     def renew(self, made: int, failure: Failure) -> bool:
-        """Read credentials again that were refused; return whether the request is worth another try.
+        """Read refused credentials again, from a file or a service; return whether to try the request again.
 
-        They may have been replaced, in a file or by a service. ``made`` is what `made` was when the request began.
+        ``made`` is the value of `made` when the request began.
         """
         if not failure.refused:
             return False
@@ -189,12 +154,32 @@ class CloudStore(Store):
             raise RequestError(f"{self.where(name)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
 
     async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        listing, empty = Listing(partial(self._listing, prefix)), True
-        while found := await self._tried(prefix, "cannot be listed", listing.more):
-            empty = False
-            for meta in found:
-                yield self._info(meta)
-        if empty:
+        after: str | None = None
+        at_once, pages = _AT_ONCE, None
+
+        async def more() -> Sequence[ObjectMeta]:
+            nonlocal at_once, pages
+            while True:
+                try:
+                    if pages is None:  # begin, or continue after the last key
+                        paths = self._path(prefix)
+                        pages = aiter(load_obstore().list(self._reader(), paths, offset=after, chunk_size=at_once))
+                    return await anext(pages, None) or ()
+                except UNREADABLE:
+                    if at_once == 1:
+                        LOG.warning("a store lists an object with an impossible date; it is left out")
+                    else:  # it fails its whole page: list one object at a time
+                        at_once, pages = 1, None
+                except Exception:
+                    pages = None
+                    raise
+
+        while page := await self._tried(prefix, "cannot be listed", more):
+            after = page[-1]["path"]
+            for meta in page:
+                name = meta["path"].removeprefix("/").removeprefix(self.prefix)
+                yield StoredObject(name, meta["size"], meta["last_modified"].timestamp())
+        if after is None:
             await self._check_answers()
 
     @property
@@ -246,25 +231,14 @@ class CloudStore(Store):
         if self.url in _PROBED:
             return
         if self.parsed.scheme in WEB:
-            raise UsageError(f"{self.url}: an HTTP cache can only be read; publish to the store behind it")
+            raise UsageError(f"{self.url}: an HTTP cache is read-only; publish to its store")
         await self._check_answers()
-        name, won, kept = "", list[int](), b""
-        for _ in range(_TRIES):
-            name = f"{PROBES}{secrets.token_hex(8)}"
-            told = await asyncio.gather(*(self.put_new(name, b"%d" % number) for number in range(_PROBERS)))
-            won = [number for number, written in enumerate(told) if written]
-            kept = bytes(await self.get(name, limit=64))
-            if won:
-                break  # if not, the winner's answer was lost, and its second try found what its first had written
-        else:
-            raise ConnectionLostError(
-                f"{self.url}: does not answer reliably; whether conditional writes work is unknown"
-            )
-        if await self.put_new(name, b"late") or len(won) != 1 or kept != b"%d" % won[0]:
+        name = f"{PROBES}{secrets.token_hex(8)}"
+        await self.put_new(name, b"first")  # False after a lost answer, if the first try was written
+        if await self.put_new(name, b"second") or bytes(await self.get(name, limit=64)) != b"first":
             raise StoreError(
-                f"{self.url}: the store does not honour conditional writes (If-None-Match: *): {len(won)} of "
-                f"{_PROBERS} writers of one object were told that theirs was written. Publishers would overwrite each "
-                "other; upgrade the store, or use another"
+                f"{self.url}: the store does not honour conditional writes (If-None-Match: *), so publishers would "
+                "overwrite each other; upgrade the store, or use another"
             )
         try:
             await self.delete([name])
@@ -277,9 +251,6 @@ class CloudStore(Store):
             _PROBED.add(self.url)
 
     # ------------------------------------------------------- one try
-
-    def _listing(self, prefix: str, after: str | None, at_once: int) -> Any:
-        return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=at_once)
 
     async def _put(self, key: str, data: bytes | memoryview) -> bool:
         control = _CACHE_CONTROL.get(key.partition("/")[0], IMMUTABLE)
@@ -296,9 +267,9 @@ class CloudStore(Store):
     # ------------------------------------------------------- checks and failures
 
     async def _check_answers(self) -> None:
-        """Raise `StoreError` if the store answers for an object that cannot be there.
+        """Raise `StoreError` if the server has an answer for an object that cannot exist.
 
-        A log-in page or another web server at its address does, and obstore reads such a page as an empty listing.
+        A log-in page or another web server does, and obstore reads such a page as an empty listing.
         """
         if self._sound:
             return
@@ -313,27 +284,27 @@ class CloudStore(Store):
             return
         told = f": {why}" if why else ""
         raise StoreError(
-            f"{self.url}: no object store is there, but a server that answers for an object that does not exist{told}; "
+            f"{self.url}: this is no object store, but a server that answers for an object that does not exist{told}; "
             "correct the URL or the endpoint"
         )
 
     def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
-        """Check the range that an answer says it has."""
+        """Check the range of an answer."""
         first, last = result.range
         try:
             size = result.meta["size"]
         except UNREADABLE:
-            size = last  # a date that is none does not matter here; the bytes are checked by who wants them
+            size = last  # an invalid date does not matter here
         wanted = size if end is None else min(end, size)
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
-            told = f"{self.where(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came"
+            told = f"{self.where(key)}: the answer has bytes {first} to {last}, not {start} to {wanted}"
             raise RequestError(told, reason=Reason.WRONG)
         self.check_size(key, last - first, limit)
 
     def _whole(self, key: str, result: GetResult, data: memoryview) -> memoryview:
         first, last = result.range
         if len(data) != last - first:
-            told = f"{self.where(key)}: truncated, {len(data)} of {last - first} bytes came"
+            told = f"{self.where(key)}: truncated, {len(data)} of {last - first} bytes were received"
             raise RequestError(told, reason=Reason.WRONG)
         return data.toreadonly()
 
@@ -347,16 +318,12 @@ class CloudStore(Store):
             await asyncio.sleep(delay_s)
 
     def failed(self, key: str, what: str, error: Exception) -> Exception:
-        """Return the error to raise where ``what`` has failed."""
+        """Return the error to raise for a failed request."""
         if isinstance(error, UNREADABLE):
-            return RequestError(f"{self.where(key)}: {what}: the store tells a date or a number that cannot be one")
+            return RequestError(f"{self.where(key)}: {what}: the store sent an impossible date or number")
         if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
-            return error  # ours, or a mistake
+            return error  # ours, or a bug
         return Failure.of(error).error(self.where(key), what)
-
-    def _info(self, meta: ObjectMeta) -> StoredObject:
-        key = meta["path"].removeprefix("/").removeprefix(self.prefix)
-        return StoredObject(key, meta["size"], meta["last_modified"].timestamp())
 
     def _path(self, key: str) -> str:
         return self.prefix + key
@@ -375,8 +342,8 @@ class CloudStore(Store):
         return self._store(wanted_s)
 
     def _store(self, most_s: int) -> ObstoreClient:
-        # obstore's own time limits: a read may take long as a whole, but not from one piece to the next. That limit
-        # would also end uploads, which have one for the whole.
+        # A read may take long as a whole, but not from one piece to the next. That limit of obstore would also end
+        # uploads, so they have a limit for the whole.
         with self._lock:
             if most_s not in self._stores:
                 limits: ClientConfig = {"connect_timeout": f"{_CONNECT_S}s"}
@@ -389,17 +356,17 @@ class CloudStore(Store):
 
 
 class _Tries:
-    """Tries of one request: of what may pass three, and one more with credentials that were read again."""
+    """Tries of one request: three for failures that may pass, and one more with credentials that were read again."""
 
     def __init__(self, bucket: CloudStore, tries: int = _TRIES) -> None:
         """Begin a request of a bucket."""
         self._bucket, self._left, self._made, self._renewed = bucket, tries, bucket.made, False
 
     def failed(self, key: str, what: str, error: Exception) -> float:
-        """Return the seconds to wait before the next try; raise if there is none."""
+        """Return the seconds until the next try; raise if there is none."""
         failure = Failure.of(error)
         if failure.exhausted:
-            self._bucket.close()  # its idle connections may be what there are too many of
+            self._bucket.close()  # its idle connections may use up the descriptors
         if not self._renewed and self._bucket.renew(self._made, failure):
             self._renewed = True
             return 0.0
@@ -412,13 +379,13 @@ class _Tries:
                 raise error
             raise told from error
         finally:
-            del told, error  # they know this frame: the two would keep each other, and with them a store's connections
+            del told, error  # breaks a cycle with this frame, which would keep a store's connections
 
 
 def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
-    """Call a function of obstore's.
+    """Call a function of obstore.
 
-    No coroutine: an error would keep its frame, and with that a store's connections.
+    Not a coroutine: an error would keep its frame, and so a store's connections.
     """
     answer: Awaitable[Any] = getattr(load_obstore(), f"{what}_async")(*args, **options)
     return answer

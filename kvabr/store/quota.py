@@ -1,10 +1,8 @@
-"""Keeps what engines publish into a folder within a number of bytes.
+"""Keeps the assets that engines publish into a folder within a number of bytes.
 
-The outgrown turn of a conversation goes first: an asset that another one continues. Then the least recently used goes.
-The time of an asset's last use is the access time of its catalog.
-
-Only assets that an engine published are counted and removed. Those of `kvabr encode` were measured, which is
-expensive, and are never removed. A removed prompt is published again when an engine computes it again.
+The least recently used asset is removed first; the time of its last use is the access time of its catalog. Assets of
+`kvabr encode`, which were measured at some expense, are neither counted nor removed. A removed prompt is published
+again when an engine computes it again.
 """
 
 from __future__ import annotations
@@ -20,12 +18,10 @@ from kvabr.store.local import LocalStore
 from kvabr.store.names import catalog_name
 from kvabr.store.removing import remove_assets
 from kvabr.types.errors import KvabrError
-from kvabr.types.naming import prefix_key
 
 _SLACK = 0.05
-"""Share of the bound after which the folder is read again, because others may publish into it too. As much more than
-necessary is removed, so that a full folder of many assets is not read for each new one."""
-_KEY_BYTES = 8
+"""Share of the bound after which the folder is read again, because others may publish into it too. This share more
+than necessary is removed, so that a full folder is not read for each new asset."""
 
 
 @dataclass(slots=True)
@@ -34,39 +30,34 @@ class _Known:
 
     used_s: float = 0.0
     objects: dict[str, int] = field(default_factory=dict)
-    """Bytes of its objects; none: not published by an engine, so that it is never removed."""
-    keys: bytes = b""
-    """Of its groups, one after the other. Empty if only all of it can be played: then no other one continues it."""
-    whole: int = 0
-    """Groups that have all their tokens."""
-
-    def key(self, group: int) -> bytes:
-        return self.keys[group * _KEY_BYTES : (group + 1) * _KEY_BYTES]
+    """Bytes of its objects; none if no engine published it, so that it is never removed."""
 
 
 class FolderQuota:
     """The bound of a folder. Only `touch` may be called from several threads at once.
 
-    Processes that share a folder each read it again after publishing a twentieth of the bound, so each of them may
-    exceed it by as much.
+    Processes that share a folder read it again after publishing a twentieth of the bound, so each may exceed the bound
+    by as much.
     """
 
     def __init__(self, store: LocalStore, max_bytes: int) -> None:
-        """Take the folder; nothing is read or removed before the first `make_room`."""
+        """Take the folder; it is first read by `make_room`."""
         self._store, self._max_bytes = store, max_bytes
         self._known: dict[str, _Known] = {}
-        """All assets at the last look, by name."""
+        """All assets at the last scan, by name."""
         self._since_bytes: int | None = None
-        """Bytes published since the last look; None before the first."""
+        """Bytes published since the last scan; None before the first."""
 
     def touch(self, name: str) -> None:
-        """Note that an asset was computed or looked for again, so that it stays longer. Never raises."""
+        """Mark an asset as used, so that it stays longer. Never raises."""
         path = self._store.path(catalog_name(name))
         with contextlib.suppress(OSError):
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # another modification means another asset
+            os.utime(
+                path, ns=(time.time_ns(), path.stat().st_mtime_ns)
+            )  # a new modification time would mean a new asset
 
     def make_room(self, name: str) -> int:
-        """Count a newly published asset, remove others if they no longer fit, and return how many were removed."""
+        """Count a newly published asset, and remove others if they no longer fit; return the number of removed ones."""
         made = self._known[name] = self._read(name)
         since = None if self._since_bytes is None else self._since_bytes + sum(made.objects.values())
         if since is None or since > _SLACK * self._max_bytes or self._total(self._known) > self._max_bytes:
@@ -76,46 +67,29 @@ class FolderQuota:
         left = dict(self._known)
         if self._total(left) <= self._max_bytes:
             return 0
-        outgrown, going = self._outgrown(), list[str]()
+        going = list[str]()
         victims = [one for one, known in left.items() if known.objects and one != name]
-        victims.sort(key=lambda one: (one not in outgrown, left[one].used_s))
+        victims.sort(key=lambda one: left[one].used_s)
         for victim in victims:
             if self._total(left) <= (1 - _SLACK) * self._max_bytes:
                 break
             del left[victim]
             going.append(victim)
-        with contextlib.suppress(KvabrError):  # another process was faster, or this one may not write here
+        with contextlib.suppress(KvabrError):  # another process was faster, or this one may not write
             self._store.blocked(remove_assets(self._store, going))
         self._known = left
         return len(going)
 
     @staticmethod
     def _total(known: dict[str, _Known]) -> int:
-        """Return the bytes of assets together; what they share counts once."""
+        """Return the bytes of assets together; shared bytes count once."""
         every: dict[str, int] = {}
         for one in known.values():
             every.update(one.objects)
         return sum(every.values())
 
-    def _outgrown(self) -> set[str]:
-        """Return the names of assets that another one continues.
-
-        The digest of a group that is not full tells nothing about other prompts. So an asset that ends with one is
-        outgrown if another one has all its full groups and at least one more full group.
-        """
-        after_any, after_full = set[bytes](), set[bytes]()
-        for known in self._known.values():
-            after_any.update(map(known.key, range(len(known.keys) // _KEY_BYTES - 1)))
-            after_full.update(map(known.key, range(known.whole - 1)))
-        return {
-            name
-            for name, known in self._known.items()
-            if known.whole
-            and known.key(known.whole - 1) in (after_any if known.whole * _KEY_BYTES == len(known.keys) else after_full)
-        }
-
     def _look(self, but: str) -> None:
-        """Find what is in the folder now."""
+        """Update the known assets."""
         names = AssetStore(self._store).list().versions
         for name in self._known.keys() - names.keys() - {but}:
             del self._known[name]
@@ -133,7 +107,7 @@ class FolderQuota:
             return 0.0
 
     def _read(self, name: str) -> _Known:
-        """Return what an asset in the folder is."""
+        """Return an asset of the folder."""
         used_s = self._used_s(name)
         try:
             asset = Asset(self._store, name, name, AssetVersion(0, 0.0))
@@ -141,7 +115,4 @@ class FolderQuota:
             return _Known()
         catalog = asset.catalog
         objects = {**asset.objects, catalog_name(name): asset.catalog_size} if catalog.estimated else {}
-        if not catalog.every_token:  # of windows and states, each asset has what continuing its own end takes
-            return _Known(used_s, objects)
-        keys = b"".join(map(prefix_key, catalog.chunks))
-        return _Known(used_s, objects, keys, catalog.tokens // catalog.spec.group_tokens)
+        return _Known(used_s, objects)

@@ -119,7 +119,7 @@ async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, 
     url, keys = stored
     async with WebServer(url, [on_data(keys, Fault(silent=True))]) as server, dialling(server.url) as connection:
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
-        with pytest.raises(ConnectionLostError, match="sent nothing for"):
+        with pytest.raises(ConnectionLostError, match="sent no data for"):
             await read_all(connection.fetch(short.namespace, "FP16", 0, limit=short.by_name["FP16"].bytes[0]))
         assert "sent nothing" in connection.trouble
         assert not store_of(connection)._transfers

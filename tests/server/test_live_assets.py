@@ -153,7 +153,7 @@ async def test_a_catalog_that_names_what_cannot_be_served(root):
         writer.begin_live(replace(begun, catalog=replace(begun.catalog, tracks=tracks)))
         (path,) = live_folders(root)
         follower = LiveFollower(LocalStore(root), path.name)
-        with pytest.raises(FormatError, match=r"no level may be called .kvabr\.edge."):
+        with pytest.raises(FormatError, match=r"no level may have the name .kvabr\.edge."):
             FollowedAsset(follower, "")
         source = LiveAssets(StoreTree(root), QUIET)
         await source.look()

@@ -1,4 +1,4 @@
-"""What engines publish stays within a quota: outgrown turns and the least recently computed assets go."""
+"""What engines publish stays within a quota: the least recently computed assets go."""
 
 import os
 
@@ -75,36 +75,6 @@ def test_what_is_computed_again_stays(tmp_path):
     assert offer(tmp_path, 1, max_bytes=most) == "known"
     offer(tmp_path, 3, max_bytes=most)
     assert there(tmp_path) == {name(1), name(3)}
-
-
-def room_for_all(root):
-    """Bytes of a folder for what is there, and half of another asset."""
-    return size(root) + size(root, 1) // 2
-
-
-def test_the_outgrown_turn_of_a_conversation_goes_first(tmp_path):
-    """It was used after the other prompt, but the longer asset has a copy of it."""
-    for number, age_s in ((1, 300.0), (2, 200.0)):
-        offer(tmp_path, number, age_s=age_s)
-    longer = [*tokens(2), *range(48)]
-    offer_tokens(tmp_path, longer, age_s=100.0)
-    quota = FolderQuota(LocalStore(tmp_path), room_for_all(tmp_path))
-    offer(tmp_path, 3)
-    assert quota.make_room(name(3)) == 1
-    assert there(tmp_path) == {name(1), name(3), named(longer)}
-
-
-@pytest.mark.parametrize(("more", "outgrown"), [(1, False), (60, True)])
-def test_a_turn_that_ends_within_a_group_is_outgrown_by_one_with_a_further_group(tmp_path, more, outgrown):
-    turn = [*tokens(2), 7, 8]
-    offer(tmp_path, 1, age_s=300.0)
-    offer_tokens(tmp_path, turn, age_s=200.0)
-    offer_tokens(tmp_path, [*turn, *range(more)], age_s=100.0)
-    quota = FolderQuota(LocalStore(tmp_path), room_for_all(tmp_path))
-    offer(tmp_path, 3)
-    assert quota.make_room(name(3)) == 1
-    assert (named(turn) in there(tmp_path)) != outgrown
-    assert (name(1) in there(tmp_path)) == outgrown
 
 
 def test_measured_assets_and_foreign_files_are_left_alone(tmp_path):
