@@ -40,7 +40,7 @@ def test_ls(place, tmp_path, capsys):
 
 
 def test_rm(place, tmp_path, capsys):
-    name = min(open_store(place).list().versions, key=lambda each: open_store(place).open(each).catalog.tokens)
+    name = min(open_store(place).list(), key=lambda each: open_store(place).open(each).catalog.tokens)
     publish(place, LONG[:20], model="test/other")
     out = tmp_path / "out.json"
     assert store("rm", place, name[:10], "--json", out) == 0
@@ -49,11 +49,11 @@ def test_rm(place, tmp_path, capsys):
     assert (value["schema"], value["command"]) == ("kvabr.result/1", "store rm")
     assert value["removed"] == [name]
     assert value["bytes"] > 0
-    assert len(open_store(place).list().versions) == 2
+    assert len(open_store(place).list()) == 2
     assert store("rm", place, name) == 1
     assert "no asset of that name" in capsys.readouterr().err
     assert store("rm", place, "--model", MODEL) == 0
-    (left,) = open_store(place).list().versions
+    (left,) = open_store(place).list()
     assert open_store(place).open(left).catalog.spec.model == "test/other"
     assert store("rm", place, "--model", MODEL) == 0
     assert "0 assets removed" in capsys.readouterr().out

@@ -159,7 +159,6 @@ add = command(CalibrateCommand, run)
 
 
 def _texts(paths: Sequence[Path]) -> dict[str, str]:
-    """Read texts; the profile gets their names without the folders."""
     from kvabr.store.files import read_text
 
     texts: dict[str, str] = {}

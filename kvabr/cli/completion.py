@@ -39,7 +39,6 @@ add = command(CompletionCommand, run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return a parser of the whole command line, for completion only."""
     from kvabr.cli.commands import COMMANDS, LAB, declare, is_here, names
 
     top = argparse.ArgumentParser(prog="kvabr")

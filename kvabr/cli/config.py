@@ -109,7 +109,6 @@ class Config:
             action.default, action.required = default, False
 
     def _value(self, parser: argparse.ArgumentParser, action: argparse.Action, value: object) -> object:
-        """Return the value that an option would have on the command line."""
         if action.nargs == 0:
             if not isinstance(value, bool):
                 raise argparse.ArgumentTypeError("must be true or false")
@@ -136,7 +135,6 @@ def _kinds(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersActi
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Yield the long options, without ``--help``."""
     for action in parser._actions:  # noqa: SLF001 - no public list
         if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):  # noqa: SLF001
             for option in action.option_strings:

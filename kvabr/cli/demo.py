@@ -145,5 +145,4 @@ def _verdict(by_policy: dict[str, Runs], deadline_s: float) -> str:
 
 
 def _has_screen() -> bool:
-    """Return whether a browser could open."""
     return sys.platform in {"darwin", "win32"} or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -159,7 +159,6 @@ def below_bound(plays: int) -> str:
 
 
 def _wrapped(line: str, width: int) -> str:
-    """Return a line wrapped between words, with its indent on every line."""
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 

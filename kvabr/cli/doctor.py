@@ -134,7 +134,6 @@ def _codec() -> Iterator[Finding]:
 
 
 def _decode_rates() -> Finding:
-    """Measure how fast one thread decodes the cache of the shipped model."""
     from kvabr.client.decode_speeds import complete, measure
     from kvabr.codec.profile import Profile
     from kvabr.codec.threads import decoder_threads
@@ -221,7 +220,6 @@ def _package(name: str, fix: str, *, what: str = "", lacking: State = "missing")
 
 
 async def _ask(url: str, how: PeerOptions) -> list[Finding]:
-    """Connect, and request the models."""
     from kvabr.client.async_client import AsyncClient
     from kvabr.client.origins import is_object_store
 

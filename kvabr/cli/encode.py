@@ -181,7 +181,6 @@ add = command(EncodeCommand, run)
 
 
 def _report(args: EncodeCommand, catalog: Catalog, location: str, seconds: float, unusual: Sequence[str]) -> None:
-    """Print the tracks, and write them as JSON."""
     from kvabr.cli.display import mix_rows, mix_table, output, plain, track_rows, track_table, write_result
 
     result = {

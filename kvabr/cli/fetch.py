@@ -313,7 +313,6 @@ async def _fetch(
 
 
 def _trouble(client: AsyncClient, args: FetchCommand) -> str | None:
-    """Return why a source delivers no data, or None."""
     return next(
         (why for url in dict.fromkeys(args.urls) if (why := client.peer(url, args.peer).trouble) is not None), None
     )

@@ -129,13 +129,11 @@ def _flags(field: OptionField, prefix: str) -> tuple[list[str], Any]:
 
 
 def _title(field: OptionField, prefix: str) -> str:
-    """Return the name of a field in messages."""
     flags, metavar = _flags(field, prefix)
     return flags[-1] if flags else str(metavar)
 
 
 def _dest(field: OptionField, prefix: str) -> str:
-    """Return the attribute of argparse's namespace for a field."""
     flags, _ = _flags(field, prefix)
     return flags[-1].removeprefix("--").replace("-", "_") if flags else field.name
 

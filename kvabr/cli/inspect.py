@@ -207,7 +207,6 @@ def _passage_lines(notes: PassageNotes) -> list[str]:
 
 
 def _check(asset: Asset) -> list[str]:
-    """Read every part and return a line for each damaged one."""
     from kvabr.cli.display import plain
     from kvabr.replay.verify import load_profile
 

@@ -129,7 +129,7 @@ def relaying(
             yield prompts
             return
         sockets = EventSockets.parse(origin, "--upstream-kv-events")
-        with KVEventSubscriber(sockets, prompts.hear, lambda _: None, log):
+        with KVEventSubscriber(sockets, prompts.receive, lambda _: None, log):
             yield prompts
 
 

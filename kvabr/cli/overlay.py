@@ -96,7 +96,6 @@ class Overlay:
         )
 
     def _cells(self, shot: Snapshot) -> list[tuple[str, str]]:
-        """Return a character and its style for each group."""
         cells = []
         for group, track in enumerate(shot.tracks):
             transfer = shot.transfers.get(group)
@@ -158,8 +157,6 @@ class Overlay:
 
 
 class _Strip:
-    """Cells in rows as wide as the console."""
-
     def __init__(self, shot: Snapshot, cells: list[tuple[str, str]]) -> None:
         self._shot, self._cells = shot, cells
 
@@ -181,7 +178,6 @@ class _Strip:
 
 
 def _mbits(rate: float) -> str:
-    """Return a rate in bytes per second as text in bits per second."""
     bits = 8 * rate
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= size:

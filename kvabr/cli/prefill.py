@@ -164,7 +164,6 @@ def _prefill(
     salt: bytes,
     console: Console,
 ) -> tuple[PublishOutcome, float]:
-    """Compute and publish the cache; return the outcome, and the seconds of the prefill."""
     from kvabr.cli.display import StageBar, plain
     from kvabr.engines.transformers.publish import prefill_live
     from kvabr.publish.encoder import compute_cache

@@ -140,7 +140,6 @@ async def _relay(args: RelayCommand) -> int:
 
 
 async def _renew(upstream: Connection, log: FilteringBoundLogger) -> None:
-    """Reconnect with the relay's new token."""
     try:
         await upstream.renew()
     except TransportError as error:

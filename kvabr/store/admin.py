@@ -11,7 +11,7 @@ from kvabr.store.asset_store import AssetStore
 from kvabr.store.names import CATALOGS, GROUPS
 from kvabr.store.pages import page_kind
 from kvabr.store.removing import Progress, objects_of, read_catalogs, remove_assets, silent
-from kvabr.store.store import listing
+from kvabr.store.store import StoredObject, listing
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, KvabrError, MissingAssetError, NotFoundError, UsageError, VersionError
@@ -65,30 +65,24 @@ def inventory(tree: StoreTree, progress: Progress = silent) -> Inventory:
     found, damaged = tree.find()
     held, unreferenced = list[Holding](), 0
     for label, store in found.items():
-        catalogs, bad, times, sizes = store.store.blocked(_survey(store, progress))
+        objects = store.store
+        listed = objects.blocked(listing(objects, CATALOGS))
+        prompts = [name.removeprefix(CATALOGS) for name in listed]
+        prompts = [prompt for prompt in prompts if store.only in (None, prompt)]
+        catalogs, bad = objects.blocked(read_catalogs(objects, prompts, progress))
         damaged |= {label + prompt: why for prompt, why in bad.items()}
-        held += [_holding(label, catalog, *times[prompt]) for prompt, catalog in catalogs.items()]
+        held += [_holding(label, catalog, listed[CATALOGS + prompt]) for prompt, catalog in catalogs.items()]
         named = {name for catalog in catalogs.values() for name in objects_of(catalog)}
-        unreferenced += sum(size for name, size in sizes.items() if name not in named)
+        frames = objects.blocked(listing(objects, GROUPS))
+        unreferenced += sum(one.size for name, one in frames.items() if name not in named)
     return Inventory(tuple(sorted(held, key=lambda one: one.name)), damaged, unreferenced)
 
 
-async def _survey(
-    store: AssetStore, progress: Progress
-) -> tuple[dict[str, Catalog], dict[str, str], dict[str, tuple[float, int]], dict[str, int]]:
-    listed = {name.removeprefix(CATALOGS): one for name, one in (await listing(store.store, CATALOGS)).items()}
-    wanted = [prompt for prompt in listed if store.only in (None, prompt)]
-    catalogs, bad = await read_catalogs(store.store, wanted, progress)
-    sizes = {name: one.size for name, one in (await listing(store.store, GROUPS)).items()}
-    return catalogs, bad, {prompt: (one.modified_s, one.size) for prompt, one in listed.items()}, sizes
-
-
-def _holding(label: str, catalog: Catalog, created_s: float, size: int) -> Holding:
-    prompt = catalog.namespace.prompt
-    objects = {label + name: own for name, own in objects_of(catalog).items()} | {f"{label}{CATALOGS}{prompt}": size}
+def _holding(label: str, catalog: Catalog, found: StoredObject) -> Holding:
+    objects = {label + name: size for name, size in (objects_of(catalog) | {found.name: found.size}).items()}
     tracks = {track.name: track.total_bytes for track in catalog.tracks}
-    measured = not catalog.estimated
-    return Holding(label + prompt, catalog.spec.model, catalog.tokens, created_s, measured, objects, tracks)
+    name, measured = label + catalog.namespace.prompt, not catalog.estimated
+    return Holding(name, catalog.spec.model, catalog.tokens, found.modified_s, measured, objects, tracks)
 
 
 def full_name(names: Collection[str], text: str) -> str:
@@ -103,7 +97,7 @@ def full_name(names: Collection[str], text: str) -> str:
 def names_in(tree: StoreTree) -> dict[str, AssetStore]:
     """Return the names of all assets with their stores."""
     stores, _ = tree.find()
-    return {label + prompt: store for label, store in stores.items() for prompt in store.list().versions}
+    return {label + prompt: store for label, store in stores.items() for prompt in store.list()}
 
 
 def remove(tree: StoreTree, names: Collection[str], *, unreferenced: bool = False, progress: Progress = silent) -> int:
@@ -185,16 +179,9 @@ def copy_assets(
     model: str | None = None,
     progress: Progress = silent,
 ) -> Copied:
-    """Copy assets, and check each frame. Complete assets of the target stay.
+    """Copy assets, by full name or all, perhaps of one model; check each frame.
 
-    Args:
-        source: the source.
-        target: the target.
-        names: full names in the source; none: all assets.
-        model: only assets of this model.
-        progress: called as the work proceeds.
-
-    Raises `UsageError` if the source has no asset of one of these names.
+    Complete assets of the target stay. Raises `UsageError` if the source has no asset of one of these names.
     """
     done, there = Copied(), names_in(source)
     if missing := set(names) - there.keys():
@@ -231,7 +218,6 @@ def _held(store: AssetStore, prompt: str) -> bool | None:
 
 
 def _copy(asset: Asset, target: AssetStore, *, force: bool) -> int:
-    """Copy one asset; return the bytes of its frames."""
     catalog, size = asset.catalog, 0
     with target.writer(catalog.namespace.prompt, force=force) as writer:
         whole = catalog.passage is None and not catalog.position

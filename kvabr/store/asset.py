@@ -62,7 +62,6 @@ class LoadedFrame(FrameReader):
     """A frame in memory."""
 
     def __init__(self, data: memoryview) -> None:
-        """Take the bytes."""
         self.data, self.size = data, len(data)
 
     def read(self, begin: int, end: int) -> memoryview:
@@ -73,7 +72,6 @@ class FrameFile(FrameReader):
     """A frame in a file. It is not mapped into memory: truncating a mapped file would end the process (SIGBUS)."""
 
     def __init__(self, path: str, file: BufferedReader, place: FramePlace) -> None:
-        """Take over the open file."""
         self._path, self._file, self._first = path, file, place.first
         self.size = place.last - place.first
 
@@ -124,13 +122,9 @@ class Asset:
     """One version of a published cache. Assets compare by identity."""
 
     def __init__(self, store: Store, name: str, prompt: str, version: AssetVersion) -> None:
-        """Read the catalog.
+        """Read the catalog of a prompt or passage digest.
 
-        Args:
-            store: the store.
-            name: name for users, with the path of the store below the served folder.
-            prompt: prompt or passage digest, which names the catalog.
-            version: version found before the catalog was read.
+        ``name`` is for users; ``version`` was found before the catalog is read.
 
         Raises:
             AssetError: the catalog cannot be read.

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
-from kvabr.store.asset import Asset, AssetVersion, object_sizes, version_in
-from kvabr.store.asset_store import AssetListing, AssetStore
-from kvabr.store.local import LocalStore
+from kvabr.store.asset import Asset, AssetVersion, object_sizes
+from kvabr.store.asset_store import MAX_LISTED, AssetStore
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
 from kvabr.types.digests import TITLES, is_digest, kind_of
@@ -103,7 +102,7 @@ class AssetView:
 
 
 class AssetIndex:
-    """All undamaged assets of a store or a folder of stores. `refresh` and `renew` must not run at the same time."""
+    """All undamaged assets of a store or a folder of stores. Call `refresh` and `renew` in one thread at a time."""
 
     def __init__(
         self,
@@ -143,14 +142,14 @@ class AssetIndex:
         complete = True
         for label, store in found.items():
             try:
-                listing = store.list()
+                listed = store.list()
             except AssetError as error:
                 if not label:
                     raise
                 unreadable[label.rstrip("/")] = str(error)
                 continue
-            complete = complete and listing.complete
-            assets |= self._refreshed(label, store, listing, damaged)
+            complete = complete and len(listed) < MAX_LISTED
+            assets |= self._refreshed(label, store, listed, damaged)
         for name, why in unreadable.items():
             damaged[name] = _UNKNOWN, why
             if self._damaged.get(name) != damaged[name]:
@@ -162,58 +161,38 @@ class AssetIndex:
         return self._replace(assets)
 
     def _refreshed(
-        self, label: str, store: AssetStore, listing: AssetListing, damaged: dict[str, tuple[AssetVersion, str]]
+        self,
+        label: str,
+        store: AssetStore,
+        listed: Mapping[str, AssetVersion],
+        damaged: dict[str, tuple[AssetVersion, str]],
     ) -> dict[str, Asset]:
-        """Return the undamaged assets of one store, by name."""
+        """Return the undamaged assets of one store, by name; log each damaged one once."""
         assets: dict[str, Asset] = {}
         sizes: dict[str, int] | None = None
-        for prompt, version in listing.versions.items():
+        for prompt, version in listed.items():
             name = label + prompt
             asset = self._assets.get(name)
             if asset is None or asset.version != version:
                 sizes = object_sizes(store.store) if sizes is None else sizes
-                asset = self._open(store, prompt, name, version, sizes, damaged)
-            if asset is not None:
-                assets[name] = asset
+                try:
+                    asset = store.open(prompt, name, version)
+                    check_names(asset.catalog)
+                    _ = asset.prefix_keys
+                    asset.check_parts(sizes)
+                except (OSError, ValueError, AssetError, FormatError) as error:
+                    # Checked again at each refresh: a slow copy may write the catalog before the frames.
+                    damaged[name] = version, str(error)
+                    if self._damaged.get(name) != damaged[name]:
+                        self.log.warning("asset left out", asset=name, error=str(error))
+                    continue
+            assets[name] = asset
         return assets
 
     def renew(self, asset: Asset) -> None:
-        """Check one asset of a folder again that is no longer current."""
-        if self._assets.get(asset.name) is not asset or not isinstance(asset.store, LocalStore):
-            return
-        assets, damaged = dict(self._assets), dict(self._damaged)
-        version = version_in(asset.store, asset.prompt_digest)
-        del assets[asset.name]
-        if version is not None:
-            store = AssetStore(asset.store)
-            renewed = self._open(store, asset.prompt_digest, asset.name, version, None, damaged)
-            if renewed is not None:
-                assets[asset.name] = renewed
-        self._damaged = damaged
-        self._replace(assets)
-
-    def _open(
-        self,
-        store: AssetStore,
-        prompt: str,
-        name: str,
-        version: AssetVersion,
-        sizes: Mapping[str, int] | None,
-        damaged: dict[str, tuple[AssetVersion, str]],
-    ) -> Asset | None:
-        """Open and check a new or changed asset; log a damaged one once."""
-        try:
-            asset = store.open(prompt, name, version)
-            check_names(asset.catalog)
-            _ = asset.prefix_keys
-            asset.check_parts(sizes)
-        except (OSError, ValueError, AssetError, FormatError) as error:
-            # Checked again at each refresh: a slow copy may write the catalog before the frames.
-            damaged[name] = version, str(error)
-            if self._damaged.get(name) != damaged[name]:
-                self.log.warning("asset left out", asset=name, error=str(error))
-            return None
-        return asset
+        """Refresh if an asset is still listed here that is no longer current."""
+        if self._assets.get(asset.name) is asset:
+            self.refresh()
 
     def _replace(self, assets: dict[str, Asset]) -> bool:
         before = self._assets

@@ -51,7 +51,6 @@ class AssetWriter:
     """
 
     def __init__(self, store: Store, prompt: str | None, *, force: bool = False, live: bool = False) -> None:
-        """See `AssetStore.writer`."""
         self.store, self._prompt, self._force, self._live = store, prompt, force, live
         self._spec: KVSpec | None = None
         self._kind = ""
@@ -95,13 +94,10 @@ class AssetWriter:
             shutil.rmtree(self.store.folder, ignore_errors=True)  # no asset was written
 
     def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
-        """Describe the asset.
+        """Describe the asset: its spec, and the chained prompt digests of its groups.
 
-        Args:
-            spec: spec of the cache.
-            chunks: chained prompt digests of its groups.
-            kind: kind of its pages (`page_kind`): groups in existing pages of this kind are taken from the store
-                instead of written. Empty: none.
+        Groups in existing pages of the same ``kind`` (`page_kind`) are taken from the store instead of written; empty:
+        none.
         """
         self._spec, self._chunks, self._kind = spec, chunks, "" if has_states(spec) else kind
 
@@ -191,7 +187,6 @@ class AssetWriter:
         self.published = self.store.blocked(self.store.put_new(catalog_name(prompt), made))
 
     def _put_pages(self, catalog: Catalog, pages: Sequence[Page]) -> list[Page]:
-        """Write the pages, and return the pages that the store has now."""
         states, found = has_states(catalog.spec), list[Page]()
         for page in pages:
             end = page is pages[-1] and states

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -133,13 +133,10 @@ class CloudStore(Store):
     async def stream(
         self, name: str, first: int, last: int, *, part_bytes: int = PART_BYTES
     ) -> AsyncGenerator[memoryview, None]:
-        tries = _Tries(self, 1)
-        while True:
-            try:
-                result = await _ask("get", self._reader(), self._path(name), options=_range(first, last))
-                break
-            except Exception as error:  # noqa: BLE001  # raised again unless the credentials may be new
-                tries.failed(name, "cannot be read", error)
+        path, options = self._path(name), _range(first, last)
+        result = await self._tried(
+            name, "cannot be read", lambda: _ask("get", self._reader(), path, options=options), tries=1
+        )
         self._check(name, result, first, last, last - first)
         due = result.range[1] - result.range[0]
         try:
@@ -148,8 +145,8 @@ class CloudStore(Store):
                 if due < 0:
                     break
                 yield memoryview(part)
-        except Exception as error:
-            raise self.failed(name, "cannot be read", error) from error
+        except Exception as error:  # noqa: BLE001  # raised again
+            self._raise(name, "cannot be read", error)
         if due:
             raise RequestError(f"{self.where(name)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
 
@@ -193,10 +190,8 @@ class CloudStore(Store):
         path = self._path(key)
         if self.parsed.scheme in WEB or self.parsed.anonymous:
             return f"{self._plain()}/{quote(path)}"
-        try:
-            return str(await load_obstore().sign_async(self._reader(), "GET", path, _SIGNED_FOR))
-        except Exception as error:
-            raise self.failed(key, "cannot be read", error) from error
+        sign = load_obstore().sign_async
+        return await self._tried(key, "cannot be read", lambda: sign(self._reader(), "GET", path, _SIGNED_FOR), tries=1)
 
     def _plain(self) -> str:
         """Return the URL without TLS that keys are below; empty if there is none."""
@@ -289,7 +284,6 @@ class CloudStore(Store):
         )
 
     def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
-        """Check the range of an answer."""
         first, last = result.range
         try:
             size = result.meta["size"]
@@ -308,22 +302,34 @@ class CloudStore(Store):
             raise RequestError(told, reason=Reason.WRONG)
         return data.toreadonly()
 
-    async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]]) -> T:
-        tries = _Tries(self)
+    async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]], *, tries: int = _TRIES) -> T:
+        """Try a request again after failures that may pass, and once more with credentials that were read again."""
+        made, renewed = self.made, False
         while True:
             try:
                 return await once()
             except Exception as error:  # noqa: BLE001  # raised again unless it may pass
-                delay_s = tries.failed(key, what, error)
-            await asyncio.sleep(delay_s)
+                failure = Failure.of(error)
+                if failure.exhausted:
+                    self.close()  # its idle connections may use up the descriptors
+                if not renewed and self.renew(made, failure):
+                    renewed = True
+                    continue
+                tries -= 1
+                if not tries or not failure.passes:
+                    self._raise(key, what, error)
+            await asyncio.sleep(scattered(_BACKOFF_S * 2.0 ** (_TRIES - tries)))
 
-    def failed(self, key: str, what: str, error: Exception) -> Exception:
-        """Return the error to raise for a failed request."""
-        if isinstance(error, UNREADABLE):
-            return RequestError(f"{self.where(key)}: {what}: the store sent an impossible date or number")
-        if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
-            return error  # ours, or a bug
-        return Failure.of(error).error(self.where(key), what)
+    def _raise(self, key: str, what: str, error: Exception) -> NoReturn:
+        try:
+            if isinstance(error, UNREADABLE):
+                message = f"{self.where(key)}: {what}: the store sent an impossible date or number"
+                raise RequestError(message) from error
+            if isinstance(error, OSError) or type(error).__module__.startswith("obstore"):
+                raise Failure.of(error).error(self.where(key), what) from error
+            raise error  # ours, or a bug
+        finally:
+            del error  # breaks a cycle with this frame, which would keep a store's connections
 
     def _path(self, key: str) -> str:
         return self.prefix + key
@@ -353,33 +359,6 @@ class CloudStore(Store):
                     limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
                 self._stores[most_s] = make_client(self.parsed, limits)
             return self._stores[most_s]
-
-
-class _Tries:
-    """Tries of one request: three for failures that may pass, and one more with credentials that were read again."""
-
-    def __init__(self, bucket: CloudStore, tries: int = _TRIES) -> None:
-        """Begin a request of a bucket."""
-        self._bucket, self._left, self._made, self._renewed = bucket, tries, bucket.made, False
-
-    def failed(self, key: str, what: str, error: Exception) -> float:
-        """Return the seconds until the next try; raise if there is none."""
-        failure = Failure.of(error)
-        if failure.exhausted:
-            self._bucket.close()  # its idle connections may use up the descriptors
-        if not self._renewed and self._bucket.renew(self._made, failure):
-            self._renewed = True
-            return 0.0
-        self._left -= 1
-        if self._left and failure.passes:
-            return scattered(_BACKOFF_S * 2.0 ** (_TRIES - self._left))
-        told = self._bucket.failed(key, what, error)
-        try:
-            if told is error:
-                raise error
-            raise told from error
-        finally:
-            del told, error  # breaks a cycle with this frame, which would keep a store's connections
 
 
 def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:

@@ -42,12 +42,7 @@ class EncryptedStore(Store):
     """Encrypts and decrypts the objects of a store."""
 
     def __init__(self, store: Store, key: bytes, previous: bytes | None = None) -> None:
-        """Wrap a store.
-
-        Args:
-            store: stores the ciphertext.
-            key: 32 bytes; see `read_key`.
-            previous: the previous key, for objects that were written with it.
+        """Encrypt with a key of 32 bytes (`read_key`), and decrypt also with the ``previous`` one.
 
         Raises `UsageError` if a key does not have 32 bytes.
         """

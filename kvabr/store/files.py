@@ -194,7 +194,6 @@ class NameClaim:
     """The right to create a name, for one claimant among all processes; it ends with its process."""
 
     def __init__(self, path: Path) -> None:
-        """Prepare a claim for a path."""
         self._path = path.with_name(f".{path.name}.claim{PARTIAL}")
         self._handle: int | None = None
 

@@ -42,7 +42,6 @@ class CacheTier(Generic[V]):
     """The groups of one tier; belongs to one event loop."""
 
     def __init__(self, kept: ByteLru[str, V]) -> None:
-        """Take the index, by digest."""
         self.kept = kept
         self.damaged = 0
         """Number of groups that had a wrong digest when they were read."""
@@ -77,10 +76,8 @@ class StoreTier(CacheTier[int]):
     ) -> None:
         """Open the store; create, lock and index a folder.
 
-        Args:
-            location: folder or URL.
-            max_bytes: bound of a folder; for a bucket, of the groups that this process remembers.
-            on_failure: called with the reason when the store fails, once per pause.
+        ``max_bytes`` bounds a folder, or the groups of a bucket that this process remembers. ``on_failure`` is called
+        with the reason when the store fails, once per pause.
 
         Raises:
             UsageError: another client uses the folder, or there is no such kind of store.
@@ -215,13 +212,10 @@ class GroupCache:
         executor: Executor | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Make an empty cache.
+        """Bound the memory by ``max_bytes``. ``disk`` is closed with this.
 
-        Args:
-            max_bytes: bound of memory.
-            disk: the lower tier, closed with this.
-            executor: computes digests; None: the event loop's threads.
-            on_change: called when counters may have changed.
+        ``executor`` computes digests (None: the event loop's threads); ``on_change`` is called when counters may have
+        changed.
         """
         self.memory = CacheTier[memoryview](ByteLru(max_bytes, len))
         self.disk = disk
@@ -308,7 +302,6 @@ class GroupCache:
         return added
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the digests of all groups once."""
         return iter({digest for tier in self._tiers for digest in tier.kept})
 
     async def delete(self, digest: str) -> bool:

@@ -49,7 +49,6 @@ class LiveWriter(AssetWriter):
     store: LocalStore
 
     def __init__(self, store: LocalStore, prompt: str | None, *, force: bool = False) -> None:
-        """See `AssetStore.writer`."""
         super().__init__(LocalStore(store.folder, sync=False), prompt, force=force, live=True)
         self._key, self._news, self._lock = "", 0, -1
         self._found: set[str] = set()
@@ -76,7 +75,6 @@ class LiveWriter(AssetWriter):
         self._news += 1
 
     def frame(self, group: int, track: str, frame: bytes | memoryview, digest: str) -> None:
-        """See `AssetWriter.frame`."""
         if self.store.path(group_name(digest)).exists():
             self._found.add(digest)
         super().frame(group, track, frame, digest)

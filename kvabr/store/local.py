@@ -159,7 +159,6 @@ class LocalStore(Store):
 
     @staticmethod
     def _name(partial: Path, path: Path) -> bool:
-        """Give a file its name unless it is taken."""
         try:
             os.link(partial, path, follow_symlinks=False)
         except FileExistsError:
@@ -185,7 +184,6 @@ class LocalStore(Store):
 
     @property
     def _modes(self) -> tuple[int, int]:
-        """Modes of files and of folders."""
         try:
             shared = self.folder.stat().st_mode & stat.S_ISGID
         except OSError:

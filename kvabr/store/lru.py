@@ -29,13 +29,10 @@ class ByteLru(Cache[K, V]):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an empty cache.
+        """Bound the sum of all sizes by ``max_bytes``; 0 stores no entry.
 
-        Args:
-            max_bytes: bound on the sum of all sizes; 0 stores no entry.
-            size_of: bytes of a value; must not change while the value is cached.
-            on_evict: called with each evicted entry, not with deleted or replaced ones.
-            clock: returns the time, seconds.
+        The size of a value must not change while it is cached. ``on_evict`` is called with each evicted entry, not with
+        deleted or replaced ones.
         """
         super().__init__(max_bytes, getsizeof=size_of)
         self._on_evict, self._clock = on_evict, clock

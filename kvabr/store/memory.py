@@ -17,7 +17,6 @@ class MemoryStore(Store):
     _lock = threading.Lock()
 
     def __init__(self, url: str = "memory://") -> None:
-        """Make an empty store."""
         self.url = url
         self._objects: dict[str, tuple[memoryview, float]] = {}
 

@@ -41,7 +41,6 @@ class FolderQuota:
     """
 
     def __init__(self, store: LocalStore, max_bytes: int) -> None:
-        """Take the folder; it is first read by `make_room`."""
         self._store, self._max_bytes = store, max_bytes
         self._known: dict[str, _Known] = {}
         """All assets at the last scan, by name."""
@@ -82,15 +81,13 @@ class FolderQuota:
 
     @staticmethod
     def _total(known: dict[str, _Known]) -> int:
-        """Return the bytes of assets together; shared bytes count once."""
         every: dict[str, int] = {}
         for one in known.values():
             every.update(one.objects)
         return sum(every.values())
 
     def _look(self, but: str) -> None:
-        """Update the known assets."""
-        names = AssetStore(self._store).list().versions
+        names = AssetStore(self._store).list()
         for name in self._known.keys() - names.keys() - {but}:
             del self._known[name]
         for name in names:
@@ -107,7 +104,6 @@ class FolderQuota:
             return 0.0
 
     def _read(self, name: str) -> _Known:
-        """Return an asset of the folder."""
         used_s = self._used_s(name)
         try:
             asset = Asset(self._store, name, name, AssetVersion(0, 0.0))

@@ -74,14 +74,9 @@ async def remove_assets(
 ) -> int:
     """Remove assets and the objects that only they name; return the freed bytes.
 
-    If another catalog cannot be read, which may name any object, only the catalogs are removed. A publisher that
-    takes over a removed page at this moment publishes an asset that lacks it: plays miss that part.
-
-    Args:
-        store: the store.
-        prompts: prompt digests; missing ones are no error.
-        unreferenced: also remove objects that no catalog names, once they are an hour old.
-        progress: called as the work proceeds.
+    With ``unreferenced`` also remove objects that no catalog names, once they are an hour old. If another catalog
+    cannot be read, which may name any object, only the catalogs are removed. A publisher that takes over a removed page
+    at this moment publishes an asset that lacks it: plays miss that part.
     """
     there = await listing(store, CATALOGS)
     going, _ = await read_catalogs(store, [prompt for prompt in prompts if catalog_name(prompt) in there], progress)
@@ -115,7 +110,6 @@ async def _sizes(store: Store) -> dict[str, StoredObject]:
 
 
 def _all_names(catalog: Catalog) -> set[str]:
-    """Return the names of all objects that an asset needs."""
     names = {*objects_of(catalog), *map(page_name, catalog.chunks)}
     if has_states(catalog.spec):
         last = (len(catalog.chunks) - 1) // PAGE_GROUPS * PAGE_GROUPS

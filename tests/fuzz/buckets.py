@@ -54,7 +54,7 @@ class _Objects(Store):
             raise self.missing(name)
         data, written_s = self.objects[name]
         if wait_s and written_s <= _NOW_S - _SILENT_AGE_S:
-            raise ConnectionLostError(f"{name}: the store has sent nothing for {wait_s} s")
+            raise ConnectionLostError(f"{name}: the store sent no data for {wait_s} s")
         if len(data[first:last]) > limit:
             raise RequestError(f"{name}: is larger than {limit} bytes")
         return memoryview(data[first:last])

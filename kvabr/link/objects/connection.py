@@ -97,7 +97,6 @@ class StoreConnection(PeerConnection):
         await self.index.open()
 
     def carry(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.carry`."""
         request, track, namespace = transfer.request, transfer.request.track, transfer.request.namespace
         if self.closed:
             transfer.fail(ConnectionLostError(CLOSED))
@@ -120,7 +119,6 @@ class StoreConnection(PeerConnection):
             self._lanes.prioritise(piece, transfer.priority)
 
     def drop(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.drop`."""
         task = self._finding.pop(transfer, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -138,13 +136,11 @@ class StoreConnection(PeerConnection):
         return ConnectionStats(rtt_s=seconds if math.isfinite(seconds) else None, bytes_received=self._bytes)
 
     def relieve(self) -> None:
-        """See `Connection.relieve`."""
         self._store.close()
         if self._direct is not None:
             self._direct.relieve()
 
     async def answers(self, within_s: float) -> bool:
-        """See `Connection.answers`."""
         try:
             async with asyncio.timeout(within_s):
                 await self.index.models()
@@ -153,7 +149,6 @@ class StoreConnection(PeerConnection):
         return not self.closed
 
     async def close(self) -> None:
-        """See `Connection.close`."""
         if self.closed:
             return
         self.closed = True
@@ -273,7 +268,6 @@ class StoreConnection(PeerConnection):
             transfer.finish()
 
     def _settle(self, transfer: RangeTransfer, error: Exception | None) -> None:
-        """Free the lane of an ended transfer; request missing bytes again, or fail."""
         left = self._lanes.ended(transfer)
         if error is None and left:
             error = RequestError(f"{transfer.key}: the store sent fewer bytes than requested")
@@ -286,7 +280,6 @@ class StoreConnection(PeerConnection):
         self._start_soon()
 
     def _try_again(self, piece: Piece, error: Exception) -> None:
-        """Request the rest of a piece again, or give up."""
         tries = self._tries[piece] = self._tries.get(piece, 0) + 1
         busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
         lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
@@ -313,7 +306,6 @@ class StoreConnection(PeerConnection):
         self._start_soon()
 
     def _warm(self) -> None:
-        """Open a connection for each lane, including the spare one."""
         if self._direct is not None and not self.closed and (self._warming is None or self._warming.done()):
             self._warming = asyncio.get_running_loop().create_task(self._open_all(self._direct))
 
@@ -336,7 +328,6 @@ class StoreConnection(PeerConnection):
         return "publisher" if late else self._watch.limit
 
     def _answered(self, count: int, seconds: float) -> None:
-        """Count a small object, or the answer that there is none."""
         self.received(count)
         self._sooner(seconds)
 
@@ -384,7 +375,6 @@ class Arriving:
         return self._room
 
     def took(self, count: int) -> None:
-        """See `Sink.took`."""
         now, owner = time.monotonic(), self._owner
         due_s = asyncio.get_running_loop().time() + self._further_s
         if not self.silence.expired() and due_s - (self.silence.when() or due_s) > _MOVED_SHARE * self._further_s:

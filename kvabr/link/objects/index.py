@@ -87,7 +87,6 @@ class Placed:
     """Places of the groups of a prefix, from its pages."""
 
     def __init__(self, pages: Sequence[Page]) -> None:
-        """Take the pages, from the first group on."""
         self._pages = pages
 
     def place(self, track: str, group: int) -> FramePlace | None:
@@ -107,12 +106,7 @@ class StoreIndex:
         store: Store,
         on_object: Callable[[int, float], None] = lambda _size, _seconds: None,
     ) -> None:
-        """Take a store, without any request.
-
-        Args:
-            store: the store.
-            on_object: called with the bytes of every small object received, and its seconds.
-        """
+        """``on_object`` is called with the bytes of every small object received, and its seconds."""
         self._store, self._on_object = store, on_object
         self._opened = False
         self._opening: asyncio.Task[KVSpec | None] | None = None
@@ -190,7 +184,6 @@ class StoreIndex:
     # ------------------------------------------------------------- lookups
 
     async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
-        """See `PrefixFinder.find`."""
         await self.open()
         return await self._search(digests, has_states(spec), lambda page: page.fits(spec, any_dtype=any_dtype))
 
@@ -278,7 +271,6 @@ class StoreIndex:
         return bool(self._gone) and any(name in self._gone for name in page.base_objects)
 
     async def _ask(self, asks: Sequence[Ask], digests: Sequence[str]) -> list[Page | None]:
-        """Return some pages; None for missing or unreadable ones."""
         names = [page_name(digests[ask.group], end=ask.kind == "end") for ask in asks]
         unknown = [name for name in dict.fromkeys(names) if name not in self._pages]
         came = await asyncio.gather(*(self._get(name, MAX_PAGE_BYTES) for name in unknown))
@@ -351,7 +343,6 @@ class StoreIndex:
             self._profiles[catalog.profile] = catalog.profile_bytes
 
     async def _get(self, name: str, limit: int) -> memoryview | None:
-        """Return an object; None if there is none."""
         async with self._turns:
             self.requests += 1
             begun_s = time.monotonic()
@@ -371,7 +362,6 @@ class StoreIndex:
 
 
 def _parsed(came: Sequence[memoryview | None]) -> list[Page | FormatError | None]:
-    """Parse pages; unreadable ones become errors."""
 
     def one(data: memoryview | None) -> Page | FormatError | None:
         try:
