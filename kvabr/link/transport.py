@@ -13,7 +13,6 @@ class StreamTransport(ABC):
     """The streams of one connection, which an `Endpoint` owns. Events go to the endpoint."""
 
     name: str
-    """``aioquic``, ``qh3`` or ``tcp``."""
     broken: tuple[type[Exception], ...] = (ValueError,)
     """Errors of the methods below on a stream that is over, which a peer can cause at any time."""
 

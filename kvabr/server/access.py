@@ -19,7 +19,6 @@ class Denial:
     """A reason to refuse a token, in the codes of a session, of a request, and of a stream."""
 
     result: str
-    """For metrics."""
     reason: str
     session: SessionCode
     request: RequestCode

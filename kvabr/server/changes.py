@@ -28,7 +28,6 @@ from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 from kvabr.types.records import Sha256, decode, read_schema
 
 MAX_CHANGES_BYTES = 1 << 20
-"""Bound on one report."""
 _MAX_MARKS = 4096
 """Marks to remember; a relay that missed more must assume that any asset has changed."""
 _SCHEMA = "kvabr.changes/1"

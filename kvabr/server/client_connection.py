@@ -36,7 +36,6 @@ See also `Responder.lenient` and `Subscriptions.to_track`."""
 _MAX_ENDED = 256
 """Reset streams to remember, as both sides of a stream may be reset separately."""
 _OfTrack = Fetch | Subscribe | TrackStatus
-"""Requests that name a track."""
 
 
 class ClientConnection(Endpoint):
@@ -59,9 +58,7 @@ class ClientConnection(Endpoint):
         self._requests_left, self._updates_left = RateLimiter(rate), RateLimiter(rate)
         self._ends_left = RateLimiter(2 * rate)  # refused requests may have been cancelled before
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
-        """Streams that the peer has reset most recently."""
         self._lookups: dict[int, asyncio.Task[Publication | None]] = {}
-        """Tracks that are being looked up, by request."""
         self._subscriptions = Subscriptions(lambda: self._responder, self._push, self._wake)
         self._counted = self._counted_jobs = 0
         """This connection's part of the server's counts."""

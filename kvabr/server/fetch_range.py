@@ -40,7 +40,6 @@ class FetchRange:
     groups: tuple[GroupRange, ...]
     """In sending order; at least one."""
     descending: bool
-    """Whether groups are sent last to first."""
     end: Location
     """End Location of FETCH_OK: the last location plus one."""
     end_of_track: bool

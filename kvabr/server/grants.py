@@ -54,7 +54,6 @@ class Grant:
     """The assets that the holder of one token may read."""
 
     name: str
-    """For logs."""
     assets: tuple[str, ...] = ("*",)
     """Shell patterns of asset names: ``STORE/DIGEST``, or ``DIGEST`` alone; ``*`` also matches slashes."""
     models: tuple[str, ...] = ("*",)

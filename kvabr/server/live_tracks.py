@@ -50,7 +50,6 @@ class LiveLevel(GrowingPublication):
     def __init__(self, asset: GrowingAsset, part: int, level: str, expected: Sequence[int]) -> None:
         super().__init__()
         self.expected = expected
-        """Expected bytes of each group."""
         self.asset = asset
         self._part, self._level = asset.live.catalog.spec.parts[part], level
         self.name = self._part.track_name(level)
@@ -117,7 +116,6 @@ class GrowingAsset(ABC):
         catalog = self.catalog = live.catalog
         self.live = live
         self.order = NewsOrder(live)
-        """The news so far."""
         units = list(map(catalog.unit, range(catalog.groups))) if catalog.every_token else catalog.units
         self.levels: dict[str, LiveLevel] = {}
         """By track name."""
@@ -128,10 +126,8 @@ class GrowingAsset(ABC):
                 self.levels[level.name] = level
         self.edge = EdgeTrack(self)
         self.text = BytesPublication(live.dumps().encode()) if text is None else text
-        """The live catalog."""
         self.news_bytes = 0
         self.over = False
-        """Whether it has ended."""
         self.gone = False
         """Whether it was removed, so that sending must stop."""
 

@@ -30,7 +30,6 @@ class ArrivingGroup(ABC):
     digest: str
     """Digest of the whole group (`kvabr.types.digests`), for receivers without a catalog."""
     size: int
-    """Bytes of the whole group."""
     memory: int = 0
     """Bytes of memory that only this group uses."""
 

@@ -80,7 +80,6 @@ class PublishedAssets:
         self._cache_lock = threading.Lock()
         stores = StoreTree(location)
         self.look_every_s = stores.look_every_s
-        """As `StoreTree.look_every_s`."""
         self._index = AssetIndex(stores, log, self._changed)
         self.live: LiveAssets | None = None
         """Assets that are being prefilled, which only folders can contain; None otherwise."""

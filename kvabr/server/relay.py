@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 MEMORY_BYTES = 1 << 30
-"""Default bound on the memory of groups."""
 _TRANSIT_SHARE = 1 / 4
 """Share of that bound for groups that are arriving or being read; the rest is the cache."""
 _CATALOGS_SHARE = 1 / 8
@@ -108,9 +107,7 @@ class Relay:
             on_revoked=self._revoked,
             on_known=lambda facts: self.prompts.saw(facts.namespace),
         )
-        """Catalogs, lookups and profiles."""
         self.live = LiveRelay(upstream, self.catalogs, self.groups, log, self._live_gone)
-        """Assets that are being prefilled."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:

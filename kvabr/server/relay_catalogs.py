@@ -77,7 +77,6 @@ class AssetFacts:
 
     namespace: TrackNamespace
     sha256: str
-    """Of the catalog, hex."""
     spec: KVSpec
     tokens: int
     sizes: dict[str, array[int]]
@@ -85,11 +84,9 @@ class AssetFacts:
     digests: dict[str, bytes]
     """By track, the digests of its groups without their kind, concatenated."""
     digest_kind: str
-    """As in `kvabr.types.digests`."""
     withdrawn: bool = False
     """Whether the origin has removed the asset, so that sending must stop."""
     mark: str = field(init=False)
-    """The asset's `kvabr.server.changes.mark_of`."""
 
     def __post_init__(self) -> None:
         self.mark = mark_of(self.namespace)
@@ -150,14 +147,11 @@ class Answer:
 
     publication: BytesPublication
     facts: AssetFacts | None
-    """Of a catalog."""
     received_s: float
     took_s: float
-    """Seconds that fetching it took."""
     distrusted: bool = False
     """Whether something that arrived later contradicts it."""
     live: TrackNamespace | None = None
-    """The asset of a live catalog."""
 
     @property
     def memory(self) -> int:

@@ -56,10 +56,8 @@ class RelayTransfer(GroupTransfer):
         super().__init__(request)
         self.digest = digest
         self.upstream: GroupReader | None = None
-        """The download from the origin."""
         self.task: asyncio.Task[None] | None = None
         self.read_s = 0.0
-        """When a reader last read from it."""
         self._groups = groups
 
     @property

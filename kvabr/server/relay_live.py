@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 IDLE_S = 60.0
 """Seconds without a request until an asset is forgotten."""
 MOST_LIVE = 64
-"""Assets to follow at a time."""
 _AHEAD_GROUPS = 64
 """Groups of one level to expect at a time."""
 _SLACK = 4

@@ -32,7 +32,6 @@ class _Watched:
     paths: Sequence[Path]
     load: Callable[[], object]
     loaded: _Versions
-    """Versions that were last loaded, or refused."""
     seen: _Versions
 
     def versions(self) -> _Versions:

@@ -33,11 +33,8 @@ class TrackRequest:
     number: int
     publication: Publication
     grant: Grant
-    """Under which it was requested."""
     track: str
-    """For metrics."""
     priority: int
-    """0 (most urgent) to 255."""
     descending: bool
     """Whether groups are sent in descending order."""
     dense: bool
@@ -203,7 +200,6 @@ class SendQueue:
         """``send`` returns False if the stream is gone; ``may_send`` also accepts the request of an answer."""
         self._send, self._may_send = send, may_send
         self._jobs: dict[int, list[Sending]] = {}
-        """By the number of the request."""
         self._order: list[Sending] | None = None
         self._size = 0
         self._last: Sending | None = None

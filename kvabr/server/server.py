@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 Tcp = Literal["tls", "off"]
-"""TCP support of a `Server`."""
 _HALF_OPEN = 64
 """Handshakes at a time before new clients must validate their address, and connections beyond the limit that are
 admitted far enough to learn the reason for their refusal."""
@@ -52,7 +51,6 @@ PATIENCE_S = 0.5
 _CLOSE_S = 0.2
 """Seconds for the last packets to leave."""
 _REFUSAL_LOG_S = 60.0
-"""Seconds between log lines on refused connections."""
 TICK_S = 0.1
 """Seconds between checks whether tokens have expired."""
 WATCH_S, MAX_WATCH_S, _WATCH_SHARE = 0.2, 2.0, 0.02
@@ -104,7 +102,6 @@ class Server(Host[ClientConnection]):
         """Whether the source has changed since the last `reconsider`."""
         self.host, self.port, self.tls = host, port, tls
         self.backend = installed_libraries(quic)[0]
-        """``aioquic`` or ``qh3``."""
         self._lib = library(self.backend)
         self._drafts = drafts
         self.tcp, self._shared = tcp, shared
@@ -116,7 +113,6 @@ class Server(Host[ClientConnection]):
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
         self._next_refusal_s = -math.inf
-        """When refused connections may be logged again."""
 
     async def start(self) -> None:
         """Bind the address and serve; `TransportError` if it is in use, or not an address of this machine."""

@@ -34,14 +34,12 @@ class Subscription(TrackRequest):
     alias: int
     forward: bool
     next: int
-    """The next group to push."""
     timeout_s: float | None
     """Seconds until an incomplete group is abandoned; None: never."""
     start: Location = field(default_factory=lambda: Location(0, 0))
     last: Location | None = None
     """The first and the last location of its filter."""
     sending: int = 0
-    """Groups that are being sent."""
     ending: tuple[PublishDoneCode, str] | None = None
     """Why it ends after these."""
     unwatch: Callable[[], object] = lambda: None

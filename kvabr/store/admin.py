@@ -55,7 +55,6 @@ class Inventory:
 
     holdings: tuple[Holding, ...]
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Errors of unreadable assets, by name."""
     unreferenced_bytes: int = 0
     """Bytes of frames that no catalog names: of a running publisher, of a cache of groups, or garbage."""
 
@@ -162,13 +161,11 @@ class Copied:
     """Result of copying."""
 
     assets: list[str] = field(default_factory=list)
-    """Names of copied assets in the source."""
     kept: list[str] = field(default_factory=list)
     """Names of assets that the target had."""
     failed: dict[str, str] = field(default_factory=dict)
     """Errors of assets that are damaged or could not be written."""
     bytes: int = 0
-    """Bytes of copied frames."""
 
 
 def copy_assets(

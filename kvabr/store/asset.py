@@ -48,7 +48,6 @@ class FrameReader(ABC):
     """The bytes of a frame, in memory or in a file that stays open until `close`."""
 
     size: int
-    """Bytes of the frame."""
 
     @abstractmethod
     def read(self, begin: int, end: int) -> memoryview:

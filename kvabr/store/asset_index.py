@@ -38,7 +38,6 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 _UNKNOWN = AssetVersion(0, 0.0)
-"""Version of an asset that cannot be read."""
 
 
 class Shared(NamedTuple):

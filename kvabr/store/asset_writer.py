@@ -56,7 +56,6 @@ class AssetWriter:
         self._kind = ""
         self._chunks: Sequence[str] = ()
         self._packs: dict[str, int] = {}
-        """Groups per object, by published track."""
         self._sizes: dict[str, dict[int, int]] = {}
         self._digests: dict[str, dict[int, str]] = {}
         self._open: dict[tuple[str, int], dict[int, bytes | memoryview]] = {}

@@ -34,7 +34,6 @@ class PinnedMemory(mmap.mmap):
     pinned = True
     """Identifies pinned memory by the base of an array, without importing this module."""
     undo: Callable[[], object] | None = None
-    """Unpins it."""
 
     def __del__(self) -> None:
         # Not by `weakref.finalize`, which runs when the memory is unmapped and perhaps reused.

@@ -52,7 +52,6 @@ class DirectReader:
         """Idle connections by host and port: unused ones first, the most recently used last. The server knows the speed
         of that one, and sends more of an answer at once."""
         self.dialled = 0
-        """Number of connections so far."""
 
     @classmethod
     def of(cls, bucket: Store) -> DirectReader | None:

@@ -99,11 +99,8 @@ class Failure:
 
     kind: Kind
     status: int | None = None
-    """Status of the HTTP answer; None if there was none."""
     code: str = ""
-    """Error code of the store."""
     cause: str = ""
-    """Why there is no connection, if known."""
 
     @property
     def details(self) -> str:

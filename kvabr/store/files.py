@@ -22,7 +22,6 @@ MIN_SALT_BYTES = 16
 MAX_SALT_BYTES = 4096
 
 PARTIAL = ".partial"
-"""Suffix of unfinished files and folders."""
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
 """Modes of private files and folders: a cache is as secret as its prompt."""
 STALE_S = 3600.0

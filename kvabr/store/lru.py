@@ -43,9 +43,7 @@ class ByteLru(Cache[K, V]):
         self._look_s = math.inf
         """When the first kept entry expires."""
         self.kept_bytes = 0
-        """Bytes of kept entries."""
         self.evicted = 0
-        """Number of evicted entries."""
 
     def add(self, key: K, value: V) -> bool:
         """Add an entry unless the key is present, evicting others; return whether it was added.

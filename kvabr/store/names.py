@@ -13,7 +13,6 @@ CATALOGS, PAGES, GROUPS, PROFILES, MODELS, LIVE = "a/", "i/", "g/", "p/", "m/", 
 PRIVATE_PREFIX = "private/"
 """Prefix of objects that only their owner may read, in any folder."""
 MAX_MODELS = 256
-"""Most models of a store."""
 PROBES = "probe/"
 """Prefix of objects that probe a store; they stay if we may not delete."""
 PAGE_GROUPS = LOOKUP_RUN
@@ -29,7 +28,6 @@ class FramePlace(NamedTuple):
     first: int
     last: int
     digest: str
-    """Digest of the frame."""
 
 
 def catalog_name(prompt: str) -> str:

@@ -38,7 +38,6 @@ from kvabr.types.units import Unit, units_of, with_snapshots_of
 
 SCHEMA = "kvabr.page/1"
 MAX_PAGE_BYTES = 512 << 10
-"""Most bytes of a compressed page."""
 _MAX_JSON_BYTES = 4 << 20
 _MAX_FRAME_BYTES = 5 << 30
 _Few = Meta(max_length=PAGE_GROUPS * 4)
@@ -54,7 +53,6 @@ class PageTrack:
     """Number of its first group among those of its layer class."""
     bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME_BYTES)], ...], _Few]
     digests: Annotated[tuple[Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")], ...], _Few]
-    """Digest of each frame, see `kvabr.types.digests`."""
     loss: Annotated[tuple[Loss, ...], _Few]
 
 

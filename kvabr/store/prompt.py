@@ -22,7 +22,6 @@ class Prompt:
     """The token ids of an asset."""
 
     tokens: tuple[TokenId, ...]
-    """The prompt of the cache."""
     continuation: tuple[TokenId, ...]
     """The tokens after it, on which losses are measured."""
     seal: str | None = None

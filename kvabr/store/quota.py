@@ -43,7 +43,6 @@ class FolderQuota:
     def __init__(self, store: LocalStore, max_bytes: int) -> None:
         self._store, self._max_bytes = store, max_bytes
         self._known: dict[str, _Known] = {}
-        """All assets at the last scan, by name."""
         self._since_bytes: int | None = None
         """Bytes published since the last scan; None before the first."""
 

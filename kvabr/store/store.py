@@ -28,7 +28,6 @@ class StoredObject:
 
     name: str
     size: int
-    """Bytes."""
     modified_s: float
     """Time of writing by the store's clock, seconds since 1970."""
 

@@ -25,7 +25,6 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _PART = re.compile(r"[A-Za-z0-9._=@+-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]+")
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
-"""A region, or an account."""
 _SECRET = re.compile(r"key|secret|token|password|sas|sig|credential")
 
 

@@ -82,7 +82,6 @@ class Sign(Enum):
     """An observation that may change the health."""
 
     BYTES = auto()
-    """Payload has arrived."""
     ANSWERED = auto()
     """A probe was answered, and requests have not waited for long."""
     UNANSWERED = auto()
@@ -90,7 +89,6 @@ class Sign(Enum):
     OVERDUE = auto()
     """A probe was answered, but requests have waited for too long."""
     REPLACED = auto()
-    """Another connection is in use."""
 
 
 _TROUBLE: Mapping[Health, str | None] = {

@@ -109,7 +109,6 @@ class ReceiveBuffer:
         self._exact = exact
         self._memory = memoryview(b"")
         self.size = 0
-        """Bytes received."""
 
     def append(self, part: bytes | memoryview) -> None:
         """Append a copy of a part; the caller has checked the limit."""
@@ -157,7 +156,6 @@ class GroupTransfer:
         self.over = False
         """Whether it has ended, complete or failed."""
         self.limit: Limit = "network"
-        """Limit of the last bytes."""
         self.readers: list[TransferListener] = []
         self.carrier: Carrier | None = None
         """The carrier that it was passed to."""

@@ -252,9 +252,7 @@ class _Attempts:
         self.failed: dict[Over, TransportError] = {}
         self._dial_over, self._where = dial_over, where
         self._refused = False
-        """Whether TCP was refused."""
         self._limit: asyncio.Timeout | None = None
-        """Timeout of the attempt over QUIC."""
 
     async def attempt(self, how: tuple[Over, float | None]) -> MoqtConnection | UnauthorizedError:
         """Dial over one transport, with a limit for TCP's handshake; return an `UnauthorizedError`."""

@@ -47,7 +47,6 @@ from kvabr.types.naming import MAX_FULL_TRACK_NAME
 _TOKEN_HINT = "its operator has tokens; give yours with --token-file F, KVABR_TOKEN, or token="  # noqa: S105  # none
 _GOING_AWAY = "the peer is going away; reconnect"
 _CLOSING_S = 0.25
-"""Seconds that closing may take."""
 _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 """QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
 
@@ -74,7 +73,6 @@ class MoqtConnection(Endpoint, PeerConnection):
         self.refused: bytes | None = None
         """The peer's certificate, DER, if TLS refused it."""
         self.shaken = False
-        """Whether the handshake is done."""
         self._received_any = asyncio.Event()
         self.watch = LimitWatch(self._probe, self.round_trip)
         """Finds the limit of the downloads."""

@@ -36,7 +36,6 @@ class TrackSubscription:
         self.last: int | None = None
         """The last group that cannot be waited for, because it was published; None before the peer's answer."""
         self.done: PublishDone | None = None
-        """The publisher's PUBLISH_DONE."""
         self.late: asyncio.TimerHandle | None = None
 
     def __iter__(self) -> Iterator[MoqtRequest]:

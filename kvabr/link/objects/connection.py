@@ -73,13 +73,10 @@ class StoreConnection(PeerConnection):
         self._finding: dict[GroupTransfer, asyncio.Task[None]] = {}
         """Tasks that locate a group, or read it as a whole."""
         self._pieces: dict[GroupTransfer, Piece] = {}
-        """The wanted piece of each transfer."""
         self._wanted: dict[Piece, GroupTransfer] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        """Cancelled tasks."""
         self._transfers: dict[RangeTransfer, asyncio.Task[None]] = {}
         self._tries: dict[Piece, int] = {}
-        """Number of failed GETs with a piece."""
         self._starting: asyncio.Handle | None = None
         self._bytes, self._received_s = 0, -math.inf
         self._rate = 0.0
@@ -89,7 +86,6 @@ class StoreConnection(PeerConnection):
         # Only its data about this processor is used here: HTTP has no PING.
         self._watch = LimitWatch(lambda: None, lambda: None)
         self.gets = 0
-        """Number of GETs of ranges."""
 
     async def open(self) -> None:
         """Check that the store can be read; raise `TransportError` if not."""
@@ -360,7 +356,6 @@ class Arriving:
         """``silence`` ends the transfer if there is no first byte in time, or then no further one in ``further_s``."""
         self._owner, self._transfer, self.silence, self._further_s = owner, transfer, silence, further_s
         self.begun = False
-        """Whether any byte was received."""
         self._begun_s, self._late_until_s = time.monotonic(), -math.inf
         self._room = memoryview(b"")
 

@@ -71,13 +71,11 @@ async def first_answer(ask: Callable[[float], Coroutine[Any, Any, T]]) -> T:
 _WARN_S = 60.0
 """Seconds between warnings about unusable objects in a store."""
 _WARN_AT_S: dict[str, float] = {}
-"""Time of the next warning, by URL of the store."""
 _PAGES, _PAGES_S = 1024, 60.0
 """Most remembered pages, and their seconds: a lifecycle rule may remove a page."""
 _GONE = 4096
 """Most objects that are remembered as missing, for as long."""
 _PLACED = 4096
-"""Most assets with remembered places of groups."""
 _RUNS, _PAGES_AT_ONCE = 1024, 32
 _AT_ONCE = 64
 """Most small objects requested at the same time."""
@@ -124,7 +122,6 @@ class StoreIndex:
         """Whether an object could be read: then a refusal means that there is none, since S3 hides missing objects from
         users who may not list."""
         self.requests = 0
-        """Number of GETs."""
 
     # ------------------------------------------------------------- models
 

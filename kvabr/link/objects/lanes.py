@@ -41,7 +41,6 @@ class Piece:
     """First missing byte."""
     end: int
     priority: int
-    """0 (most urgent) to 255."""
     number: int = 0
     """Order among pieces of equal priority."""
     transfer: RangeTransfer | None = field(default=None, repr=False)
@@ -64,9 +63,7 @@ class RangeTransfer:
     pieces: list[Piece] = field(repr=False)
     """By position; unwanted pieces are received and dropped."""
     spare: bool
-    """Whether it is on the spare lane."""
     at: int = 0
-    """The next byte to receive."""
 
     @property
     def kind(self) -> int:

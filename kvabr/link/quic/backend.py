@@ -26,7 +26,6 @@ _MOST_GAPS = 1024
 losses above 14 % has more."""
 
 LibraryName = Literal["aioquic", "qh3"]
-"""Names of QUIC libraries."""
 LIBRARIES: tuple[LibraryName, ...] = ("qh3", "aioquic")
 """Fastest first."""
 
@@ -58,7 +57,6 @@ class QuicLibrary:
     connection: Any
     configuration: Any
     server: Any
-    """A datagram protocol with one connection per peer."""
 
     def configure(self, *, client: bool, alpn: Iterable[str], **more: Any) -> Any:
         """Return a configuration with our flow control windows."""

@@ -159,9 +159,7 @@ class QmuxTransport(StreamTransport):
         """Bytes that one turn of the event loop reads."""
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
         self._out: deque[Buffer] = deque()
-        """Next output."""
         self._writes = False
-        """Whether the socket is watched for writing."""
         self._fast = self._reading = False
         """Whether data arrives fast enough for a thread, and whether a thread has the channel."""
         self._since, self._came = self._loop.time(), 0
@@ -588,7 +586,6 @@ class QmuxTransport(StreamTransport):
         self.drop()
 
     failure: Exception | None = None
-    """Why TLS failed."""
 
     def _tell_end(self, reason: str, code: int) -> None:
         if not self._ended:
