@@ -55,7 +55,7 @@ class FollowedAsset(GrowingAsset):
         """Whether an asset that has ended is done with."""
         self.partial, self.named = True, False
         """Whether it is not known as a complete asset yet, and whether the last scan has found it complete."""
-        self.heard_s = time.monotonic()
+        self.changed_s = time.monotonic()
         """When it last changed."""
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
@@ -69,12 +69,12 @@ class FollowedAsset(GrowingAsset):
             for message in messages:
                 if self.over:
                     return
-                self.heard_s = time.monotonic()
+                self.changed_s = time.monotonic()
                 self.take(message)
 
     def end(self, reason: str) -> None:
         if not self.over:
-            self.heard_s = time.monotonic()
+            self.changed_s = time.monotonic()
         super().end(reason)
 
     def differs(self, catalog: Catalog) -> bool:
@@ -182,14 +182,14 @@ class LiveAssets:
             if asset.partial and asset.named:
                 asset.partial, self._outdated = False, True
             if asset.partial and asset.over and not asset.settled:
-                asset.heard_s = now_s  # its producer still writes
+                asset.changed_s = now_s  # its producer still writes
             if asset.gone:
                 asset.settled = True
                 asset.end("the asset was removed")
                 self._log.info("live asset removed", asset=asset.name)
                 self._drop(asset)
                 self._on_gone(asset)
-            elif asset.over and (now_s - asset.heard_s > LINGER_S or asset in ended[:-MOST_LIVE]):
+            elif asset.over and (now_s - asset.changed_s > LINGER_S or asset in ended[:-MOST_LIVE]):
                 self._drop(asset)
 
     def poll(self) -> None:
@@ -204,7 +204,7 @@ class LiveAssets:
             if asset.settled:
                 continue
             if await asyncio.to_thread(asset.follower.has_writer):
-                if not asset.over and time.monotonic() - asset.heard_s > STALLED_S:
+                if not asset.over and time.monotonic() - asset.changed_s > STALLED_S:
                     self._end(asset, f"no news for {STALLED_S:g} s")
                 continue
             if not asset.over:

@@ -134,7 +134,7 @@ class Publication(ABC):
         del grant
         return True
 
-    def asked(self, group: int) -> None:  # noqa: B027  # only stored levels count requests
+    def requested(self, group: int) -> None:  # noqa: B027  # only stored levels count requests
         """Count a request for a group."""
 
     def loads(self, group: int) -> int:
@@ -192,7 +192,7 @@ class LevelPublication(CatalogLevel):
         self.dear = not asset.local
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
         self._suspect = suspect
-        self._asked = bytearray(self.groups)
+        self._requests = bytearray(self.groups)
         """How often each group was requested, up to three times."""
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
@@ -202,14 +202,14 @@ class LevelPublication(CatalogLevel):
             return LoadingGroup(self, group, on_more)
         return OpenedGroup(self.frame(group), objects, self.digest(group))
 
-    def asked(self, group: int) -> None:
-        self._asked[group] = min(3, self._asked[group] + 1)
-        if self._asked[group] == 2 and not self.dear:
+    def requested(self, group: int) -> None:
+        self._requests[group] = min(3, self._requests[group] + 1)
+        if self._requests[group] == 2 and not self.dear:
             self._suspect((self.asset, group, self.name))
 
     def load(self, group: int) -> FrameReader:
         """Fetch the frame of a group, and check its bytes on the second request; raises as `open`."""
-        again, right = self._asked[group] == 2, False
+        again, right = self._requests[group] == 2, False
         try:
             frame = self.frame(group)
             right = not again or has_digest(self.digest(group), frame.read(0, frame.size))

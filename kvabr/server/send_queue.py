@@ -178,7 +178,7 @@ class Sending:
     def _cut(self) -> Iterator[bytes | _Payload]:
         """Yield headers and payloads, without references to a group, which may be closed in between."""
         for part in self.ranges:
-            self.request.publication.asked(part.group)
+            self.request.publication.requested(part.group)
             yield _Payload(part.group, 0, 0)
             size, digest, objects = self._opened.size, self._opened.digest, self._opened.objects
             properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (_DIGESTS[kind_of(digest)], raw(digest)))

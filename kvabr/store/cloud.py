@@ -277,10 +277,10 @@ class CloudStore(Store):
             why = None
         except TransportError:
             return
-        told = f": {why}" if why else ""
+        reason = f": {why}" if why else ""
         raise StoreError(
-            f"{self.url}: this is no object store, but a server that answers for an object that does not exist{told}; "
-            "correct the URL or the endpoint"
+            f"{self.url}: this is no object store, but a server that answers for an object that does not exist{reason}"
+            "; correct the URL or the endpoint"
         )
 
     def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
@@ -291,15 +291,15 @@ class CloudStore(Store):
             size = last  # an invalid date does not matter here
         wanted = size if end is None else min(end, size)
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
-            told = f"{self.where(key)}: the answer has bytes {first} to {last}, not {start} to {wanted}"
-            raise RequestError(told, reason=Reason.WRONG)
+            message = f"{self.where(key)}: the answer has bytes {first} to {last}, not {start} to {wanted}"
+            raise RequestError(message, reason=Reason.WRONG)
         self.check_size(key, last - first, limit)
 
     def _whole(self, key: str, result: GetResult, data: memoryview) -> memoryview:
         first, last = result.range
         if len(data) != last - first:
-            told = f"{self.where(key)}: truncated, {len(data)} of {last - first} bytes were received"
-            raise RequestError(told, reason=Reason.WRONG)
+            message = f"{self.where(key)}: truncated, {len(data)} of {last - first} bytes were received"
+            raise RequestError(message, reason=Reason.WRONG)
         return data.toreadonly()
 
     async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]], *, tries: int = _TRIES) -> T:

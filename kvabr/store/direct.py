@@ -260,8 +260,8 @@ class _Exchange:
             ignored = "; it ignores ranges" if code == 200 else ""
             raise self._wrong(f"it has {'no length' if count is None else count} instead of {size} bytes{ignored}")
         if code == 206:
-            came = _RANGE.fullmatch(fields.get(b"content-range", b""))
-            if came is None or (int(came[1]), int(came[2])) != (self._begin, self._end - 1):
+            served = _RANGE.fullmatch(fields.get(b"content-range", b""))
+            if served is None or (int(served[1]), int(served[2])) != (self._begin, self._end - 1):
                 raise self._wrong(f"it has another range than bytes {self._begin} to {self._end}")
         elif self._begin:
             raise self._wrong("it ignores ranges")

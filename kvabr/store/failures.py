@@ -86,9 +86,9 @@ _KINDS_BY_TYPE: dict[str, Kind] = {
 }
 _KINDS_BY_STATUS: dict[int | None, Kind] = {401: "rejected", 403: "denied", 404: "absent"}
 _UNAUTHORIZED: dict[Kind, str] = {
-    "clock": "this machine's clock is wrong{told}; set it, for example by NTP",
+    "clock": "this machine's clock is wrong{details}; set it, for example by NTP",
     "credentials": f"no credentials were found; {CREDENTIALS}",
-    "rejected": f"these credentials are wrong or have expired{{told}}; {CREDENTIALS}",
+    "rejected": f"these credentials are wrong or have expired{{details}}; {CREDENTIALS}",
 }
 """Messages for failures that affect all requests."""
 
@@ -145,33 +145,35 @@ class Failure:
 
     def error(self, where: str, what: str) -> TransportError:
         """Return the error to raise: ``what`` failed, such as "cannot be read", at the URL ``where``."""
-        told = f" ({self.details})" if self.details else ""
+        details = f" ({self.details})" if self.details else ""
         if self.kind == "absent":
             return NotFoundError(f"{where}: there is no such object", reason=Reason.MISSING)
         if self.kind == "bucket":
-            return StoreError(f"{where}: the bucket does not exist{told}; make it, or correct the URL or the endpoint")
+            return StoreError(
+                f"{where}: the bucket does not exist{details}; make it, or correct the URL or the endpoint"
+            )
         if (why := _UNAUTHORIZED.get(self.kind)) is not None:
-            return UnauthorizedError(f"{where}: {what}: {why.format(told=told)}")
+            return UnauthorizedError(f"{where}: {what}: {why.format(details=details)}")
         if self.kind == "denied":
             return ForbiddenError(
-                f"{where}: {what}: the store refuses these credentials{told}: this identity may not do that, or the "
+                f"{where}: {what}: the store refuses these credentials{details}: this identity may not do that, or the "
                 f"object does not exist and the identity may not list; {CREDENTIALS}"
             )
         if self.kind == "busy":
-            message = f"{where}: {what}: the store is overloaded{told}; try again later"
+            message = f"{where}: {what}: the store is overloaded{details}; try again later"
             return RequestError(message, reason=Reason.BUSY, retry_after_s=5.0)
         if self.kind == "lost":
             why = "cannot be reached" if self.cause else "did not answer, or the connection broke"
-            return ConnectionLostError(f"{where}: {what}: the store {why}{told}")
+            return ConnectionLostError(f"{where}: {what}: the store {why}{details}")
         if self.kind == "whole":
             why = "the store, or a gateway in front of it, ignores ranges and sent other bytes"
             return RequestError(f"{where}: {what}: {why}", reason=Reason.WRONG)
         if self.kind == "foreign":
             why = "no object store answers like that; correct the URL or the endpoint"
-            return RequestError(f"{where}: {what}{told}: {why}", reason=Reason.WRONG)
+            return RequestError(f"{where}: {what}{details}: {why}", reason=Reason.WRONG)
         if self.kind == "range":
-            return RequestError(f"{where}: {what}: the object is shorter than the range; it was replaced{told}")
-        return RequestError(f"{where}: {what}{told}")
+            return RequestError(f"{where}: {what}: the object is shorter than the range; it was replaced{details}")
+        return RequestError(f"{where}: {what}{details}")
 
 
 def strange(data: bytes | memoryview) -> str | None:

@@ -193,10 +193,10 @@ class Peer(PeerConnection):
         if self._since is None:
             self._since = now, received
             return
-        seconds, came = now - self._since[0], received - self._since[1]
-        if seconds < _MEASURED_S or came < _MEASURED_BYTES or now < self._again_s:
+        seconds, gained = now - self._since[0], received - self._since[1]
+        if seconds < _MEASURED_S or gained < _MEASURED_BYTES or now < self._again_s:
             return
-        rate, self._since = came / seconds, None
+        rate, self._since = gained / seconds, None
         if rate < _MORE * self._before:
             self.used -= 1  # the path or this machine is saturated
             self._before, self._again_s = 0.0, now + _AGAIN_S

@@ -171,7 +171,7 @@ async def test_a_producer_that_announces_and_never_publishes(root, tls):
                 refused = await player.get(track)
                 assert (refused.code, refused.reason) == (RequestCode.INVALID_RANGE, "the track has 0 groups so far")
             (asset,) = server.source.live.assets
-            asset.heard_s -= live_assets.STALLED_S
+            asset.changed_s -= live_assets.STALLED_S
             await until(lambda: asset.over)
             assert (await player.news(0)).reason == "no news for 600 s"
             assert (await player.get("FP16")).code == RequestCode.INVALID_RANGE

@@ -200,7 +200,7 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
         for times, damaged in enumerate((0, 1, 1), 1):
             loaded = asyncio.Event()
             level = library.find(EVERYTHING, asset.catalog.namespace, track)
-            level.asked(0)
+            level.requested(0)
             opened = level.open(0, on_more=loaded.set)
             if bucket:
                 await loaded.wait()

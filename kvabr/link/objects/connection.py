@@ -177,8 +177,8 @@ class StoreConnection(PeerConnection):
 
         self._finding[transfer] = asyncio.get_running_loop().create_task(run())
 
-    async def _whole(self, transfer: GroupTransfer, coming: Coroutine[None, None, bytes | memoryview]) -> None:
-        data = await coming
+    async def _whole(self, transfer: GroupTransfer, answer: Coroutine[None, None, bytes | memoryview]) -> None:
+        data = await answer
         transfer.push(memoryview(data), self.received(len(data)))
         transfer.finish()
 

@@ -163,8 +163,8 @@ class StoreIndex:
     def _wrong(self, name: str, why: str) -> RequestError:
         """Return the error for an answer that no publisher wrote, and log a warning."""
         self._warn(name, why)
-        told = f"{self._store.where(name)}: the answer was not published by kvabr: {why}; a gateway or a login page?"
-        return RequestError(told, reason=Reason.WRONG)
+        message = f"{self._store.where(name)}: the answer was not published by kvabr: {why}; a gateway or a login page?"
+        return RequestError(message, reason=Reason.WRONG)
 
     def _warn(self, name: str, why: str) -> None:
         """Log at most once a minute that an object of the store cannot be used."""
@@ -252,8 +252,8 @@ class StoreIndex:
     async def _search(self, digests: Sequence[str], states: bool, fits: Callable[[Page], bool]) -> FoundPrefix | None:
         search = PageSearch(digests, states=states)
         while asks := search.wanted():
-            came = await self._ask(asks, digests)
-            fitting = (page if page is not None and fits(page) and not self._lost(page) else None for page in came)
+            answers = await self._ask(asks, digests)
+            fitting = (page if page is not None and fits(page) and not self._lost(page) else None for page in answers)
             search.take(dict(zip(asks, fitting, strict=True)))
         pages = search.found
         if not pages:
@@ -270,8 +270,8 @@ class StoreIndex:
     async def _ask(self, asks: Sequence[Ask], digests: Sequence[str]) -> list[Page | None]:
         names = [page_name(digests[ask.group], end=ask.kind == "end") for ask in asks]
         unknown = [name for name in dict.fromkeys(names) if name not in self._pages]
-        came = await asyncio.gather(*(self._get(name, MAX_PAGE_BYTES) for name in unknown))
-        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(_parsed, came))
+        answers = await asyncio.gather(*(self._get(name, MAX_PAGE_BYTES) for name in unknown))
+        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(_parsed, answers))
         fresh = dict[str, Page]()
         for name, page in zip(unknown, parsed, strict=True):
             if isinstance(page, Page):
@@ -301,8 +301,8 @@ class StoreIndex:
                 raise self._wrong(name, why) from error
             raise RequestError(f"{self._store.where(name)}: {error}; publish it again") from error
         if catalog.spec.model != namespace.model:
-            told = f"is of the model {catalog.spec.model}, not {namespace.model}"
-            raise NotFoundError(f"{self._store.where(name)}: {told}")
+            message = f"is of the model {catalog.spec.model}, not {namespace.model}"
+            raise NotFoundError(f"{self._store.where(name)}: {message}")
         self._keep(namespace, catalog, partial(placed, catalog))
         return text
 
@@ -358,7 +358,7 @@ class StoreIndex:
             return data
 
 
-def _parsed(came: Sequence[memoryview | None]) -> list[Page | FormatError | None]:
+def _parsed(answers: Sequence[memoryview | None]) -> list[Page | FormatError | None]:
 
     def one(data: memoryview | None) -> Page | FormatError | None:
         try:
@@ -366,4 +366,4 @@ def _parsed(came: Sequence[memoryview | None]) -> list[Page | FormatError | None
         except FormatError as error:
             return FormatError(strange(data) or str(error)) if data is not None else None
 
-    return list(map(one, came))
+    return list(map(one, answers))

@@ -54,13 +54,13 @@ class PageSearch:
         """Number of full pages requested so far."""
         self._tails: list[Page] = []
         """Pages that the prompt shares in part, or that end their asset."""
-        self._asked: set[Ask] = set()
+        self._requested: set[Ask] = set()
         self._round: list[Ask] = []
 
     def wanted(self) -> list[Ask]:
         """Return the requests of the next round; empty at the end of the search."""
-        self._round = [ask for ask in self._next() if ask not in self._asked]
-        self._asked.update(self._round)
+        self._round = [ask for ask in self._next() if ask not in self._requested]
+        self._requested.update(self._round)
         return list(self._round)
 
     def take(self, answers: Mapping[Ask, Page | None]) -> None:
@@ -95,7 +95,7 @@ class PageSearch:
 
     def _next(self) -> list[Ask]:
         run, begun = self._run(), self._reach
-        if self._asked and (run < begun or begun == self._full):
+        if self._requested and (run < begun or begun == self._full):
             return self._inside(run)
         self._reach = min(self._full, begun * _GROWS or _AT_ONCE)
         asks = list(map(self._page, range(begun, self._reach)))

@@ -49,8 +49,8 @@ class TlsChannel:
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool, host: str | None) -> None:
         """Prepare the handshake of `shake`; ``host`` is a client's name of the server."""
         self.sock = sock
-        self._came, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._came, self._sealed, server_side=server, server_hostname=host)
+        self._incoming, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._sealed, server_side=server, server_hostname=host)
         self._cipher = memoryview(bytearray(_MOST_RECORD if server else _CIPHER_BYTES))
         self._begin = self._end = 0
         """Range of ``_cipher`` that was received and not yet given to TLS."""
@@ -84,11 +84,11 @@ class TlsChannel:
         """
         self.spent = False
         count, records, empty = 0, 0, self._empty_bytes
-        came, tls = self._came, self._tls
+        incoming, tls = self._incoming, self._tls
         for buffer in into:
             at, size = 0, len(buffer)
             while at < size:
-                if not (came.pending or came.eof or tls.pending()):  # a read without data would cost an exception
+                if not (incoming.pending or incoming.eof or tls.pending()):  # a read without data raises
                     self.spent = records >= _CALL_RECORDS or self._empty_bytes >= empty + _RECORD // 2
                     if not self.spent and (fed := self._feed()):
                         records += fed
@@ -113,7 +113,7 @@ class TlsChannel:
     @property
     def pending(self) -> bool:
         """Whether `receive` may return more without reading the socket."""
-        return self._tls.pending() > 0 or self._came.pending > 0 or self._slice()[0] > 0
+        return self._tls.pending() > 0 or self._incoming.pending > 0 or self._slice()[0] > 0
 
     @property
     def unsent(self) -> int:
@@ -175,11 +175,11 @@ class TlsChannel:
             records, end = self._slice()
             if not count:
                 if self._begin < self._end:
-                    self._came.write(self._cipher[self._begin : self._end])
+                    self._incoming.write(self._cipher[self._begin : self._end])
                     self._begin = self._end
-                self._came.write_eof()
+                self._incoming.write_eof()
                 return 1
-        self._came.write(self._cipher[self._begin : end])
+        self._incoming.write(self._cipher[self._begin : end])
         self._empty_records += records
         self._empty_bytes += end - self._begin
         self._begin = end

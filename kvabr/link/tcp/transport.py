@@ -162,7 +162,7 @@ class QmuxTransport(StreamTransport):
         self._writes = False
         self._fast = self._reading = False
         """Whether data arrives fast enough for a thread, and whether a thread has the channel."""
-        self._since, self._came = self._loop.time(), 0
+        self._since, self._received_bytes = self._loop.time(), 0
         """Start of the current rate measurement, and the bytes received since."""
         self._busy = self._again = False
         """Whether `flush` is running, and was called again meanwhile."""
@@ -351,40 +351,40 @@ class QmuxTransport(StreamTransport):
         except OSError as error:
             return error
 
-    def _take(self, conn: QmuxConnection, into: list[memoryview], came: int | Exception) -> int | None:
+    def _take(self, conn: QmuxConnection, into: list[memoryview], received: int | Exception) -> int | None:
         """Process the result of a read; return its bytes, 0 at the end, None if there are none now."""
-        if isinstance(came, BlockingIOError | InterruptedError):
+        if isinstance(received, BlockingIOError | InterruptedError):
             return None
-        if isinstance(came, EmptyRecordsError):
+        if isinstance(received, EmptyRecordsError):
             self._loop.remove_reader(self._sock.fileno())  # more of them would follow
-            conn.fail(QuicCode.PROTOCOL_VIOLATION, str(came))
+            conn.fail(QuicCode.PROTOCOL_VIOLATION, str(received))
             return None
-        if isinstance(came, OSError):
-            conn.lost(_why(came))
+        if isinstance(received, OSError):
+            conn.lost(_why(received))
             return 0
-        if isinstance(came, Exception):
-            raise came
-        if not came:
+        if isinstance(received, Exception):
+            raise received
+        if not received:
             conn.lost("the peer has closed the connection")
             return 0
         if conn.terminated is not None:
-            return came
-        direct = min(came, sum(map(len, into)))
+            return received
+        direct = min(received, sum(map(len, into)))
         if direct:
             assert conn.expected is not None  # noqa: S101  # since `_room` returned memory
             stream = conn.expected[0]
             conn.took(direct)
             self._endpoint.took(stream, into, direct)
-        if came > direct:
-            conn.receive(self._scratch[: came - direct])
+        if received > direct:
+            conn.receive(self._scratch[: received - direct])
             self._handle(conn)
-        self._came += came
-        if self._came >= _BESIDE_BYTES:
+        self._received_bytes += received
+        if self._received_bytes >= _BESIDE_BYTES:
             now = self._loop.time()
-            enough = now - self._since < _BESIDE_S * self._came / _BESIDE_BYTES
+            enough = now - self._since < _BESIDE_S * self._received_bytes / _BESIDE_BYTES
             self._fast = enough and self._client and _CORES > 1
-            self._since, self._came = now, 0
-        return came
+            self._since, self._received_bytes = now, 0
+        return received
 
     def _end_turn(self, conn: QmuxConnection, count: int | None) -> None:
         """Act on received data; ``count`` is the result of the last read."""
@@ -419,44 +419,44 @@ class QmuxTransport(StreamTransport):
         if not claim.acquire(blocking=False):
             return
         begin = time.thread_time()
-        came: int | Exception
+        received: int | Exception
         try:
-            came = self._fill(self._with_scratch(into), sum(map(len, into)))
+            received = self._fill(self._with_scratch(into), sum(map(len, into)))
         except Exception as error:  # noqa: BLE001  # raised in the loop
-            came = error
+            received = error
         try:
-            self._loop.call_soon_threadsafe(self._back, into, came, time.thread_time() - begin)
+            self._loop.call_soon_threadsafe(self._back, into, received, time.thread_time() - begin)
         except RuntimeError:  # the loop is closed
             self._sock.close()
 
     def _fill(self, buffers: list[memoryview], wanted: int) -> int | OSError:
         """Read until ``wanted`` bytes have arrived or time is up; return as `_receive`."""
-        until_s, came = time.monotonic() + _BESIDE_S, 0
+        until_s, received = time.monotonic() + _BESIDE_S, 0
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         while True:
             more = self._receive(buffers)
             if isinstance(more, int) and more:
-                came += more
+                received += more
                 buffers = list(_rest(buffers, more))
             elif not isinstance(more, BlockingIOError | InterruptedError):
-                return came or more
+                return received or more
             left_s = until_s - time.monotonic()
-            if came >= wanted or left_s <= 0 or self._channel.spent or not poll.poll(max(1, int(1000 * left_s))):
-                return came or BlockingIOError()
+            if received >= wanted or left_s <= 0 or self._channel.spent or not poll.poll(max(1, int(1000 * left_s))):
+                return received or BlockingIOError()
 
-    def _back(self, into: list[memoryview], came: int | Exception, cpu_s: float) -> None:
+    def _back(self, into: list[memoryview], received: int | Exception, cpu_s: float) -> None:
         self._reading = False
         if self._closed:
             self._sock.close()
             return
         self._loop.add_reader(self._sock.fileno(), self._ready)
-        self._endpoint.safely(self._came_beside, into, came, cpu_s)
+        self._endpoint.safely(self._finish_beside, into, received, cpu_s)
 
-    def _came_beside(self, into: list[memoryview], came: int | Exception, cpu_s: float) -> None:
+    def _finish_beside(self, into: list[memoryview], received: int | Exception, cpu_s: float) -> None:
         conn = self._qmux
         self._endpoint.worked(cpu_s)
-        self._end_turn(conn, self._take(conn, into, came))
+        self._end_turn(conn, self._take(conn, into, received))
 
     def _room(self, conn: QmuxConnection) -> list[memoryview]:
         if (expected := conn.expected) is None or expected[1] < _DIRECT_BYTES:
