@@ -303,10 +303,8 @@ class StoreConnection(PeerConnection):
 
     def _warm(self) -> None:
         if self._direct is not None and not self.closed and (self._warming is None or self._warming.done()):
-            self._warming = asyncio.get_running_loop().create_task(self._open_all(self._direct))
-
-    async def _open_all(self, direct: DirectReader) -> None:
-        await direct.warm(LANES + SPARE_LANES - len(self._transfers))
+            warm = self._direct.warm(LANES + SPARE_LANES - len(self._transfers))
+            self._warming = asyncio.get_running_loop().create_task(warm)
 
     def _forget(self, piece: Piece) -> None:
         if (transfer := self._wanted.pop(piece, None)) is not None:

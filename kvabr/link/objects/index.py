@@ -81,21 +81,6 @@ _AT_ONCE = 64
 """Most small objects requested at the same time."""
 
 
-class Placed:
-    """Places of the groups of a prefix, from its pages."""
-
-    def __init__(self, pages: Sequence[Page]) -> None:
-        self._pages = pages
-
-    def place(self, track: str, group: int) -> FramePlace | None:
-        """Return the place of a group of a published track; None if unknown."""
-        likely = self._pages[min(group // PAGE_GROUPS, len(self._pages) - 1)]
-        if (found := likely.place(track, group)) is not None:
-            return found
-        # The snapshots of a state are numbered differently from groups of tokens.
-        return next((found for page in self._pages if (found := page.place(track, group)) is not None), None)
-
-
 class StoreIndex:
     """The small objects of one store, for one event loop."""
 
@@ -260,7 +245,7 @@ class StoreIndex:
             return None
         made = await asyncio.get_running_loop().run_in_executor(decoders(), prefix_of, pages)
         if made.catalog is not None:
-            self._keep(made.catalog.namespace, made.catalog, Placed(pages).place)
+            self._keep(made.catalog.namespace, made.catalog, partial(_place_in, pages))
         return made
 
     def _lost(self, page: Page) -> bool:
@@ -367,3 +352,10 @@ def _parsed(answers: Sequence[memoryview | None]) -> list[Page | FormatError | N
             return FormatError(strange(data) or str(error)) if data is not None else None
 
     return list(map(one, answers))
+
+
+def _place_in(pages: Sequence[Page], track: str, group: int) -> FramePlace | None:
+    """Return the place of a group of a published track, from the pages of a prefix; None if unknown."""
+    likely = pages[min(group // PAGE_GROUPS, len(pages) - 1)]
+    # The snapshots of a state are numbered differently from groups of tokens.
+    return next((found for page in (likely, *pages) if (found := page.place(track, group)) is not None), None)
