@@ -63,7 +63,7 @@ def test_a_trace_that_is_shorter_than_the_play_wraps_and_says_so(capsys, asset, 
     short.write_text("time_s,rate_mbps\n0,4\n0.5,2\n1.0,4\n")
     status, _, err = run(capsys, "replay", short, "--asset", asset, "--deadline", 4, "--load", 0.4)
     assert status == 0
-    assert "wraps" in err
+    assert "repeats" in err
     assert "short" in err
 
 

@@ -126,22 +126,6 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatc
     ]
 
 
-def test_numbered_stages_say_a_line_each_and_how_long_all_of_them_take(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    titles = {"prefill": "prefill (tokens)", "encode": "encoding groups", "measure": "measuring"}
-    with display.StageBar(titles, shares={"prefill": 1, "encode": 3, "measure": 6}) as bar:
-        for stage, parts in (("prefill", 1), ("encode", 3), ("measure", 2)):
-            for done in range(1, parts + 1):
-                now[0] += 4.0
-                bar(stage, done, parts)
-    assert capsys.readouterr().err.splitlines() == [
-        "step 1 of 3: prefill (tokens): 1 of 1, about 36 s left",
-        "step 2 of 3: encoding groups: 1 of 3, about 32 s left",
-        "step 3 of 3: measuring: 1 of 2, about 9 s left",
-    ]
-
-
 _SPINS = """
 import os, sys
 from kvabr.cli.main import main

@@ -93,7 +93,6 @@ def right(folder, port):
         "traces import": [trace, "--out", out],
         "traces synth": ["markov", "--mean-mbps", "3", "--duration", "3", "--out", out],
         "store ls": [store],
-        "store du": [store],
         "store rm": [store, name],
         "store verify": [store],
         "store copy": [store, str(folder / "copy")],
@@ -108,7 +107,7 @@ def right(folder, port):
 NAMES = (
     *(name for name in names() if name not in {"traces", "store", "bench"}),
     *(f"traces {name}" for name in ("info", "import", "synth")),
-    *(f"store {name}" for name in ("ls", "du", "rm", "verify", "copy")),
+    *(f"store {name}" for name in ("ls", "rm", "verify", "copy")),
     *(f"bench {name}" for name in ("quality", "rd", "blend", "codec")),
 )
 

@@ -1,4 +1,4 @@
-"""`kvabr calibrate`: make the codec profile of a model, or measure what joining its passages costs."""
+"""`kvabr calibrate`: make the codec profile of a model, or measure the loss of joining its passages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from kvabr.types.kv import KVSpec
 
 AC_TRACKS = (*LAYERS, "AC-5x")
-"""Tracks that steps can be chosen for."""
+"""Tracks that --target-track can name."""
 
 _LOAD = {"auto": None, "whole": False, "layers": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateCommand:
-    """Run a model over texts and write the statistics that its AC tracks are coded with.
+    """Run a model over texts and write the statistics for coding its AC tracks.
 
     Examples:
       kvabr calibrate --model smollm2 --out smollm2.profile.safetensors
@@ -42,54 +42,47 @@ class CalibrateCommand:
       kvabr calibrate --model ./llama-8b --device cuda --dtype bfloat16 --out llama-8b.safetensors
       kvabr calibrate --blend --model ./my-llama --out my-llama.fusion.json
 
-    The AC tracks code a cache against statistics of the model: channel means, the transform that decorrelates channels
-    and layers, quantiser steps, probability tables. They are calibrated once per model, on texts as diverse as its
-    prompts, and every player fetches them once. More layers per stack and more components per layer make smaller caches
-    and a larger profile; --step-scale makes all tracks smaller and coarser, or larger and finer. The same steps cost
-    some models more than others: --target-kl measures, and chooses steps for each layer class; all AC tracks move with
-    AC-5x, or with the --target-track: AC-L0 or AC-L1 where links are slow and the first layers must be good enough. A
-    coarse step leaves decoded values a little too small; --gain measures by how much, and decoders make up for it at no
-    cost.
+    The AC tracks code a cache with statistics of the model: channel means, the transform that decorrelates channels and
+    layers, quantiser steps, probability tables. Calibrate once per model, on texts as diverse as its prompts; every
+    player fetches the profile once. More components per layer make smaller caches and a larger profile. --step-scale
+    makes all tracks smaller and coarser, or larger and finer. --target-kl measures losses and chooses steps for each
+    layer class; all AC tracks move with AC-5x, or with the --target-track: AC-L0 or AC-L1 for slow links that deliver
+    only the first layers. A coarse step leaves decoded values a little too small; --gain measures by how much, and
+    decoders correct it at no cost.
 
     The model runs forwards over every context, and backwards through the last eighth of it, to find the channels in
     which errors matter. That takes minutes for a small model, and space for all caches twice in the temporary folder
-    (TMPDIR). With --load layers, all contexts go through one layer before the next is read, so memory holds the
-    embedding, the head, one layer and little more; what enters each layer at the scored tokens is in the temporary
-    folder, too. This works with models whose layers only follow one another, such as Llama, Mistral, Qwen and Gemma;
-    others are refused. Weights or caches that are NaN are refused with their name. The fit itself runs on the CPU.
-    A profile fits only the model that it was made from. It covers all of its layer classes: windows, chunks, latents,
-    states.
+    (TMPDIR). With --load layers, all contexts pass one layer before the next is read, so memory holds little more than
+    the embedding, the head and one layer. This works with models that are plain sequences of layers, such as Llama,
+    Mistral, Qwen and Gemma. NaN weights or caches are refused. The fit itself runs on the CPU. A profile fits only its
+    own model, with all layer classes: windows, chunks, latents, states.
 
-    With --blend no profile is made. Instead a dozen prompts are joined from passages, as `kvabr bench blend` joins
-    them, and --out gets what that costs for several shares of tokens that are computed again.
-    `kvabr encode --passage --fusion` writes it into the catalogs of this model's passages; a player computes passages
-    whose catalogs do not say it. It holds for passages that are computed alike: means over 4 contexts, or, with --base,
-    behind one text, or alone, as vLLM's are. This needs the laboratory; `kvabr doctor` says how to add it.
+    --blend makes no profile. It joins a dozen prompts from passages, as `kvabr bench blend` does, and writes to --out
+    the loss of joining for several shares of recomputed tokens. `kvabr encode --passage --fusion` writes it into the
+    catalogs of this model's passages; players compute passages without it. It holds for passages computed in the same
+    way: means over 4 contexts, or, with --base, after one text, or alone, like vLLM's. It needs the laboratory;
+    `kvabr doctor` says how to add it.
     """
 
     model: Model = "smollm2"
     device: Annotated[str, Shown("--device NAME")] = "cpu"
-    """Where the model computes: cpu, cuda, cuda:1."""
+    """Device of the model: cpu, cuda, cuda:1."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Shown()] = None
-    """Element type in which it computes (default: float32 on a CPU, else the one that it was saved in)."""
+    """Element type of the model (default: float32 on a CPU, else that of its weights)."""
     load: Annotated[str, Shown(choices=tuple(_LOAD))] = "auto"
-    """Hold the whole model in memory, or only one of its layers, read from disk (default: auto, layers if the weights
-    take more than half of the memory)."""
+    """Hold the whole model in memory, or one layer at a time (default: auto, layers if the weights take more than half
+    of the memory)."""
     text: Annotated[tuple[Path, ...], Shown("--text FILE")] = ()
-    """Texts, the more diverse the better (default: half of Python's manual, and made-up records)."""
+    """Texts, as diverse as possible (default: half of Python's manual, and made-up records)."""
     out: Annotated[Path, Shown("-o --out FILE", written=True)]
     """The profile to write."""
     contexts: Annotated[int | None, Shown("--contexts N")] = None
     """Contexts to cut from the texts (default: 24)."""
     context_tokens: Annotated[int | None, Shown("--context-tokens N")] = None
     """Tokens per context (default: 1024, or the model's whole context if that is shorter)."""
-    stack_layers: Annotated[int | None, Ge(1), Shown("--stack-layers N")] = None
-    """Largest number of layers transformed together (default: 15)."""
     kept: Annotated[tuple[int, int] | None, Ge(0), Shown("--kept K V")] = None
-    """Components of each layer's keys and values that take part in it (per 512 channels if a layer has more); 0 0
-    leaves only the transform within a layer (default: 76 76)."""
-    sinks: Annotated[int | None, Shown("--sinks N")] = None
-    """First tokens of a prompt that are coded separately, at most 64 (default: 1)."""
+    """Components of each layer's keys and values in the transform across layers, per 512 channels; 0 0 transforms each
+    layer alone (default: 76 76)."""
     step_scale: Annotated[float, Ge(0.01), Le(100), Shown("--step-scale X")] = 1.0
     """Scale every quantiser step."""
     target_kl: Annotated[float | None, Shown("--target-kl X")] = None
@@ -99,19 +92,18 @@ class CalibrateCommand:
     """The track that --target-kl is for, a layer with those below it: AC-L0, AC-L1, AC-L2, AC-L3 or AC-5x (default:
     AC-5x)."""
     gain: Annotated[bool, Shown()] = False
-    """Multiply decoded values of AC-L0 by what makes it lose least, measured on a sixth of the contexts."""
+    """Scale decoded values of AC-L0 for the least loss, measured on a sixth of the contexts."""
     blend: Annotated[bool, Shown()] = False
-    """Measure what joining passages costs instead, and write it as JSON."""
+    """Measure the loss of joining passages instead, and write it as JSON."""
     base: Annotated[Literal["mean", "behind", "alone"] | None, Shown(needs="blend")] = None
     """With --blend: how passages are computed (default: mean)."""
 
 
 def run(args: CalibrateCommand) -> int:
-    """Calibrate the model and write its profile, or its fusion losses."""
+    """Calibrate the model and write its profile or its fusion losses."""
     if args.blend:
         return int(part("calibrate.blend", "calibrate --blend")(args))
-    # Torch reads this when it first needs memory. Tensors of megabytes come and go: with pages of 4 kB the kernel would
-    # take a tenth of the time.
+    # Torch reads this at its first allocation. Huge pages save a tenth of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     yield_processors()
     from rich.console import Console
@@ -123,7 +115,7 @@ def run(args: CalibrateCommand) -> int:
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import write_file
 
-    # Check the arguments before minutes of work.
+    # Check the arguments first.
     config = _config(args)
     texts = _texts(args.text) if args.text else calibration_texts()
     console = Console(stderr=True)
@@ -131,7 +123,7 @@ def run(args: CalibrateCommand) -> int:
     loaded = load(args.model, console, device=args.device, dtype=args.dtype, by_layer=_LOAD[args.load])
     spec = loaded.engine.spec
     check_class(spec, "AC")
-    told: list[str] = []
+    notes: list[str] = []
     titles = stage_titles(
         spec, search=args.target_kl is not None, gain=args.gain, by_layer=isinstance(loaded.engine, LayerEngine)
     )
@@ -145,20 +137,20 @@ def run(args: CalibrateCommand) -> int:
             target=target_of(args.target_kl, args.target_track),
             gain=args.gain,
             progress=bar,
-            tell=told.append,
+            tell=notes.append,
         )
     data = profile.to_bytes()
     write_file(args.out, data)
     seconds = time.perf_counter() - start
     print(f"profile of {profile.spec.model}: {args.out}, {len(data):,} bytes ({seconds:.0f} s)")
     print(f"SHA-256 {profile.digest}")
-    for line in told:
+    for line in notes:
         print(line)
     for name, only in zip(spec.names, spec.classes, strict=True):
         if only.rope is None and only.kind != "state":
             print(
                 "no invertible rotary embedding was found (one that depends on the prompt's length is not): keys "
-                f"{'' if len(spec.classes) == 1 else f'of {name} '}are coded as they are"
+                f"{'' if len(spec.classes) == 1 else f'of {name} '}are coded without undoing it"
             )
     return 0
 
@@ -167,7 +159,6 @@ add = command(CalibrateCommand, run)
 
 
 def _texts(paths: Sequence[Path]) -> dict[str, str]:
-    """Read texts; the profile has their names, but not the folders."""
     from kvabr.store.files import read_text
 
     texts: dict[str, str] = {}
@@ -195,12 +186,12 @@ def stage_titles(spec: KVSpec, *, search: bool, gain: bool = False, by_layer: bo
 
 
 def target_of(kl: float | None, track: str | None) -> Target | None:
-    """Return what ``--target-kl`` and ``--target-track`` ask for, None for nothing; raise a `UsageError` if invalid."""
+    """Return the target of ``--target-kl`` and ``--target-track``; raise `UsageError` if it is invalid."""
     from kvabr.publish.target import Target
 
     if kl is None:
         if track is not None:
-            raise UsageError("--target-track takes --target-kl: what may this track lose?")
+            raise UsageError("--target-track needs --target-kl, the loss that this track may have")
         return None
     if not 1e-6 <= kl <= 1:
         raise UsageError("--target-kl must be from 0.000001 to 1 nats per token")
@@ -213,7 +204,5 @@ def _config(args: CalibrateCommand) -> FitConfig:
     target_of(args.target_kl, args.target_track)
     if args.target_kl is not None and args.step_scale != 1:
         raise UsageError("--target-kl chooses the steps itself: leave out --step-scale")
-    options: dict[str, Any] = {"stack_layers": args.stack_layers, "kept": args.kept, "sinks": args.sinks}
-    return replace(FitConfig(), **{name: value for name, value in options.items() if value is not None}).scaled(
-        args.step_scale
-    )
+    config = FitConfig()
+    return (config if args.kept is None else replace(config, kept=args.kept)).scaled(args.step_scale)

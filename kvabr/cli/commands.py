@@ -1,9 +1,8 @@
-"""Every command by name: kvabr's own, those of the laboratory, and those of other installed packages.
+"""All commands by name: those of kvabr, of its laboratory, and of other installed packages.
 
-A command is a function ``add(parser)`` that declares its options and sets the default ``run``: a function from the
-parsed arguments to the exit status. A distribution adds commands by entry points of the group ``kvabr.commands``, as
-``kvabr-lab`` does. A name with a dot is part of a command of kvabr. Entry points are read when a command is not one of
-`COMMANDS`, never for `kvabr --help`.
+A command is a function ``add(parser)`` that declares its options and sets the default ``run``, which takes the parsed
+arguments and returns the exit status. A package adds commands by entry points of the group ``kvabr.commands``; a name
+with a dot is a part of a command. Entry points are read only for commands outside `COMMANDS`: reading them is slow.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "demo": ("demo:add", "a first look in a few seconds, without model or network"),
     "doctor": ("doctor:add", "report what is installed, what is missing, and whether an origin answers"),
-    "encode": ("encode:add", "publish the KV cache of a text, with what each track loses"),
+    "encode": ("encode:add", "publish the KV cache of a text, with the loss of each track"),
     "prefill": ("prefill:add", "publish the KV cache of a text while it is being computed"),
     "inspect": ("inspect:add", "show the tracks of an asset"),
     "calibrate": ("calibrate:add", "make the codec profile of a model"),
@@ -33,27 +32,27 @@ COMMANDS = {
     "replay": ("replay:add", "play an asset over network traces"),
     "policies": ("listings:add_policies", "list the ABR policies"),
     "estimators": ("listings:add_estimators", "list the bandwidth estimators"),
-    "selectors": ("listings:add_selectors", "list the selectors, which choose what of joined passages is recomputed"),
+    "selectors": ("listings:add_selectors", "list the selectors, which choose the tokens of passages to recompute"),
     "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
-    "store": ("store:add", "list, remove, check and copy what a store holds"),
+    "store": ("store:add", "list, remove, check and copy the assets of a store"),
     "completion": ("completion:add", "print a completion script for bash or zsh"),
 }
-"""kvabr's own commands: the function that declares each, in a module of `kvabr.cli`, and its one-line help."""
+"""kvabr's own commands: module and function that declare each, and its one-line help."""
 
 LAB = {
     "lab": "play a matrix of policies, traces and conditions, and compare",
-    "report": "one page for what `kvabr lab` played",
+    "report": "make one page of the results of `kvabr lab`",
     "tune": "tune a policy's parameters, with cross-validation",
     "bench": "measure codecs: quality, rate against distortion, speed",
     "traces": "inspect, import or synthesise network traces",
-    "crowd": "simulate very many players of one asset behind a tree of caches",
-    "route": "decide where to prefill: here, or at a site whose cache comes over the network",
+    "crowd": "simulate very many players of one asset below a tree of caches",
+    "route": "decide where to prefill: here, or at a site that sends its cache over the network",
 }
-"""The commands of the laboratory, with their one-line help; they are here only if it is installed."""
+"""Commands of the laboratory, a separate package, with their one-line help."""
 
 
 def names() -> list[str]:
-    """Return the names of all commands, also those of the laboratory if it is not installed."""
+    """Return the names of all commands, including those of the laboratory if it is not installed."""
     return list(dict.fromkeys([*COMMANDS, *LAB, *_added()]))
 
 
@@ -68,11 +67,11 @@ def is_here(name: str) -> bool:
 
 
 def declare(name: str, parser: argparse.ArgumentParser) -> None:
-    """Import one command and let it declare its options.
+    """Import a command and declare its options.
 
     Raises:
-        UsageError: It is a command of the laboratory, which is not installed.
-        KvabrError: It belongs to another package, and cannot be loaded.
+        UsageError: The command belongs to the laboratory, which is not installed.
+        KvabrError: The command belongs to another package, which cannot be loaded.
     """
     if name in COMMANDS:
         module, _, function = COMMANDS[name][0].partition(":")
@@ -86,14 +85,14 @@ def declare(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def part(name: str, words: str) -> Any:
-    """Import a part of a command that another package has.
+    """Import a part of a command that another package provides.
 
     Args:
         name: Name of the entry point.
-        words: What the user typed after ``kvabr``.
+        words: The user's words after ``kvabr``.
 
     Raises:
-        UsageError: It is part of the laboratory, which is not installed.
+        UsageError: The part belongs to the laboratory, which is not installed.
         KvabrError: It cannot be loaded.
     """
     entry = _entry(name, words)
@@ -104,12 +103,11 @@ def part(name: str, words: str) -> Any:
 
 
 def _added() -> dict[str, EntryPoint]:
-    """Return the entry points of the commands that installed packages add, by name."""
     return {name: entry for name, entry in _entries().items() if "." not in name and name not in COMMANDS}
 
 
 def _entries() -> dict[str, EntryPoint]:
-    from importlib.metadata import entry_points  # half of the time that `kvabr --help` takes
+    from importlib.metadata import entry_points  # takes half of the time of `kvabr --help`
 
     return {entry.name: entry for entry in entry_points(group="kvabr.commands")}
 
@@ -125,4 +123,4 @@ def _entry(name: str, words: str) -> EntryPoint:
 
 def _broken(words: str, entry: EntryPoint, error: Exception) -> KvabrError:
     package = "another package" if entry.dist is None else f"the package {entry.dist.name}"
-    return KvabrError(f"`kvabr {words}` belongs to {package} ({entry.value}), and cannot be loaded: {error!r}")
+    return KvabrError(f"`kvabr {words}` of {package} ({entry.value}) cannot be loaded: {error!r}")

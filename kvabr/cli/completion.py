@@ -17,11 +17,10 @@ class CompletionCommand:
     """Print a script that completes the command line of kvabr.
 
     For bash, put `source <(kvabr completion bash)` into ~/.bashrc, or write the script to a file such as
-    ~/.local/share/bash-completion/completions/kvabr. For zsh, put `eval "$(kvabr completion zsh)"` into ~/.zshrc behind
+    ~/.local/share/bash-completion/completions/kvabr. For zsh, put `eval "$(kvabr completion zsh)"` into ~/.zshrc after
     compinit, or write the script to a file _kvabr in a folder of $fpath.
 
-    The script completes commands, options, the values of options that have a list, and the policies and estimators that
-    are installed when it is made. Everything else is completed as a file.
+    It completes commands, options, their values, and the policies and estimators installed now; otherwise file names.
     """
 
     shell: Annotated[Literal["bash", "zsh"], Shown("SHELL")]
@@ -40,7 +39,6 @@ add = command(CompletionCommand, run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return a parser of the whole command line, to complete by only."""
     from kvabr.cli.commands import COMMANDS, LAB, declare, is_here, names
 
     top = argparse.ArgumentParser(prog="kvabr")
@@ -48,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers()
     lines = {name: line for name, (_, line) in COMMANDS.items()} | LAB
     for name in filter(is_here, names()):
-        parser = commands.add_parser(name, help=lines.get(name, "of another package"))  # without help it is not offered
-        with suppress(KvabrError):  # another package's, which is broken
+        parser = commands.add_parser(name, help=lines.get(name, "of another package"))  # without help it is hidden
+        with suppress(KvabrError):  # a broken package
             declare(name, parser)
         parser.description = lines.get(name, parser.description)
         _complete_values(parser)
@@ -57,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _complete_values(parser: argparse.ArgumentParser) -> None:
-    """Name the values of options: policies and estimators that are installed; files where there is no list."""
+    """Set the values of options: installed policies and estimators, else files."""
     import shtab
 
     from kvabr.abr.plugins import estimators, policies

@@ -1,8 +1,8 @@
-"""The configuration file: options that a user always gives, one section per command.
+"""The configuration file: default options, one section per command.
 
-Exactly one file is read: the one that ``KVABR_CONFIG`` names (none if it is empty), else ``kvabr.toml`` in the current
-folder, else ``kvabr.toml`` in the user's configuration folder. Keys are long options without dashes in front. What the
-command line says wins.
+kvabr reads one file: the one that ``KVABR_CONFIG`` names (none if it is empty), else ``kvabr.toml`` in the current
+folder, else ``kvabr.toml`` in the user's configuration folder. Keys are long options without dashes. The command line
+takes precedence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "KVABR_CONFIG"
 
 
 def places() -> tuple[Path, ...]:
-    """Return where a file is looked for; the first that exists is read."""
+    """Return the paths where a file may be; the first that exists is read."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return (Path(named).expanduser(),) if named else ()
@@ -32,14 +32,14 @@ def places() -> tuple[Path, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What a file says."""
+    """The content of a configuration file."""
 
     path: Path
     sections: Mapping[str, object]
 
     @staticmethod
     def read() -> Config | None:
-        """Read the file that applies; None if there is none. Its sections must be commands.
+        """Read the file; return None if there is none.
 
         Raises:
             UsageError: It cannot be read, is not TOML, or has a section that is not a command.
@@ -54,7 +54,7 @@ class Config:
         try:
             sections = tomllib.loads(path.read_text(encoding="utf-8"))
         except RecursionError as error:
-            raise UsageError(f"{path}: tables or lists within each other, too deep to be read") from error
+            raise UsageError(f"{path}: tables or lists are nested too deeply") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise UsageError(f"{path}: {(error.strerror if isinstance(error, OSError) else None) or error}") from error
         for name, section in sections.items():
@@ -64,15 +64,15 @@ class Config:
         return Config(path, sections)
 
     def apply(self, parser: argparse.ArgumentParser, command: str, words: Sequence[str] = ()) -> None:
-        """Make what the file says of a command the defaults of its options.
+        """Set the defaults of a command's options to the values of the file.
 
         Args:
-            parser: of the command.
-            command: its name.
-            words: of the command line: an option of the file that excludes one of them does not count.
+            parser: parser of the command.
+            command: name of the command.
+            words: words of the command line; options of the file that exclude one of them are ignored.
 
         Raises:
-            UsageError: It names an option that does not exist, gives it a bad value, or two that exclude each other.
+            UsageError: An option does not exist, has a bad value, or excludes another one.
         """
         if (section := self.sections.get(command)) is not None:
             given = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
@@ -95,21 +95,20 @@ class Config:
             try:
                 changed[action] = self._value(parser, action, value)
             except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
-                said = getattr(error, "message", None) or error
-                raise UsageError(f"{self.path}: [{title}] {key}: {said}") from error
+                why = getattr(error, "message", None) or error
+                raise UsageError(f"{self.path}: [{title}] {key}: {why}") from error
         for group in parser._mutually_exclusive_groups:  # noqa: SLF001 - no public list
             both = [key for key in section if options.get(key) in group._group_actions]  # noqa: SLF001
             if len(both) > 1:
                 raise UsageError(f"{self.path}: [{title}] {' and '.join(both)} exclude each other")
             group.required = group.required and not both
             flags = [flag for action in group._group_actions for flag in action.option_strings]  # noqa: SLF001
-            if any(flag.startswith(word) for flag in flags for word in given):  # words may be abbreviated
+            if any(flag.startswith(word) for flag in flags for word in given):  # words may be abbreviations
                 changed = {action: value for action, value in changed.items() if action not in group._group_actions}  # noqa: SLF001
         for action, default in changed.items():
             action.default, action.required = default, False
 
     def _value(self, parser: argparse.ArgumentParser, action: argparse.Action, value: object) -> object:
-        """Return the value that an option would have on the command line."""
         if action.nargs == 0:
             if not isinstance(value, bool):
                 raise argparse.ArgumentTypeError("must be true or false")
@@ -136,7 +135,6 @@ def _kinds(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersActi
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Yield the long options, without ``--help``."""
     for action in parser._actions:  # noqa: SLF001 - no public list
         if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):  # noqa: SLF001
             for option in action.option_strings:

@@ -1,4 +1,4 @@
-"""`kvabr demo`: replay the shipped cache over the shipped traces, say what adapting won, show the page."""
+"""`kvabr demo`: replay the shipped cache over the shipped traces, print the gain of adapting, show the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.cli.fields import command
-from kvabr.cli.options import seconds
 from kvabr.types.fields import Shown
 from kvabr.types.words import counted
 
@@ -26,7 +25,7 @@ _STARTS = 2
 _PLAIN = ("fixed:Int8", "fixed:FP16")
 _POLICIES = (DEFAULT, "mpc", "rate", *_PLAIN)
 _NOTICEABLE = 0.001
-"""Loss in nats per token from which greedy texts of a few dozen tokens begin to differ."""
+"""Loss in nats per token at which greedy texts of a few dozen tokens begin to differ."""
 
 Runs = list[dict[str, Any]]
 
@@ -35,11 +34,11 @@ Runs = list[dict[str, Any]]
 class DemoCommand:
     """Replay a published KV cache (SmolLM2-135M, 8,064 tokens) over network traces.
 
-    Compares the default policy, two rules of video players and two plain downloads, says what adapting won, and writes
-    a page with every play's timeline. Needs no model and no network, and takes a few seconds.
+    Compares the default policy, two rules of video players and two plain downloads, and writes a page with the timeline
+    of every play. Needs neither a model nor a network, and takes a few seconds.
     """
 
-    deadline: Annotated[float, Shown("-d --deadline S", parse=seconds)] = 4.0
+    deadline: Annotated[float, Shown("-d --deadline S")] = 4.0
     """TTFT deadline, seconds."""
     html: Annotated[Path, Shown("--html F", written=True)] = Path("kvabr-demo.html")
     """The page."""
@@ -95,7 +94,7 @@ def _matrix(deadline_s: float) -> Matrix:
 
 
 def _fair(runs: Runs) -> dict[str, Runs]:
-    """Return the runs by policy, over the plays that some schedule could have delivered in time."""
+    """Return the runs by policy, without plays that no schedule could have delivered in time."""
     found: dict[str, Runs] = {policy: [] for policy in _POLICIES}
     for line in runs:
         if line["feasible"]:
@@ -104,7 +103,7 @@ def _fair(runs: Runs) -> dict[str, Runs]:
 
 
 def _ttft(runs: Runs) -> float:
-    """Return the median TTFT; a play that gave up never had a first token."""
+    """Return the median TTFT; a play that gave up has no first token."""
     return median(line["ttft_s"] if line["gave_up"] is None else float("inf") for line in runs)
 
 
@@ -140,11 +139,10 @@ def _verdict(by_policy: dict[str, Runs], deadline_s: float) -> str:
         f"With {DEFAULT} the first token came after {_ttft(mine):.1f} s (median), instead of {_ttft(int8):.1f} s with "
         f"a plain Int8 cache and {_ttft(fp16):.1f} s with the exact one.\n"
         f"It met the deadline in {met} of {len(mine)} plays; Int8 did in {sum(line['met'] for line in int8)}.\n"
-        f"The price: an expected loss of {nats(loss)} nats per token on average, by which the next-token "
-        f"distribution differs from that of the exact cache (KL divergence). {quality}"
+        f"The price: an expected loss of {nats(loss)} nats per token on average, the divergence of the next-token "
+        f"distribution from that of the exact cache (KL). {quality}"
     )
 
 
 def _has_screen() -> bool:
-    """Return whether a browser would have somewhere to open."""
     return sys.platform in {"darwin", "win32"} or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

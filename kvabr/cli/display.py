@@ -1,4 +1,4 @@
-"""What commands show and write: progress bars, tables, JSON files; tables of a catalog also as plain JSON values."""
+"""Output of commands: progress, prose, tables and JSON files; tables of a catalog also as plain JSON values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -23,35 +23,37 @@ from rich.table import Table
 
 from kvabr.replay.fitting_table import FittingTable
 from kvabr.store.files import write_text
-from kvabr.types.catalog import Catalog, Track
+from kvabr.types.catalog import Catalog
 from kvabr.types.tails import share_behind
 from kvabr.types.words import counted
 
 _FIRST_S, _EVERY_S = 2.0, 10.0
-"""Seconds until the first line of progress where there is no terminal, and from each line to the next."""
+"""Off a terminal: seconds until the first line of progress, and between lines."""
 _FILE_COLUMNS = 240
-_RECENT = 64
-"""Reports of a stage that the time left is estimated from: what an earlier run has done already takes no time."""
+_SPEED_OVER_S = 600.0
+"""Seconds of progress that the time left is estimated from."""
 
 
-class _Bar:
-    """Progress on standard error: a bar on a terminal, a line now and then elsewhere. A context manager."""
+class StageBar:
+    """Progress of work in stages on standard error: bars on a terminal, elsewhere a line now and then."""
 
-    def __init__(self, *columns: progress.ProgressColumn, console: Console | None = None) -> None:
-        self._reports: dict[str, deque[tuple[float, float]]] = {}
-        """The last reports of each stage: when, and how many steps were done."""
+    def __init__(self, stages: Mapping[str, str], console: Console | None = None) -> None:
+        """Take the titles of the stages, by name, and a console (None: standard error)."""
+        self._stages = stages
+        self._tasks: dict[str, progress.TaskID] = {}
         self._due_s = time.monotonic() + _FIRST_S
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
-            *columns,
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
             console=console or Console(stderr=True),
+            get_time=time.monotonic,
+            speed_estimate_period=_SPEED_OVER_S,
             transient=True,
             disable=not sys.stderr.isatty(),
         )
-        self._said = ""
-        """What the last line was about."""
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -60,134 +62,73 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def _left(self, what: str, done: float, total: float | None) -> str:
-        """Take a report, and return in words how long the rest of the stage takes; empty if that is not known."""
-        now, reports = time.monotonic(), self._reports.setdefault(what, deque(maxlen=_RECENT))
-        reports.append((now, done))
-        began_s, before = reports[0]
-        if not total or not before < done < total:
-            return ""
-        return _time_left((now - began_s) / (done - before) * (total - done))
-
-    def _line(self, what: str, done: float, total: float | None, left: str, *, news: bool = False) -> None:
-        """Print a line if there is no bar and it is time for one; with ``news`` it is if the work is another one."""
-        due = time.monotonic() >= self._due_s or (news and bool(self._said) and what != self._said)
-        if self._bar.disable and due:
-            self._said = what
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Report that ``done`` steps of a stage's ``total`` are done."""
+        title = self._stages.get(stage, stage)
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(title, total=total)
+        self._bar.update(self._tasks[stage], description=title, completed=done, total=total)
+        if self._bar.disable and time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + _EVERY_S
-            of = f" of {total:g}" if total else ""
-            print(f"{what}: {done:g}{of}{left and ', ' + left}", file=sys.stderr, flush=True)
+            of = "" if total is None else f" of {total}"
+            left_s = next(task for task in self._bar.tasks if task.id == self._tasks[stage]).time_remaining
+            left = f", about {left_s:.0f} s left" if left_s else ""
+            print(f"{title}: {done}{of}{left}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def waiting(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Say on standard error what is being waited for; off a terminal by one line, if it takes long.
-
-    Yields a function that changes what is said.
-    """
+    """Show a message on standard error while work takes long; yields a function that changes it."""
     console = console or Console(stderr=True)
     if console.is_terminal:
         with console.status(what) as status:
             yield status.update
         return
-    said, over = [what], threading.Event()
+    messages, over = [what], threading.Event()
 
-    def tell() -> None:
-        pause_s, told = _FIRST_S, ""
+    def repeat() -> None:
+        pause_s, printed = _FIRST_S, ""
         while not over.wait(pause_s):
-            if said[-1] != told:
-                told = said[-1]
-                print(f"{told} ...", file=sys.stderr, flush=True)
+            if messages[-1] != printed:
+                printed = messages[-1]
+                print(f"{printed} ...", file=sys.stderr, flush=True)
             pause_s = _EVERY_S
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
-        yield said.append
+        yield messages.append
     finally:
         over.set()
         thread.join()
 
 
-class StageBar(_Bar):
-    """Progress of work in stages."""
-
-    def __init__(
-        self, stages: Mapping[str, str], console: Console | None = None, *, shares: Mapping[str, float] | None = None
-    ) -> None:
-        """Take the stages.
-
-        Args:
-            stages: what to call each of them on the screen, by name.
-            console: where to draw; None: standard error.
-            shares: what share of the time each of them takes, roughly, by name, in the order in which they come. They
-                are then numbered, and the time left is that of them all; None: it is that of a stage.
-        """
-        super().__init__(progress.TimeElapsedColumn(), progress.TextColumn("{task.fields[left]}"), console=console)
-        self._stages, self._shares = stages, shares or {}
-        self._tasks: dict[str, progress.TaskID] = {}
-        self._began_s = time.monotonic()
-        """When the first of the numbered stages began."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Report that ``done`` steps of a stage's ``total`` are done."""
-        title, numbered = self._stages.get(stage, stage), list(self._shares)
-        if stage in self._shares:
-            title = f"step {numbered.index(stage) + 1} of {len(numbered)}: {title}"
-            left = self._whole_left(stage, done / total if total else 1.0)
-        else:
-            left = self._left(title, done, total)
-            self._began_s = time.monotonic()
-        for task in self._tasks.values():
-            self._bar.update(task, left="")
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(title, total=total, left="")
-        self._bar.update(self._tasks[stage], completed=done, total=total, left=left)
-        self._line(title, done, total, left, news=stage in self._shares)
-
-    def _whole_left(self, stage: str, part: float) -> str:
-        """Return in words how long all stages take yet, of which a ``part`` of this one is done."""
-        shares = list(self._shares.items())
-        place = list(self._shares).index(stage)
-        passed = sum(share for _, share in shares[:place]) + part * shares[place][1]
-        rest = sum(share for _, share in shares) - passed
-        return _time_left((time.monotonic() - self._began_s) * rest / passed) if passed > 0 else ""
-
-
-class PlayBar(_Bar):
+class PlayBar(StageBar):
     """Progress of many plays."""
 
     def __init__(self, what: str = "playing", total: int | None = None) -> None:
-        super().__init__(progress.TextColumn("plays"), progress.TimeRemainingColumn())
-        self._task = self._bar.add_task(what, total=total)
-        self._line(what, 0, total, self._left(what, 0, total))
+        super().__init__({})
+        self._done, self._total = 0, total
+        self.say(what)
 
     def planned(self, fresh: int, total: int) -> None:
-        """Report how many plays there are, and how many of them are not cached."""
-        self._bar.update(self._task, total=total, completed=total - fresh)
+        """Set the number of plays; all but ``fresh`` are cached."""
+        self._done, self._total = total - fresh, total
+        self.advance(0)
 
     def say(self, what: str) -> None:
-        """Show what is being done now."""
-        self._bar.update(self._task, description=what)
+        """Show the current work."""
+        self._stages = {"plays": what}
+        self.advance(0)
 
     def advance(self, plays: int) -> None:
         """Report that this many more plays are done."""
-        self._bar.advance(self._task, plays)
-        task = self._bar.tasks[self._task]
-        left = self._left(task.description, task.completed, task.total)
-        self._line(task.description, task.completed, task.total, left)
-
-
-def _time_left(seconds: float) -> str:
-    """Return how long something takes yet; empty if it is hardly anything."""
-    return f"about {seconds:.0f} s left" if seconds >= 1 else ""
+        self._done += plays
+        self("plays", self._done, self._total)
 
 
 def output() -> Console:
-    """Return a console for results; off a terminal it is wider than every table, so that a file has all of them.
-
-    The variable COLUMNS goes before.
-    """
+    """Return a console for results: off a terminal wider than every table, unless COLUMNS is set."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _FILE_COLUMNS
@@ -195,16 +136,16 @@ def output() -> Console:
 
 
 def plain(*lines: str) -> None:
-    """Print lines of prose, neither coloured nor parsed as markup."""
+    """Print lines of prose without colours or markup."""
     out = output()
     for line in lines:
         say(out, printable(line), highlight=False)
 
 
 def say(console: Console, text: str, *, style: str | None = None, highlight: bool | None = None) -> None:
-    """Print prose, wrapped between words where somebody reads it: on a terminal, or in COLUMNS columns.
+    """Print prose without markup, wrapped between words on a terminal or if COLUMNS is set.
 
-    Nothing is parsed as markup, and no word is broken: paths and URLs can be copied. Files and pipes get whole lines.
+    Words are never broken, so that paths and URLs can be copied.
     """
     if console.is_terminal or "COLUMNS" in os.environ:
         text = "\n".join(_wrapped(line, console.width) for line in text.split("\n"))
@@ -212,19 +153,18 @@ def say(console: Console, text: str, *, style: str | None = None, highlight: boo
 
 
 def below_bound(plays: int) -> str:
-    """Return a note on plays that the clairvoyant bound should not have allowed."""
+    """Return a note on plays that cost less than the clairvoyant bound."""
     cost = "costs" if plays == 1 else "cost"
-    return f"note: {counted(plays, 'play')} {cost} less than the clairvoyant bound, which is wrong there"
+    return f"note: {counted(plays, 'play')} {cost} less than the clairvoyant bound, so the bound is wrong there"
 
 
 def _wrapped(line: str, width: int) -> str:
-    """Return a line with breaks between words, those after the first indented as the first one."""
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def printable(text: str) -> str:
-    """Return a text without control characters, which names from a store might send to the terminal."""
+    """Return a text with control characters replaced: names from a store must not reach the terminal raw."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
@@ -248,15 +188,15 @@ def table(
     fold: Container[str] = (),
     spare: Sequence[str] = (),
 ) -> FittingTable:
-    """Return a table with few rules, so that ten columns fit a narrow terminal.
+    """Return a compact table.
 
     Args:
         title: The title.
         columns: Names of the columns.
         rows: The cells, plain text.
-        left: Columns that are aligned to the left.
-        fold: Columns that are aligned to the left, and wrap.
-        spare: Columns that are left out on a terminal that is too narrow, the first one first.
+        left: Columns aligned to the left.
+        fold: Columns aligned to the left that wrap.
+        spare: Columns left out on a narrow terminal, the first one first.
     """
     made = FittingTable(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
     made.spare = spare
@@ -279,12 +219,15 @@ def human(size: int) -> str:
 
 
 def track_rows(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return one dictionary per track: what `track_table` shows, unrounded."""
+    """Return one dictionary per track, with the unrounded numbers of `track_table`."""
     elements = catalog.fp16_bytes // 2
     rows = []
     for track in catalog.tracks:
         quality = track.measured
-        size = _with_layers(catalog, track)
+        size, below = track.total_bytes, track
+        while below.refines is not None:
+            below = catalog.track(below.refines)
+            size += below.total_bytes
         rows.append(
             {
                 "track": track.name,
@@ -297,11 +240,7 @@ def track_rows(catalog: Catalog) -> list[dict[str, Any]]:
                     {"tokens": tail.tokens, "loss": tail.share * track.total_loss, "spread": tail.spread}
                     for tail in track.tails
                 ],
-                "kl": None if quality is None else quality.kl,
-                "kl8": None if quality is None else quality.kl8,
-                "kl32": None if quality is None else quality.kl32,
-                "dnll": None if quality is None else quality.dnll,
-                "top1": None if quality is None else quality.top1,
+                **{name: quality and getattr(quality, name) for name in ("kl", "kl8", "kl32", "dnll", "top1")},
                 "decode_s": track.decode_s,
             }
         )
@@ -309,7 +248,7 @@ def track_rows(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def track_table(catalog: Catalog, title: str | None = None) -> Table:
-    """Return the tracks: size, ratio, measured quality, and the time to decode a group."""
+    """Return a table of the tracks: size, ratio, measured quality, and decode time of a group."""
     layered = ["refines"] if any(track.refines is not None for track in catalog.tracks) else []
     rows = [
         (
@@ -330,7 +269,7 @@ def track_table(catalog: Catalog, title: str | None = None) -> Table:
 
 
 def tail_table(catalog: Catalog) -> Table | None:
-    """Return what each track loses behind tails, and by which factor it varies; None if nothing was measured."""
+    """Return a table of the losses behind tails; None if none were measured."""
     lengths = max((tuple(tail.tokens for tail in track.tails) for track in catalog.tracks), key=len)
     rows = []
     for track in catalog.tracks:
@@ -344,27 +283,14 @@ def tail_table(catalog: Catalog) -> Table | None:
 
 
 def quality_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return KL, change of the NLL, and top-1 agreement, as far as they were measured."""
+    """Return KL, change of the NLL, and top-1 agreement, ``-`` if not measured."""
     if row["kl"] is None:
         return "-", "-", "-"
     return f"{row['kl']:.5f}", f"{row['dnll']:+.5f}", f"{row['top1']:.3f}"
 
 
-def group_tables(catalog: Catalog) -> tuple[Table, Table]:
-    """Return the size and the expected loss of every group on every track."""
-    names = ("group", "tokens", *(track.name for track in catalog.tracks))
-    titles = catalog.titles or tuple(map(str, range(catalog.groups)))
-    heads = [(title, str(catalog.group_tokens(group))) for group, title in enumerate(titles)]
-    sizes = [(*head, *(human(track.bytes[i]) for track in catalog.tracks)) for i, head in enumerate(heads)]
-    losses = [(*head, *(f"{1000 * track.loss[i]:.3f}" for track in catalog.tracks)) for i, head in enumerate(heads)]
-    return (
-        table("size of each group", names, sizes),
-        table("expected loss of each group, millinats per token", names, losses),
-    )
-
-
 def mix_rows(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return one dictionary per mixed cache: what `mix_table` shows, unrounded."""
+    """Return one dictionary per mixed cache, with the unrounded numbers of `mix_table`."""
     return [
         {
             "tracks": list(mix.tracks),
@@ -377,7 +303,7 @@ def mix_rows(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def mix_table(catalog: Catalog) -> Table:
-    """Return the mixed caches: the loss that the catalog predicts, and the loss that the model measured."""
+    """Return a table of the mixed caches: predicted and measured loss."""
     rows = [
         (
             _in_brief(row["tracks"]),
@@ -391,17 +317,8 @@ def mix_table(catalog: Catalog) -> Table:
     return table(title, ("groups", "predicted", "measured", "ratio"), rows, fold=("groups",))
 
 
-def _with_layers(catalog: Catalog, track: Track) -> int:
-    """Return the bytes of a track and of all layers below it."""
-    size = track.total_bytes
-    while track.refines is not None:
-        track = catalog.track(track.refines)
-        size += track.total_bytes
-    return size
-
-
 def _in_brief(tracks: list[str]) -> str:
-    """Return the runs of equal tracks in order, or, if there are many, how many groups are on each track."""
+    """Return the runs of equal tracks in order, or, if there are many, the number of groups per track."""
     runs = [(name, len(list(run))) for name, run in groupby(tracks)]
     if len(runs) <= 8:
         return ", ".join(f"{count} {name}" for name, count in runs)

@@ -1,4 +1,4 @@
-"""`kvabr encode`: run a real model over a text, and publish its KV cache into a folder."""
+"""`kvabr encode`: run a model over a text, and publish its KV cache."""
 
 from __future__ import annotations
 
@@ -41,19 +41,15 @@ STAGES = {
     "time": "time decoding and prefill",
     "answers": "answers to compare (questions)",
     "measure": "measure loss (tracks)",
-    "tails": "measure loss (behind tails)",
+    "tails": "measure loss (before tails)",
     "groups": "measure loss (single groups)",
     "mix": "measure mixed caches",
 }
-SHARES = {"prefill": 2, "encode": 10, "time": 6, "answers": 11, "measure": 23, "tails": 10, "groups": 20, "mix": 8}
-"""What share of the time each stage takes, of 90 in all, with 512 tokens."""
-QUICK_SHARES = {"prefill": 2, "encode": 10}
-"""The same of the stages that remain if nothing is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeCommand:
-    """Publish the KV cache of a text on every track, with what each track costs, measured with the model: an asset.
+    """Publish the KV cache of a text on every track as an asset, with the loss of each track measured by the model.
 
     Examples:
       kvabr encode --text README.md --tokens 512 --out assets
@@ -61,25 +57,21 @@ class EncodeCommand:
       kvabr encode --text book.txt --tokens 2048 --model ./my-llama --profile my-llama.safetensors --out assets
 
     The AC tracks need a profile of the model (`kvabr calibrate`). Without one, their tables are estimated from the
-    asset itself and published with it: that works for any model, but takes two to three times the bytes.
+    asset and published with it: that works for any model, but takes two to three times the bytes.
 
-    The first --tokens tokens of the text are the prompt, whose cache is published. The --continuation tokens after it
-    are the real continuation, on which the model measures the loss of every track; what is left of it behind a
-    question, or other tokens that an engine computes, is also measured on answers of the model. That takes most of the
-    time.
+    The first --tokens tokens of the text are the prompt. The model measures the loss of every track on the next
+    --continuation tokens, and the loss before questions on its own answers. That takes most of the time.
 
-    --quick measures nothing, as `kvabr prefill` does. The losses that players count with are then those of another
-    asset of the model (--prior), and the catalog says that they are estimated. Its tracks are FP16, Int8 and Int4, with
-    a profile also AC-L0 to L3.
+    --quick measures nothing: losses are estimated from another asset of the model (--prior), and the catalog says so.
+    Its tracks are FP16, Int8 and Int4, with a profile also AC-L0 to L3.
 
-    Anyone who can guess a prompt can compute its name and ask an origin whether it is cached. With --salt-file this
-    takes the salt, too; give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
+    Anyone who can guess a prompt can compute its name and ask an origin whether it is cached. With --salt-file they
+    need the salt, too; give the same file to `kvabr fetch`. The asset does not contain the salt: keep it.
 
-    With --passage the text is a passage: its cache is used anywhere in a prompt, behind texts that are not known yet.
-    It is the mean of the caches behind a neutral text and --contexts - 1 others, which comes nearest to the exact one;
-    or the cache behind one text (--behind), or of the passage alone (--alone), the worst. Losses of tracks are measured
-    behind the neutral text. What joining costs is measured behind three other texts, with and without tokens computed
-    again; or it is that of the model (--fusion), which takes no measuring.
+    With --passage the text is a passage, which can be played anywhere in a prompt. Its cache is the mean of its caches
+    after a neutral text and --contexts - 1 others, which is closest to the exact one. The losses of tracks are measured
+    after the neutral text. The loss of joining is measured after three other texts, with and without tokens computed
+    again; or it is that of the model (--fusion).
     """
 
     text: TextFile
@@ -89,12 +81,12 @@ class EncodeCommand:
     """Folder to create, or an object store: s3://BUCKET/PREFIX."""
     model: Model = "smollm2"
     continuation: Annotated[int, Ge(2), Shown("--continuation M")] = 128
-    """Tokens to measure losses on."""
+    """Tokens on which losses are measured."""
     group_tokens: Annotated[int | None, Ge(1), Le(MAX_GROUP_TOKENS), Shown("--group-tokens N")] = None
     """Tokens per group (default: 128)."""
     snapshots_every: Annotated[int | None, Shown("--snapshots-every N")] = None
-    """Tokens between two snapshots of recurrent states, a multiple of a group's: shorter prompts can be played to each
-    (default: one snapshot, at the end)."""
+    """Tokens between snapshots of recurrent states, a multiple of a group's; shorter prompts can share the cache up to
+    each (default: one snapshot, at the end)."""
     tracks: Annotated[tuple[str, ...] | None, Shown("--tracks TRACK")] = None
     """Tracks to encode (default: all but FP4; with --quick fewer)."""
     profile: Annotated[Path | None, Shown("--profile FILE")] = None
@@ -103,9 +95,9 @@ class EncodeCommand:
     digest: Digest = SHA256
     salt_file: SaltFile = None
     quick: Annotated[bool, Shown()] = False
-    """Measure nothing: losses and decode times are estimated, taken from --prior, and the catalog says so."""
+    """Measure nothing: estimate losses and decode times from --prior."""
     prior: Annotated[str | None, Shown("--prior ASSET", needs="quick")] = None
-    """With --quick: asset or catalog of the model that they are taken from (default: one of smollm2)."""
+    """With --quick: asset or catalog of the model to take them from (default: one of smollm2)."""
     force: Annotated[bool, Shown()] = False
     """Replace an existing asset."""
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
@@ -129,12 +121,12 @@ def run(args: EncodeCommand) -> int:
     from kvabr.store.locations import open_store
     from kvabr.types.digests import check_kind
 
-    # Check everything that does not need the model before loading it.
+    # Check everything that needs no model first.
     text = prompt_text(args.text)
     ordered_tracks(args.tracks)
     check_kind(args.digest)
     if args.passages.fusion is not None:
-        FusionLosses.read(args.passages.fusion).check_base(*encode_passage.base(args.passages))
+        FusionLosses.read(args.passages.fusion).check_base("mean", encode_passage.contexts(args.passages))
     passage = args.passages.passage
     if passage and args.snapshots_every is not None:
         raise UsageError("--snapshots-every: a model with recurrent states can have no passages")
@@ -144,7 +136,7 @@ def run(args: EncodeCommand) -> int:
     writer = store.writer(force=args.force)
 
     def check_new(digest: str) -> None:
-        """Refuse what is there already before minutes are spent on it; a store names assets by their digests."""
+        """Refuse an existing asset before minutes are spent."""
         if not args.force and store.has(digest):
             raise UsageError(f"{store.location}: has the asset {digest} already; add --force to replace it")
 
@@ -160,8 +152,7 @@ def run(args: EncodeCommand) -> int:
     offer = None
     if prior is not None:
         offer = TrackOffer(spec, prior=prior, tracks=args.tracks, profile=profile, source=source)
-    shares = None if passage else SHARES if offer is None else QUICK_SHARES
-    with writer, StageBar(STAGES, console, shares=shares) as bar:
+    with writer, StageBar(STAGES, console) as bar:
         catalog = publish(
             loaded.engine,
             prompt,
@@ -190,7 +181,6 @@ add = command(EncodeCommand, run)
 
 
 def _report(args: EncodeCommand, catalog: Catalog, location: str, seconds: float, unusual: Sequence[str]) -> None:
-    """Print the tracks, and write them as JSON."""
     from kvabr.cli.display import mix_rows, mix_table, output, plain, track_rows, track_table, write_result
 
     result = {
@@ -215,19 +205,19 @@ def _report(args: EncodeCommand, catalog: Catalog, location: str, seconds: float
     if catalog.estimated:
         plain(f"losses and decode times are estimated; {catalog.loss_method}")
     if catalog.passage is not None:
-        plain(*encode_passage.told(catalog.passage))
+        plain(encode_passage.joining_loss(catalog.passage))
     plain(*unusual, f"asset: {location} ({seconds:.0f} s)")
 
 
 def _prior(args: EncodeCommand) -> Catalog | None:
-    """Return the catalog that losses are taken from with --quick; raise `UsageError` for what does not go with it."""
+    """Return the catalog that losses are taken from with --quick; raise `UsageError` for --passage."""
     from kvabr.data import default_catalog
     from kvabr.store.locations import open_catalog
 
     if not args.quick:
         return None
     if args.passages.passage:
-        raise UsageError("--quick measures nothing, and joining a passage has to be measured: leave one of them out")
+        raise UsageError("--quick measures nothing, but the loss of joining a passage must be measured: drop one")
     return default_catalog() if args.prior is None else open_catalog(args.prior)[0]
 
 

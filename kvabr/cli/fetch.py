@@ -1,14 +1,12 @@
-"""`kvabr fetch`: play a cache from an origin, watch how it goes, and write it to a file."""
+"""`kvabr fetch`: play a cache from an origin, show its progress, and write it to a file."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -23,7 +21,6 @@ from kvabr.player.play_choices import PlayChoices
 from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
 from kvabr.types.fields import Heading, Part, Shown
-from kvabr.types.loss import predicted_loss, promised_loss
 from kvabr.types.words import counted
 
 if TYPE_CHECKING:
@@ -31,63 +28,44 @@ if TYPE_CHECKING:
 
     from kvabr.client.async_client import AsyncClient
     from kvabr.client.result import NothingCached, Played
-    from kvabr.client.upgrades import Upgrades
-    from kvabr.telemetry import Telemetry
     from kvabr.transfer.interface import Connection
     from kvabr.types.engine import Engine
     from kvabr.types.naming import TrackNamespace
 
 _HOW = (
-    "say which cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --name MODEL/DIGEST (`kvabr inspect ASSET` shows both "
-    "parts), or the prompt itself: --text FILE --model smollm2"
+    "name the cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --name MODEL/DIGEST (`kvabr inspect ASSET` shows both "
+    "parts), or give the prompt: --text FILE --model smollm2"
 )
-_QUESTION = 20
-"""Tokens of a question, for what a cache would lose behind one."""
-
-
 _UNKEPT = 3
-"""Exit status: played, but the disk did not take what came."""
+"""Exit status of a complete play with groups or a profile that could not be kept on disk."""
 _METRIC = "kvabr_client_unkept_total"
-
-
-def _after(text: str) -> float:
-    try:
-        after_s = math.inf if text == "done" else float(text)
-    except ValueError:
-        after_s = math.nan
-    if not after_s > 0:
-        raise UsageError(f"{text!r} is not a positive number of seconds, nor 'done'")
-    return after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchCommand:
-    """Play a KV cache from an origin or a relay before a deadline, show how it goes, and write it as safetensors.
+    """Play a KV cache from an origin or a relay before a deadline, show the progress, and write it as safetensors.
 
     Examples:
       kvabr fetch 'moqt://origin.example/#kvcache:MODEL/DIGEST' --deadline 2 --out cache.safetensors
       kvabr fetch moqt://localhost:4443/ --fingerprint HEX --name MODEL/DIGEST --out cache.safetensors
       kvabr fetch moqt://origin.example/ --text README.md --recompute smollm2 --out cache.safetensors
 
-    Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --prompt. For a prompt,
-    the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
-    where its time is worth it (--gpu-price), and everything if the origin cannot be reached. A cache that is still
-    being prefilled is played, too: its groups come as they are published. The deadline starts once the connection is
-    up.
+    Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --prompt. kvabr plays
+    the longest prefix of the prompt that the origin has. With --recompute, the engine computes late groups, more if its
+    time is worth it (--gpu-price), and everything if the origin cannot be reached. A cache that is still being
+    prefilled is played as its groups are published. The deadline starts once the connection is up.
 
-    At the deadline the play ends, with --recompute as soon as the engine has completed it. If groups are missing then,
-    the command says which, --out gets the tokens before them, and the exit status is 1; --patience 3 waits for three
+    The play ends at the deadline, or with --recompute once the engine has completed it. If groups are missing then, the
+    command names them, --out gets the tokens before them, and the exit status is 1; --patience 3 waits for three
     deadlines.
 
-    The exit status is 0 if a complete cache was played, 1 if groups are missing or nothing of the prompt is cached, and
-    for every other failure as for all commands.
+    The exit status is 0 if a complete cache was played, and 1 if groups are missing or the prompt is not cached.
     """
 
     url: Annotated[str, Shown("URL")]
     """moqt://HOST[:PORT]/ or s3://BUCKET/PREFIX, [#kvcache:MODEL/DIGEST]."""
     source: Annotated[tuple[str, ...], Shown("--source URL", repeated=True)] = ()
-    """Another origin, relay or store of the same caches: groups come from all of them, and from those that are left if
-    one fails; may be repeated."""
+    """Another origin, relay or store of the same caches, used in parallel; may be repeated."""
     salt_file: SaltFile = None
 
     which: ClassVar = Heading("which cache")
@@ -98,40 +76,33 @@ class FetchCommand:
     text: Annotated[Path | None, Shown("--text F", alone="prompt")] = None
     """The prompt as text."""
     model: Annotated[str | None, Shown("--model smollm2|DIR")] = None
-    """Model of the prompt: its tokenizer reads --text (default: that of --recompute; for --prompt, the only one that
-    the origin has)."""
+    """Model of the prompt, for its tokenizer (default: that of --recompute; for --prompt, the origin's only one)."""
     no_live: Annotated[bool, Shown()] = False
-    """Do not play a cache that is still being prefilled."""
+    """Skip caches that are still being prefilled."""
 
     how: ClassVar = Heading("how to play")
     deadline: Deadline = 2.0
     recompute: Annotated[str | None, Shown("--recompute smollm2|DIR")] = None
-    """Engine that computes what would be late, and what pays."""
+    """Engine that computes late groups, and others if that pays."""
     play: Annotated[PlayChoices, Part()]
-    after: Annotated[float | None, Shown("--after S|done", parse=_after)] = None
-    """Continue with upgrades for S seconds after the deadline, or until there are none; write the cache again."""
     cache: Annotated[Path | None, Shown("--cache DIR")] = None
     """Folder that keeps codec profiles and the speed of peers (default: the user's cache folder)."""
     disk: Annotated[str | None, Shown("--disk DIR|URL")] = None
-    """Keep groups in this folder, or in an object store, for later plays."""
+    """Keep groups for later plays in this folder or object store."""
     disk_gib: DiskGib = 16.0
     peer: Connecting
 
-    results: ClassVar = Heading("what comes out")
+    results: ClassVar = Heading("results")
     out: Annotated[Path | None, Shown("-o --out F.safetensors", written=True)] = None
     """Write the cache."""
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
-    """Write what happened, as JSON."""
+    """Write the outcome as JSON."""
     log: Annotated[Path | None, Shown("--log F.jsonl", written=True)] = None
     """Write every decision and event."""
-    telemetry: Annotated[Path | None, Shown("--telemetry F.jsonl", written=True)] = None
-    """Append the play's events, with CMCD names where one fits."""
-    metrics_file: Annotated[Path | None, Shown("--metrics-file F.prom", written=True)] = None
-    """Write Prometheus metrics of the play."""
 
     @property
     def urls(self) -> list[str]:
-        """All sources, without the name of an asset."""
+        """All sources, without the name of the asset."""
         return [url.partition("#")[0] for url in (self.url, *self.source)]
 
 
@@ -140,11 +111,45 @@ def run(args: FetchCommand) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import write_result
-    from kvabr.client.origins import asset_of, dialling, parse_namespace
+    from kvabr.client.origins import dialling
 
-    # Find every error that needs no network first.
+    # Find all errors that need no network.
     network.checked(args.peer)
     _ = [dialling(url, args.peer) for url in (args.url, *args.source)]
+    namespace = _namespace(args)
+    if args.out is not None and args.out.exists() and not args.out.is_file():
+        raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
+    console = Console(stderr=True)
+    engine, model, tokens = read_prompt(args, console)
+    lines: list[PlayEvent] = []
+    try:
+        result = run_async(_fetch(args, namespace, engine, model, tokens, lines, console))
+    finally:
+        if args.log is not None:
+            _write_log(args.log, lines)
+    write_result(args.json, "fetch", result)
+    unwritten = "" if args.out is None else f"; {args.out} was not written"
+    if "incomplete" in result:
+        written = "" if args.out is None else f"; {args.out} has the first {result['tokens']:,} tokens"
+        cores = ", or more cores" if "to be decoded" in result["incomplete"] else ""
+        more = f"; allow more time: --deadline, --patience{cores}"
+        raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten) + more)
+    if not result["tokens"]:
+        why = f"no snapshot of {result['limited_by']} is cached there that lies within this prompt"
+        if result["limited_by"] is None:
+            producer = ", and no producer has started to prefill it" if args.play.wait_for_producer_s else ""
+            why = f"nothing of this prompt is cached there{producer}"
+        raise PlayError(f"{why} ({result['lookup_s']:.2f} s){unwritten}")
+    return _UNKEPT if result["unkept"] else 0
+
+
+add = command(FetchCommand, run)
+
+
+def _namespace(args: FetchCommand) -> TrackNamespace | None:
+    """Return the name of the cache, None for a prompt; raise `UsageError` for options that contradict each other."""
+    from kvabr.client.origins import asset_of, parse_namespace
+
     namespace = asset_of(args.url)
     if args.name is not None:
         if namespace is not None:
@@ -154,61 +159,27 @@ def run(args: FetchCommand) -> int:
         raise UsageError(_HOW)
     if args.recompute is not None and args.prompt is None and args.text is None:
         raise UsageError("--recompute needs the prompt: --prompt or --text")
-    _check_wait(args, named=namespace is not None)
-    if args.out is not None and args.out.exists() and not args.out.is_file():
-        raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
-    console = Console(stderr=True)
-    engine, model, tokens = read_prompt(args, console)
-    lines: list[PlayEvent] = []
-    with _telemetry(args) as telemetry:
-        try:
-            result = run_async(_fetch(args, namespace, engine, model, tokens, lines, telemetry, console))
-        finally:
-            if args.log is not None:
-                _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines), private=True)
-    write_result(args.json, "fetch", result)
-    unwritten = "" if args.out is None else f"; {args.out} was not written"
-    if "incomplete" in result:
-        written = "" if args.out is None else f"; {args.out} has the first {result['tokens']:,} tokens"
-        cores = ", or more cores" if "to be decoded" in result["incomplete"] else ""
-        more = f"; allow more time: --deadline, --patience{cores}"
-        raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten) + more)
-    if not result["tokens"]:
-        why = _why_nothing(result["limited_by"], args.play.wait_for_producer_s)
-        raise PlayError(f"{why} ({result['lookup_s']:.2f} s){unwritten}")
-    return _UNKEPT if result["unkept"] else 0
-
-
-add = command(FetchCommand, run)
-
-
-def _check_wait(args: FetchCommand, *, named: bool) -> None:
-    """Raise `UsageError` if there is nothing that --wait-for-producer could wait for."""
-    if not args.play.wait_for_producer_s:
-        return
-    wait = f"--wait-for-producer {args.play.wait_for_producer_s:g}"
-    if args.no_live:
-        raise UsageError(f"{wait}: with --no-live nothing is played that a producer begins")
-    if named:
-        raise UsageError(f"{wait}: waits for a prompt, not for a name; give --text or --prompt instead of the name")
-    if args.play.wait_for_producer_s >= args.deadline:
+    if (wait_s := args.play.wait_for_producer_s) and (args.no_live or namespace or wait_s >= args.deadline):
         raise UsageError(
-            f"{wait}: must be shorter than --deadline ({args.deadline:g} s), which also has to cover the prefill"
+            f"--wait-for-producer {wait_s:g} needs a prompt instead of a name, a --deadline that is later than "
+            f"{wait_s:g} s and also covers the prefill, and no --no-live"
         )
+    return namespace
 
 
-def _why_nothing(limited_by: str | None, waited: float) -> str:
-    if limited_by is None:
-        return "nothing of this prompt is cached there" + (
-            ", and no producer has started to prefill it" if waited else ""
-        )
-    return f"no snapshot of {limited_by} is cached there that lies within this prompt"
+def _write_log(path: Path, lines: Sequence[PlayEvent]) -> None:
+    from kvabr.store.files import PRIVATE, write_text
+
+    try:
+        write_text(path, "".join(json.dumps(line.to_json()) + "\n" for line in lines), mode=PRIVATE)
+    except KvabrError as error:
+        print(f"kvabr: {error}", file=sys.stderr)  # raising would hide the result of the play
 
 
 def read_prompt(args: FetchCommand, console: Console) -> tuple[Engine | None, str | None, tuple[int, ...]]:
-    """Return the engine and the model's name, if there are any, and the prompt's tokens.
+    """Return the engine and the model's name, if any, and the tokens of the prompt.
 
-    The weights are loaded for an engine only, and not before the peer was reached.
+    Weights are loaded only for an engine, after a connection to an origin has succeeded.
     """
     if args.recompute is not None and args.model not in (None, args.recompute):
         raise UsageError(
@@ -218,7 +189,7 @@ def read_prompt(args: FetchCommand, console: Console) -> tuple[Engine | None, st
     wanted = args.recompute or args.model
     if wanted is None:
         if args.text is not None:
-            raise UsageError("--text needs --model, whose tokenizer turns it into tokens")
+            raise UsageError("--text needs --model, for its tokenizer")
         return None, None, tokens
     text = None if args.text is None else prompt_text(args.text)
     engine: Engine | None = None
@@ -240,9 +211,9 @@ def read_prompt(args: FetchCommand, console: Console) -> tuple[Engine | None, st
 
 
 async def _reach(args: FetchCommand, console: Console) -> None:
-    """Connect once, so that an origin that cannot be reached is reported before the model is loaded.
+    """Connect once, to report an unreachable origin before the model is loaded.
 
-    An engine then computes the whole prompt; it is an error for a cache that is named.
+    Without an origin an engine computes the whole prompt; a cache given by name is an error.
     """
     from kvabr.cli.display import printable, say
     from kvabr.client.origins import asset_of, dialling
@@ -258,11 +229,11 @@ async def _reach(args: FetchCommand, console: Console) -> None:
                 continue
             if named or not _is_silent(error):
                 raise
-            say(console, printable(f"{error}; nothing is fetched, everything is computed here"), highlight=False)
+            say(console, printable(f"{error}; everything is computed here"), highlight=False)
 
 
 def _is_silent(error: BaseException) -> bool:
-    """Return whether nobody answered; a refused token and an untrusted certificate have to be mended."""
+    """Return whether no origin answered; refused tokens and untrusted certificates must be fixed instead."""
     from kvabr.types.errors import ConnectionLostError, NoAnswerError, UnauthorizedError
 
     return isinstance(error, NoAnswerError | ConnectionLostError) and not isinstance(error, UnauthorizedError)
@@ -275,7 +246,6 @@ async def _fetch(
     model: str | None,
     tokens: tuple[int, ...],
     lines: list[PlayEvent],
-    telemetry: Telemetry | None,
     console: Console,
 ) -> dict[str, Any]:
     from platformdirs import user_cache_path
@@ -288,15 +258,14 @@ async def _fetch(
     from kvabr.types.errors import TransportError
 
     if args.play.tail and not args.play.question_tokens:
-        raise UsageError("--tail is about tokens that are computed with a --question: give its tokens")
+        raise UsageError("--tail is for tokens that are computed with a question: give --question N")
     options = PlayOptions(
         **{field.name: getattr(args.play, field.name) for field in fields(PlayChoices)}
-        | {"live": not args.no_live, "after": args.after}
+        | {"live": not args.no_live}
         | ({} if args.play.question_tokens else {"tail": 0}),
         recompute=args.recompute is not None,
         salt=read_salt(args.salt_file),
         log=lines.append if args.log is not None else None,
-        telemetry=telemetry,
     )
     client = AsyncClient(
         args.urls,
@@ -339,21 +308,18 @@ async def _fetch(
         if args.out is not None:
             save(played, args.out)
         _say(args, played, len(tokens))
-        if played.upgrades is not None:
-            result["after"] = await _go_on(args, played, played.upgrades, console)
     result["unkept"] = [what for what in ("groups", "profile") if client.metrics.value(_METRIC, what=what)]
     return result
 
 
 def _trouble(client: AsyncClient, args: FetchCommand) -> str | None:
-    """Return why nothing comes from a source, if that is so for any."""
     return next(
         (why for url in dict.fromkeys(args.urls) if (why := client.peer(url, args.peer).trouble) is not None), None
     )
 
 
 def _say_who_is_missing(client: AsyncClient, args: FetchCommand, console: Console) -> None:
-    """Say which sources are not connected, and why."""
+    """Print the sources that are not connected, and why."""
     from kvabr.cli.display import printable, say
 
     for url in dict.fromkeys(args.urls):
@@ -362,64 +328,37 @@ def _say_who_is_missing(client: AsyncClient, args: FetchCommand, console: Consol
             say(console, printable(f"{url} is left out: {peer.trouble}"), highlight=False)
 
 
-async def _go_on(args: FetchCommand, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
-    """Wait for the upgrades, and write the improved cache."""
-    from kvabr.cli.display import plain, waiting
-    from kvabr.client.engine_hook import StepGate
-    from kvabr.client.result import save
-
-    start = time.monotonic()
-    upgrades.into(StepGate())  # nothing reads the cache here while the upgrades last
-    try:
-        with waiting("upgrades", console):
-            record = await upgrades.wait()
-    finally:
-        upgrades.cancel()
-    took_s = time.monotonic() - start
-    upgraded = sum(kind == "fetch" for kind, *_ in record.steps)
-    if upgraded and args.out is not None:
-        save(replace(played, coverage=upgrades.coverage, loss=upgrades.loss), args.out)
-    came = f"{upgraded} upgrades, {record.bytes_fetched:,} bytes"
-    plain(f"after {took_s:.2f} s more: {came}, expected loss {upgrades.loss:.2g}")
-    return {
-        "seconds": took_s,
-        "upgrades": upgraded,
-        "loss": upgrades.loss,
-        "bytes_fetched": record.bytes_fetched,
-        "bytes_wasted": record.bytes_wasted,
-        "tracks": list(upgrades.coverage),
-    }
-
-
 def _say(args: FetchCommand, played: Played, tokens: int) -> None:
     from kvabr.cli.display import plain
+    from kvabr.client.result import listed
     from kvabr.types.catalog import RECOMPUTED
 
     record = played.record
     groups = len(played.coverage)
     shares = {track: played.coverage.count(track) for track in dict.fromkeys(played.coverage)}
     of = f" of {tokens}" if tokens else ""
+    tail = 0 if played.catalog is None else played.catalog.tail
     verdict = "in time" if played.met else f"late, the deadline was {args.deadline:g} s"
     lines = [
         f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
         f"{counted(groups, 'group')}: "
         + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in shares.items()),
-        f"expected loss {played.loss:.2g} nats per token" + _behind(played),
+        f"expected loss {played.loss:.2g} nats per token"
+        + (f" after {counted(tail, 'token')} that an engine computes" if tail else ""),
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
-        *_expected(played),
     ]
     if played.tail:
-        lines.append(f"the last {counted(played.tail, 'token')} of what is cached are left to the question's call")
+        lines.append(f"the last {counted(played.tail, 'token')} of the cache are left to the question's call")
     if record.damaged:
-        lines.append(_damage(record.damaged))
+        counts = Counter(f"group {group} on {track}" for group, track, _ in record.damaged)
+        names = listed(frame + (f" ({count} times)" if count > 1 else "") for frame, count in counts.items())
+        lines.append(f"damaged: {names}: {record.damaged[0][2]}; run `kvabr store verify --deep` at the origin")
     if played.limited_by is not None:
-        lines.append(
-            f"more of the prompt is cached, but there is no snapshot of layer class {played.limited_by} at that point"
-        )
+        lines.append(f"more of the prompt is cached, but without a snapshot of layer class {played.limited_by}")
     if (live := played.live) is not None:
         if live.complete_s is not None:
             after_s = max(0.0, played.ttft_s - played.lookup_s - live.complete_s)
-            lines.append(f"prefilled meanwhile: in place {1000 * after_s:.0f} ms after the last group was published")
+            lines.append(f"prefilled meanwhile: in place {1000 * after_s:.0f} ms after its last group was published")
         else:
             why = "it was too late" if live.stopped is None else live.stopped
             lines.append(f"prefilled meanwhile, up to group {live.published} of {groups}: {why}")
@@ -431,42 +370,6 @@ def _say(args: FetchCommand, played: Played, tokens: int) -> None:
     if args.out is not None:
         lines.append(f"written: {args.out}")
     plain(*lines)
-
-
-def _behind(played: Played) -> str:
-    """Return behind what a cache loses so much; or, if nothing was said to follow, what would be lost less."""
-    catalog = played.catalog
-    if catalog is not None and catalog.tail:
-        return f" behind {counted(catalog.tail, 'token')} that an engine computes"
-    if catalog is None or not catalog.even or catalog.groups == 1 or not any(track.tails for track in catalog.tracks):
-        return ""
-    left, last = catalog.groups - 1, catalog.group_tokens(catalog.groups - 1)
-    behind, coverage = catalog.behind(left, last + _QUESTION), played.coverage[:left]
-    loss = promised_loss(behind, coverage, predicted_loss(behind, coverage))
-    return (
-        f" right behind it; {loss:.2g} if the engine computes the last {counted(last, 'token')} with a question of "
-        f"{_QUESTION} (--question)"
-    )
-
-
-def _expected(played: Played) -> Iterator[str]:
-    """Yield the line about what was expected of network and engine, if there is one."""
-    if (division := played.record.division) is not None:
-        at_s, computed = played.lookup_s + division.at_s, counted(division.last - division.first, "group")
-        ends_s, play_s, compute_s = (at_s + each for each in (division.ends_s, division.play_s, division.compute_s))
-        yield (
-            f"expected after {at_s:.2f} s: {ends_s:.2f} s with {computed} computed, {play_s:.2f} s if all were played, "
-            f"{compute_s:.2f} s if all were computed; the engine took {played.record.recompute_s:.2f} s"
-        )
-
-
-def _damage(damaged: Sequence[tuple[int, str, str]]) -> str:
-    """Return the line about frames that came damaged."""
-    from kvabr.client.result import listed
-
-    times = Counter(f"group {group} on {track}" for group, track, _ in damaged)
-    told = listed(frame + (f" ({count} times)" if count > 1 else "") for frame, count in times.items())
-    return f"damaged: {told}: {damaged[0][2]}; `kvabr store verify --deep` at the origin finds what else is"
 
 
 def _result(
@@ -512,34 +415,3 @@ def _result(
         "damaged": [{"group": group, "track": track, "what": what} for group, track, what in record.damaged],
         "groups": groups,
     }
-
-
-@contextmanager
-def _telemetry(args: FetchCommand) -> Iterator[Telemetry | None]:
-    """Yield the telemetry that the options ask for; its metrics are written at the end, however the play ended."""
-    if args.telemetry is None and args.metrics_file is None:
-        yield None
-        return
-    from kvabr.telemetry import JsonLines, PlayerMetrics, Telemetry
-
-    metrics = PlayerMetrics()
-    listeners = [metrics] if args.telemetry is None else [metrics, JsonLines(args.telemetry)]
-    telemetry = Telemetry(*listeners)
-    try:
-        yield telemetry
-    finally:
-        telemetry.close()
-        for name, counts in telemetry.counts.items():
-            if counts.dropped or counts.errors:
-                print(f"kvabr: {name}: {counts.dropped} events dropped, {counts.errors} not taken", file=sys.stderr)
-        if args.metrics_file is not None:
-            _write(args.metrics_file, metrics.expose())
-
-
-def _write(path: Path, text: str, *, private: bool = False) -> None:
-    from kvabr.store.files import PRIVATE, write_text
-
-    try:
-        write_text(path, text, mode=PRIVATE if private else 0o666)
-    except KvabrError as error:
-        print(f"kvabr: {error}", file=sys.stderr)  # not raised: it would hide how the play ended

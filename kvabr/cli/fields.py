@@ -1,4 +1,4 @@
-"""Command line options made from the fields of dataclasses of options (`kvabr.types.fields`)."""
+"""Command line options from the fields of dataclasses (`kvabr.types.fields`)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def command(
     """Return the function that declares a command.
 
     Args:
-        kind: a dataclass: its fields are the options, and its docstring is the help.
-        run: runs the command, and returns the exit status.
-        more: returns the end of its help.
+        kind: dataclass with the options as fields and the help as docstring.
+        run: runs the command and returns the exit status.
+        more: returns text for the end of the help.
     """
 
     def add(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def command(
 
 
 def add_fields(parser: argparse._ActionsContainer, kind: type, part: Part = _WHOLE) -> None:
-    """Declare options for the fields of a dataclass, or a part of them; `read_fields` reads them."""
+    """Declare options for the fields of a dataclass, or for a part of them; `read_fields` reads them."""
     made: dict[object, argparse._ActionsContainer] = {"": parser, None: parser}
     fields, docs, defaults = option_fields(kind), docstrings(kind), dict(part.defaults)
     for name in part.only or fields:
@@ -53,16 +53,16 @@ def add_fields(parser: argparse._ActionsContainer, kind: type, part: Part = _WHO
             if field.shown.alone not in made:
                 made[field.shown.alone] = into.add_mutually_exclusive_group()
             into = made[field.shown.alone] if field.shown.alone else into
-            said = field.shown.doc or first_sentence(docs[name])
-            _add(into, field, said, part.prefix, defaults.get(name, field.default))
+            doc = field.shown.doc or first_sentence(docs[name])
+            _add(into, field, doc, part.prefix, defaults.get(name, field.default))
 
 
 def read_fields(args: argparse.Namespace, kind: type[T], part: Part = _WHOLE) -> T:
-    """Return the dataclass with the values of the options that were declared.
+    """Return the dataclass with the values of the declared options.
 
     Raises:
-        UsageError: a value is out of bounds, or has no use without another; the message names the options. Or a file
-            cannot be written.
+        UsageError: a value is out of bounds or requires another option, or a file cannot be written; the message names
+            the options.
     """
     fields: dict[str, OptionField] = option_fields(kind)
     given: dict[str, Any] = {}
@@ -88,12 +88,12 @@ def read_fields(args: argparse.Namespace, kind: type[T], part: Part = _WHOLE) ->
     return made
 
 
-def _add(parser: argparse._ActionsContainer, field: OptionField, said: str, prefix: str, default: Any) -> None:
-    assert field.shown is not None  # noqa: S101  # others are no options
+def _add(parser: argparse._ActionsContainer, field: OptionField, doc: str, prefix: str, default: Any) -> None:
+    assert field.shown is not None  # noqa: S101  # other fields are no options
     flags, metavar = _flags(field, prefix)
-    said = said.replace("%", "%%")
+    doc = doc.replace("%", "%%")
     if field.kind is bool:
-        parser.add_argument(*flags, action="store_true", help=said)
+        parser.add_argument(*flags, action="store_true", help=doc)
         return
     how: dict[str, Any] = {"type": field.shown.parse or field.kind, "metavar": metavar}
     if field.choices:
@@ -104,8 +104,8 @@ def _add(parser: argparse._ActionsContainer, field: OptionField, said: str, pref
         if field.count != 1 and default is not None:
             default, shown = list(default), " ".join(default)
         how["default"] = default
-        if shown not in (None, "") and "default" not in said:
-            said += f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
+        if shown not in (None, "") and "default" not in doc:
+            doc += f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
     if field.count is None and field.shown.repeated:
         how["action"] = "append"
     elif field.count != 1:
@@ -114,11 +114,11 @@ def _add(parser: argparse._ActionsContainer, field: OptionField, said: str, pref
         how["nargs"] = "?"
     if flags:
         how["required"] = required
-    parser.add_argument(*(flags or [field.name]), help=said, **how)
+    parser.add_argument(*(flags or [field.name]), help=doc, **how)
 
 
 def _flags(field: OptionField, prefix: str) -> tuple[list[str], Any]:
-    """Return the flags of a field, the long one last, and its metavar, None for that of argparse."""
+    """Return the flags of a field, the long one last, and its metavar (None: argparse's own)."""
     words = field.shown.words.split() if field.shown is not None else []
     flags = [word for word in words if word.startswith("-")]
     names = [word for word in words if not word.startswith("-")]
@@ -129,18 +129,16 @@ def _flags(field: OptionField, prefix: str) -> tuple[list[str], Any]:
 
 
 def _title(field: OptionField, prefix: str) -> str:
-    """Return how messages name a field."""
     flags, metavar = _flags(field, prefix)
     return flags[-1] if flags else str(metavar)
 
 
 def _dest(field: OptionField, prefix: str) -> str:
-    """Return the attribute that argparse gives a field."""
     flags, _ = _flags(field, prefix)
     return flags[-1].removeprefix("--").replace("-", "_") if flags else field.name
 
 
 def first_sentence(doc: str) -> str:
-    """Return the first sentence of a docstring as help has it, without a capital and a full stop."""
+    """Return the first sentence of a docstring as help text: lower case, without a full stop."""
     first = doc.partition(". ")[0].rstrip(".").replace("``", "")
     return first[:1].lower() + first[1:] if first[1:2].islower() or first.startswith("A ") else first

@@ -1,4 +1,4 @@
-"""`kvabr inspect`: show what an asset offers, and check that it is complete."""
+"""`kvabr inspect`: show the tracks of an asset, and check that it is complete."""
 
 from __future__ import annotations
 
@@ -21,54 +21,49 @@ if TYPE_CHECKING:
     from kvabr.types.passage import PassageNotes
 
 _MOST_ENDS = 8
-"""Prefixes with a snapshot that are listed."""
+"""Listed prefixes that end with a snapshot."""
 _SHOWN = ("source", "tokens", "groups", "fp16_bytes", "profile_bytes", "loss_method")
-"""Fields of a catalog in the JSON."""
+"""Catalog fields in the JSON."""
 _MOST_ASKED = 3
-"""Groups that questions are about that are listed."""
+"""Listed groups that questions read most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectCommand:
-    """Show what an asset offers: its tracks with size, ratio and loss, and how well losses of mixes are predicted.
+    """Show the tracks of an asset with size, ratio and loss, and how well losses of mixes are predicted.
 
     Examples:
       kvabr inspect assets                      the only asset of a store
       kvabr inspect assets/DIGEST --check       read every group and compare it with the catalog
-      kvabr inspect assets/DIGEST --groups --json tracks.json
+      kvabr inspect assets/DIGEST --json tracks.json
       kvabr inspect 'moqt://origin.example/#kvcache:MODEL/DIGEST'
 
-    loss is the expected KL divergence from the exact cache, nats per generated token; in assets of today the mean of
-    the KL over the first 8 tokens, over 32, and over all that were measured. KL, ΔNLL and top-1 are over all of them,
-    measured on the real model with the whole cache on that track. ms/group is the decode time on one thread of the
-    publisher's machine.
+    loss is the expected KL divergence from the exact cache in nats per generated token: the mean of the KL over the
+    first 8 tokens, the first 32, and all measured ones. KL, ΔNLL and top-1 are over all of them, measured on the real
+    model with the whole cache on that track. ms/group is the decode time on one thread of the publisher's machine.
     """
 
     asset: Annotated[str, Shown("ASSET|CATALOG|URL")]
     """STORE/DIGEST, a store with one asset, a catalog, or an asset at an origin."""
-    groups: Annotated[bool, Shown()] = False
-    """Also show every group."""
     check: Annotated[bool, Shown()] = False
     """Read every part; exit 1 if any is damaged."""
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
-    """Write the tables as JSON."""
+    """Write the tables as JSON, with the size and loss of every group."""
     peer: Connecting
 
 
 def run(args: InspectCommand) -> int:
-    """Print the tables, and check the groups if asked to."""
+    """Print the tables, and check the groups if requested."""
     from kvabr.cli import display
 
     catalog, asset = _open(args)
     out = display.output()
     _head(catalog)
     out.print(display.track_table(catalog))
-    display.plain(*_what_losses_are(catalog))
+    display.plain(*_loss_lines(catalog))
     if (tails := display.tail_table(catalog)) is not None:
         out.print(tails)
-    display.plain(*_how_sure_losses_are(catalog))
-    if args.groups:
-        out.print(*display.group_tables(catalog))
+    display.plain(*_tail_lines(catalog))
     if catalog.mixes:
         out.print(display.mix_table(catalog))
     bad = _check(asset) if args.check and asset is not None else None
@@ -85,15 +80,14 @@ def run(args: InspectCommand) -> int:
     if not catalog.every_token:
         result |= {"classes": list(catalog.spec.names), "units": list(catalog.titles)}
         result |= {"needed_groups": catalog.to_play.groups, "needed_fp16_bytes": catalog.to_play.fp16_bytes}
-    if args.groups:
-        for row, track in zip(result["tracks"], catalog.tracks, strict=True):
-            row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
+    for row, track in zip(result["tracks"], catalog.tracks, strict=True):
+        row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
     if bad is not None:
         result["bad"] = bad
     display.write_result(args.json, "inspect", result)
     if bad:
         raise FormatError(
-            f"{args.asset}: {counted(len(bad), 'part')} cannot be read, as said above; encode or copy the asset again"
+            f"{args.asset}: {counted(len(bad), 'part')} cannot be read, see above; encode or copy the asset again"
         )
     return 0
 
@@ -150,8 +144,8 @@ def _head(catalog: Catalog) -> None:
         lines.append(f"a play of all tokens needs {play.groups:,} of these, {play.fp16_bytes:,} bytes as FP16")
     if any(only.kind == "state" for only in spec.classes):
         ends = [count for count in range(1, len(catalog.chunks) + 1) if catalog.playable(count)[0] == count]
-        said = [f"{min(count * spec.group_tokens, catalog.tokens):,}" for count in ends]
-        shown = said if len(said) <= _MOST_ENDS else [*said[:_MOST_ENDS], "...", said[-1]]
+        tokens = [f"{min(count * spec.group_tokens, catalog.tokens):,}" for count in ends]
+        shown = tokens if len(tokens) <= _MOST_ENDS else [*tokens[:_MOST_ENDS], "...", tokens[-1]]
         lines.append(f"prompts can share its first {', '.join(shown)} tokens: there are snapshots of its states")
     if catalog.passage is not None:
         lines += _passage_lines(catalog.passage)
@@ -167,8 +161,8 @@ def _head(catalog: Catalog) -> None:
     plain(*lines)
 
 
-def _what_losses_are(catalog: Catalog) -> list[str]:
-    """Return in two lines what the table's columns loss and KL are; the whole method is in the JSON."""
+def _loss_lines(catalog: Catalog) -> list[str]:
+    """Return the meaning of the columns loss and KL; the JSON has the whole method."""
     early = [
         str(first)
         for first in (8, 32)
@@ -179,43 +173,40 @@ def _what_losses_are(catalog: Catalog) -> list[str]:
     if not early:
         return [f"loss: {catalog.loss_method.partition(';')[0].removesuffix('.')}"] if catalog.loss_method else []
     return [
-        f"loss: the mean of the KL over the first {', '.join(early)} and all measured tokens; players weigh it",
-        "KL: of the exact cache and this one, over all those tokens; both are nats per token",
+        f"loss: the mean of the KL over the first {', '.join(early)} and all measured tokens; players use it",
+        "KL: divergence of this cache from the exact one over all measured tokens; both are nats per token",
     ]
 
 
-def _how_sure_losses_are(catalog: Catalog) -> list[str]:
-    """Return what else may follow than what the losses were measured with."""
+def _tail_lines(catalog: Catalog) -> list[str]:
+    """Return how far losses depend on the text that follows the cache."""
     known = [tail for track in catalog.tracks for tail in track.tails]
     if any(tail.spread for tail in known):
         most = sorted(range(len(catalog.asked)), key=catalog.asked.__getitem__, reverse=True)[:_MOST_ASKED]
         shares = ", ".join(f"{catalog.title(group)} {catalog.asked[group]:.0%}" for group in most)
         return [
-            "behind a question or other tokens that an engine computes; what follows varies the loss by that factor",
-            *([f"of what is lost behind questions, these groups have most: {shares}"] if shares else []),
+            "before a question or other tokens that an engine computes; their text varies the loss by that factor",
+            *([f"groups with the largest shares of the loss before questions: {shares}"] if shares else []),
         ]
     if known:
-        return ["losses behind tails were measured with one continuation: others lose up to five times more or less"]
-    return [
-        "what is left behind a question or other computed tokens was not measured: as a rule a tenth to all of the loss"
-    ]
+        return ["losses before tails were measured with one continuation: others lose up to five times more or less"]
+    return ["the loss before a question was not measured: as a rule it is a tenth to all of the loss"]
 
 
 def _passage_lines(notes: PassageNotes) -> list[str]:
     contexts = f" over {counted(notes.contexts, 'context')}" if notes.contexts else ""
     lines = [f"a passage, to be played anywhere in a prompt; its cache was computed: {notes.base}{contexts}"]
     if not notes.fusion:
-        lines.append("what joining it costs was not measured: players compute it, unless their max_loss is infinite")
+        lines.append("the loss of joining it was not measured: players compute it, unless their max_loss is infinite")
     for share, loss in notes.fusion:
         lines.append(f"fusion loss with {share:.0%} of its tokens computed again: {loss:.4f} nats per token")
     if notes.method:
         lines.append(f"measured: {notes.method}")
-    lines.append(f"tokens are {'' if notes.order else 'not '}ranked by what computing them again is worth")
+    lines.append(f"tokens are {'' if notes.order else 'not '}ranked by the gain of computing them again")
     return lines
 
 
 def _check(asset: Asset) -> list[str]:
-    """Read every part and return one line for each that is damaged."""
     from kvabr.cli.display import plain
     from kvabr.replay.verify import load_profile
 

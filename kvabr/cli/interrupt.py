@@ -1,11 +1,10 @@
-"""How a command ends: by itself, or by Ctrl-C, at the first in order, at the second at once.
+"""Ctrl-C: the first ends a command in order, the second at once.
 
-The first raises `KeyboardInterrupt`, or cancels the task of `run_async`. From then on the signal has the system's
-effect, so that neither cleaning up nor code that swallows exceptions can hold the process.
+The first raises `KeyboardInterrupt`, or cancels the task of `run_async`, and restores the signal's default effect, so
+that no cleanup can hold the process.
 
-An exception that is raised while Python runs a destructor or a callback of a weak reference is dropped, and some
-libraries catch everything while they are imported. So `KeyboardInterrupt` is raised again as long as it is not on its
-way.
+Python drops exceptions raised in destructors and weak reference callbacks, and some libraries catch all exceptions
+while they are imported. So `KeyboardInterrupt` is raised again until it is on its way.
 """
 
 from __future__ import annotations
@@ -24,24 +23,23 @@ T = TypeVar("T")
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 _AGAIN_S = 0.1
-"""Seconds after which an interrupt that got lost is raised again."""
-_came = threading.Event()
-"""Whether this process has been interrupted."""
+"""Seconds until a lost interrupt is raised again."""
+_interrupted = threading.Event()
+"""Set once this process has been interrupted."""
 
 
 def run_in_order(command: Callable[[], int], *, alone: bool) -> int:
     """Run a command and return its exit status; the first Ctrl-C raises `KeyboardInterrupt`, the second ends it.
 
-    After the first the process ends without taking the interpreter apart, which lasts a second once torch is loaded. So
-    does a process that runs the command ``alone``, if it has used obstore: its threads would abort the process if one
-    of them came back to Python meanwhile.
+    After the first, the process skips the interpreter's shutdown, which takes a second once torch is loaded. So does a
+    process of this command ``alone`` if it has used obstore: a thread of it that returns to Python would abort.
     """
     status = INTERRUPTED
 
     def leave() -> None:
         _leave(status)
 
-    # What is registered first is called last: all others have cleaned up by then.
+    # Registered first, so called last, after all cleanup.
     atexit.register(leave)
     try:
         with _on_interrupt(_raise, signal.default_int_handler):
@@ -52,7 +50,7 @@ def run_in_order(command: Callable[[], int], *, alone: bool) -> int:
     except BaseException:
         atexit.unregister(leave)
         raise
-    if not _came.is_set():
+    if not _interrupted.is_set():
         status = ended
         if not (alone and "obstore" in sys.modules):
             atexit.unregister(leave)
@@ -61,16 +59,16 @@ def run_in_order(command: Callable[[], int], *, alone: bool) -> int:
 
 def _leave(status: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or never there
+        with suppress(OSError, ValueError, AttributeError):  # closed, or None
             stream.flush()
     os._exit(status)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on an event loop of its own; the first Ctrl-C cancels it.
+    """Run a coroutine on a new event loop; the first Ctrl-C cancels it.
 
     Raises:
-        KeyboardInterrupt: It was cancelled by Ctrl-C.
+        KeyboardInterrupt: Ctrl-C cancelled it.
     """
     import asyncio
 
@@ -97,8 +95,8 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def handled() -> None:
-    """Tell that `KeyboardInterrupt` has reached its end: from now on it is not raised again."""
-    if _came.is_set() and threading.current_thread() is threading.main_thread():
+    """Stop raising `KeyboardInterrupt` again: it has reached its end."""
+    if _interrupted.is_set() and threading.current_thread() is threading.main_thread():
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
@@ -110,23 +108,23 @@ def _raise() -> None:
 
 
 def _again(*_: object) -> None:
-    under_way = sys.exception()
-    while under_way is not None and not isinstance(under_way, KeyboardInterrupt):
-        under_way = under_way.__context__  # something else went wrong while it was handled
-    if under_way is None:
+    current = sys.exception()
+    while current is not None and not isinstance(current, KeyboardInterrupt):
+        current = current.__context__  # another exception was raised while it was handled
+    if current is None:
         raise KeyboardInterrupt
 
 
 @contextmanager
 def _on_interrupt(first: Callable[[], None], usual: object) -> Iterator[None]:
-    """Call ``first`` at the first Ctrl-C, unless the signal is ignored or has another handler than the usual one."""
+    """Call ``first`` at the first Ctrl-C, unless the signal is ignored or its handler is not the ``usual`` one."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not usual or not callable(before):
         yield
         return
 
     def handle(*_: object) -> None:
-        _came.set()
+        _interrupted.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         first()
 
@@ -134,5 +132,5 @@ def _on_interrupt(first: Callable[[], None], usual: object) -> Iterator[None]:
     try:
         yield
     finally:
-        if not _came.is_set():
+        if not _interrupted.is_set():
             signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""The options of commands that tell KV events, and the publisher that they ask for."""
+"""Options for publishing KV events, and the publisher that serves them."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ if TYPE_CHECKING:
     from kvabr.telemetry.kv_events.hashes import BlockHashes
 
 _WHY: dict[Reason, str] = {
-    "no tokens": "its token ids are not kept beside it; engines tell such by themselves, or keep them: publish_tokens",
-    "salted": "tokens of salted prompts are told to nobody",
+    "no tokens": "its token ids are not stored with it; engines announce such assets, or store them: publish_tokens",
+    "salted": "tokens of salted prompts are never announced",
     "passage": "passages begin no prompt",
     "short": "it is shorter than a block",
-    "another model": "it is of another model than those that are told: --kv-events-topic, --kv-events-model",
-    "unreadable": "its token ids are damaged, or cannot be read",
+    "another model": "its model is excluded: --kv-events-topic, --kv-events-model",
+    "unreadable": "its token ids are damaged or cannot be read",
 }
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventOptions:
-    """The options of commands that publish KV events."""
+    """Options of commands that publish KV events."""
 
     about: ClassVar = Heading(
         "KV events",
-        "Tell routers (vLLM's, Dynamo's, llm-d's) what is available here, over ZeroMQ. Events have the tokens of"
-        " prompts in the clear, and anyone who can reach the address can read them: bind it to this machine, or a"
+        "Announce available caches to routers (vLLM's, Dynamo's, llm-d's) over ZeroMQ. Events contain the tokens of"
+        " prompts in the clear, and anyone who can reach the address can read them: bind it to this machine, or to a"
         " network that you trust.",
     )
     to: Annotated[str | None, Shown("--kv-events ENDPOINT")] = None
-    """Where to tell them, such as tcp://127.0.0.1:5557 (default: nowhere)."""
+    """Address of the publisher, such as tcp://127.0.0.1:5557 (default: none)."""
     replay: Annotated[str | None, Shown("--kv-events-replay ENDPOINT", needs="to")] = None
-    """Where to tell again what a reader has missed."""
+    """Address for replaying missed events."""
     block: Annotated[int, Shown("--kv-events-block N", needs="to")] = 16
-    """Tokens of a block, as the engines have it."""
+    """Tokens of a block, as in the engines."""
     hash: Annotated[Literal["sha256", "sha256_cbor"], Shown("--kv-events-hash", needs="to")] = "sha256"
-    """How blocks are named, as vLLM's --prefix-caching-hash-algo (default: sha256); PYTHONHASHSEED counts too."""
+    """Hash of blocks, as vLLM's --prefix-caching-hash-algo (default: sha256); PYTHONHASHSEED counts too."""
     topic: Annotated[str, Shown("--kv-events-topic TEXT", needs="to")] = "kv@kvabr@{model}"
-    """Topic of the messages, kv@INSTANCE@MODEL for llm-d (default: kv@kvabr@{model}, {model} as assets name it)."""
+    """Topic of the messages, kv@INSTANCE@MODEL for llm-d (default: kv@kvabr@{model}, with the model name of assets)."""
     model: Annotated[str, Shown("--kv-events-model PATTERN", needs="to")] = "*"
-    """Models that are told, as assets name them (default: all)."""
+    """Models to announce, by their names in assets (default: all)."""
 
 
 @contextmanager
@@ -63,15 +63,15 @@ def telling(
     log: FilteringBoundLogger,
     registry: CollectorRegistry,
 ) -> Iterator[None]:
-    """Tell the assets of a store until the context ends, if the options ask for it.
+    """Announce the assets of a store until the context ends, if the options request it.
 
     Args:
         args: the options.
-        read: returns the prompt of an asset, or why it is not told; called in a thread.
-        assets: returns what there is, by name; called in a thread.
-        listen: takes what is called when there may be other assets.
+        read: returns the prompt of an asset, or the reason to skip it; called in a thread.
+        assets: returns the assets by name; called in a thread.
+        listen: takes a function to call when the assets may have changed.
         log: receives events.
-        registry: gets the metrics.
+        registry: receives the metrics.
 
     Raises:
         UsageError: an option is wrong, or ZeroMQ is not installed.
@@ -94,7 +94,7 @@ def telling(
         check_endpoint(args.replay, "--kv-events-replay")
 
     def warn(name: str, why: Reason) -> None:
-        log.warning("not told in KV events", asset=name, why=_WHY[why], hint="others like it are counted only")
+        log.warning("not announced in KV events", asset=name, why=_WHY[why], hint="similar assets are only counted")
 
     announced = AnnouncedAssets(_hashes(args), read, topic=args.topic, models=args.model, warn=warn)
     sockets, metrics = EventSockets(args.to, args.replay), KVEventMetrics(registry)
@@ -103,7 +103,7 @@ def telling(
     log.info("KV events", endpoint=publisher.endpoint, replay=publisher.replay, block=args.block)
     for endpoint in (publisher.endpoint, publisher.replay):
         if endpoint is not None and (host := host_of(endpoint)) is not None and not is_loopback(host):
-            hint = "who can reach this address hears the tokens of all prompts that are told"
+            hint = "anyone who can reach this address can read the tokens of all announced prompts"
             log.warning("KV events are open to all", endpoint=endpoint, hint=hint)
     with publisher:
         yield
@@ -113,9 +113,9 @@ def telling(
 def relaying(
     args: KVEventOptions, origin: str | None, log: FilteringBoundLogger, registry: CollectorRegistry
 ) -> Iterator[SeenPrompts]:
-    """Tell what is looked up through a relay, if the options ask for it, with the tokens that its origin tells.
+    """Announce the prompts looked up through a relay, with the tokens from its origin's events.
 
-    Errors as of `telling`; a `UsageError`, too, if the origin's events are not named.
+    Errors as in `telling`, and a `UsageError` if the origin's events are missing.
     """
     from kvabr.server.seen_prompts import SeenPrompts
     from kvabr.telemetry.kv_events.publisher import EventSockets
@@ -123,13 +123,13 @@ def relaying(
 
     prompts = SeenPrompts()
     if (origin is None) != (args.to is None):
-        raise UsageError("--kv-events and --upstream-kv-events belong together: a relay learns tokens from its origin")
+        raise UsageError("give --kv-events and --upstream-kv-events together: the origin's events have the tokens")
     with telling(args, lambda prompt: prompt, prompts.assets, prompts.listen, log, registry):
         if origin is None:
             yield prompts
             return
         sockets = EventSockets.parse(origin, "--upstream-kv-events")
-        with KVEventSubscriber(sockets, prompts.hear, lambda _: None, log):
+        with KVEventSubscriber(sockets, prompts.receive, lambda _: None, log):
             yield prompts
 
 

@@ -1,12 +1,12 @@
-"""`kvabr policies`, `estimators`, `selectors` and `engines`: the plug-ins that can be named, each list a table."""
+"""`kvabr policies`, `estimators`, `selectors` and `engines`: list plug-ins."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from kvabr.cli.fields import command
 from kvabr.types.fields import Shown
@@ -77,11 +77,11 @@ class SelectorsCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesCommand:
-    """List the serving engines that play through kvabr: versions installed and tested, and what each can do.
+    """List the serving engines that play through kvabr: versions installed and tested, and features.
 
     mode: with "hole", a missed group is computed where it is missing; with "suffix", the engine computes everything
-    behind the first miss, so the player protects the front. upgrades: whether a cache in use can be improved. passages:
-    whether prompts made of passages are played, with the tokens that matter recomputed.
+    after the first miss, so the player protects the front. upgrades: a cache in use can be improved. passages: prompts
+    made of passages are played, with the tokens that matter recomputed.
 
     An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.adapters.Adapter.
     """
@@ -141,16 +141,18 @@ def _engines(args: EnginesCommand) -> int:
     from kvabr.engines.adapters import adapters
 
     found = [adapter for _, adapter in sorted(adapters().items())]
-    _print(
-        "serving engines",
-        ("name", "installed", "tested", "mode", "upgrades", "publishes", "passages"),
-        [
-            (one.name, _installed(one), one.range, one.mode, _yes(one.upgrades), _yes(one.publishes), one.passages)
-            for one in found
-        ],
-        ("publishes", "upgrades"),
-    )
-    write_json(args.json, [_engine_row(adapter) for adapter in found])
+    rows = [
+        (one.name, _installed(one), one.range, one.mode, _yes(one.upgrades), _yes(one.publishes), one.passages)
+        for one in found
+    ]
+    columns = ("name", "installed", "tested", "mode", "upgrades", "publishes", "passages")
+    _print("serving engines", columns, rows, ("publishes", "upgrades"))
+    values = []
+    for one in found:
+        version = one.installed
+        known = version is not None and one.knows(version)
+        values.append(asdict(one) | {"installed": version, "known": known})
+    write_json(args.json, values)
     return 0
 
 
@@ -160,7 +162,7 @@ add_engines = command(EnginesCommand, _engines)
 def _print(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]], spare: Sequence[str]) -> None:
     from kvabr.cli.display import output, table
 
-    whole = ("name", "from")  # neither names nor paths of modules are broken
+    whole = ("name", "from")  # never broken
     output().print(table(title, columns, rows, left=whole, fold=set(columns).difference(whole), spare=spare))
 
 
@@ -177,21 +179,3 @@ def _installed(adapter: Adapter) -> str:
     if version is None:
         return "no"
     return version if adapter.knows(version) else f"{version} (not tested)"
-
-
-def _engine_row(adapter: Adapter) -> dict[str, Any]:
-    version = adapter.installed
-    return {
-        "name": adapter.name,
-        "installed": version,
-        "tested": list(adapter.tested),
-        "known": version is not None and adapter.knows(version),
-        "mode": adapter.mode,
-        "upgrades": adapter.upgrades,
-        "publishes": adapter.publishes,
-        "passages": adapter.passages,
-        "plays": adapter.plays,
-        "rate": adapter.rate,
-        "layout": adapter.layout,
-        "module": adapter.module,
-    }

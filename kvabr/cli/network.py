@@ -1,4 +1,4 @@
-"""Options of every command that connects to an origin."""
+"""Options of commands that connect to an origin."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Connecting = Annotated[PeerOptions, Part("the connection")]
 
 
 def checked(how: PeerOptions, prefix: str = "") -> PeerOptions:
-    """Return the options of a connection after a look at their files.
+    """Check the files that the options of a connection name, and return the options.
 
     Args:
         how: the options.
-        prefix: of their names.
+        prefix: prefix of their names.
 
     Raises:
-        UsageError: A file cannot be read, or holds no token.
+        UsageError: A file cannot be read, or has no token.
     """
     if how.ca is not None and not how.ca.is_file():
         raise UsageError(f"--{prefix}ca {how.ca}: no such file")
@@ -33,11 +33,7 @@ def checked(how: PeerOptions, prefix: str = "") -> PeerOptions:
 
 
 def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> str:
-    """Return the token in the file that an option names.
-
-    Raises:
-        UsageError: The file cannot be read, or holds no token.
-    """
+    """Return the token in the file of an option; raise `UsageError` if there is none."""
     try:
         token = read(path)
     except UsageError as error:

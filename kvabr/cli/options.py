@@ -1,4 +1,4 @@
-"""Options and option values that several commands share: addresses, models and texts, the salt, files to write."""
+"""Options and option values that several commands share."""
 
 from __future__ import annotations
 
@@ -27,19 +27,17 @@ if TYPE_CHECKING:
 
 _NOT_A_NUMBER = re.compile(r"argument (?:-\w/)?(\S+): invalid (float|int) value: (.*)", re.DOTALL)
 _NUMBERS = {"float": "number", "int": "whole number"}
-_WITH_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|sec|seconds?|ms)")
 _MAX_TOKENS_BYTES = 64 << 20
 SPINS = "1000"
-"""Times that a thread of torch looks whether it can go on, some 30 microseconds, before it sleeps."""
-_PER_SECOND = {"s": 1, "sec": 1, "second": 1, "seconds": 1, "ms": 1000}
+"""Spins of a waiting torch thread, about 30 microseconds, before it sleeps."""
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as all other errors are, without the usage."""
+    """A parser that reports errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and where to read more, and exit with status 2."""
+        """Print the message and exit with status 2."""
         unknown, _, words = message.partition("unrecognized arguments: ")
         if not unknown and words.startswith("-"):
             option = words.split()[0].partition("=")[0]
@@ -49,7 +47,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; `{self.prog} --help` lists the options\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Convert a word as its option says; no option takes a number that is none (NaN)."""
+        """Convert a word to its option's type; NaN is no number."""
         try:
             value: object = super()._get_value(action, arg_string)
         except UsageError as error:
@@ -59,18 +57,8 @@ class CommandParser(argparse.ArgumentParser):
         return value
 
 
-def seconds(text: str) -> float:
-    """Parse a number of seconds, as of ``--deadline``; `UsageError` if it is something else."""
-    try:
-        return float(text)
-    except ValueError as error:
-        bare = _WITH_UNIT.fullmatch(text)
-        number = "2 or 0.5" if bare is None else f"{float(bare[1]) / _PER_SECOND[bare[2]]:g}"
-        raise UsageError(f"{text!r} is not a number of seconds; write {number}") from error
-
-
 class Address(NamedTuple):
-    """Where a server listens."""
+    """Address of a server."""
 
     host: str
     port: int
@@ -80,7 +68,7 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """Return host and port of ``HOST:PORT``; an empty host is the wildcard address, an IPv6 host has brackets.
+    """Parse ``HOST:PORT``; an empty host is the wildcard address, an IPv6 host has brackets.
 
     Raises:
         UsageError: The text is not an address.
@@ -88,11 +76,11 @@ def parse_address(text: str) -> Address:
     found = _ADDRESS.fullmatch(text)
     if found is None or int(found["port"]) > 65535:
         raise UsageError(f"{text!r} must be HOST:PORT, such as 127.0.0.1:4443 or [::1]:4443")
-    return Address(found["six"] or found["host"] or "0.0.0.0", int(found["port"]))  # noqa: S104 - what the user asked for
+    return Address(found["six"] or found["host"] or "0.0.0.0", int(found["port"]))  # noqa: S104 - the user's choice
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether binding to ``host`` accepts connections on every address."""
+    """Return whether a server bound to ``host`` accepts connections on every address."""
     return host in {"0.0.0.0", "::"}  # noqa: S104 - compared, not bound
 
 
@@ -105,18 +93,14 @@ def is_loopback(host: str) -> bool:
 
 
 def moqt_url(host: str, port: int) -> str:
-    """Return the URL under which another machine reaches a server bound to ``host`` and ``port``."""
+    """Return the URL at which other machines reach a server bound to ``host`` and ``port``."""
     if is_wildcard(host):
         host = socket.gethostname()
     return f"moqt://{Address(host, port)}/"
 
 
 def prompt_text(path: Path) -> str:
-    """Return the text that ``--text`` names.
-
-    Raises:
-        UsageError: It is empty, or cannot be read.
-    """
+    """Return the text of ``--text``; raise `UsageError` if it is empty or cannot be read."""
     from kvabr.store.files import read_text
 
     if not (text := read_text(path, unreadable=UsageError)).strip():
@@ -124,9 +108,7 @@ def prompt_text(path: Path) -> str:
     return text
 
 
-Deadline = Annotated[
-    float, Gt(0), Lt(math.inf), Shown("-d --deadline S", "TTFT deadline, seconds (default: 2)", parse=seconds)
-]
+Deadline = Annotated[float, Gt(0), Lt(math.inf), Shown("-d --deadline S", "TTFT deadline, seconds (default: 2)")]
 DiskGib = Annotated[float, Gt(0), Lt(1 << 30), Shown("--disk-gib N", "size of that folder in GiB (default: 16)")]
 Model = Annotated[
     str,
@@ -135,7 +117,6 @@ Model = Annotated[
         "the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
     ),
 ]
-"""`load` loads it."""
 SaltFile = Annotated[
     Path | None,
     Shown(
@@ -144,40 +125,37 @@ SaltFile = Annotated[
         "with: head -c 32 /dev/urandom > F",
     ),
 ]
-"""`kvabr.store.files.read_salt` reads it."""
 Digest = Annotated[
     str,
     Shown(
         "--digest",
-        "how readers check the groups: blake3 takes them less than half of the processor's time, but they need the "
-        "extra fast (default: sha256)",
+        "how readers check the groups: blake3 takes less than half of the processor time, but needs the extra fast "
+        "(default: sha256)",
         choices=KINDS,
     ),
 ]
-"""`kvabr.types.digests.check_kind` checks it."""
-TextFile = Annotated[Path, Shown("--text FILE", "text to take the prompt from (UTF-8)")]
-"""`prompt_text` reads it."""
+TextFile = Annotated[Path, Shown("--text FILE", "text that contains the prompt (UTF-8)")]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOption:
-    """The option of commands that take a model."""
+    """The model option alone."""
 
     model: Model = "smollm2"
 
 
 def yield_processors() -> None:
-    """Have torch's threads sleep soon where one waits for another, in commands that compute for long.
+    """Let waiting threads of torch sleep soon, in commands that compute for long.
 
-    They would otherwise spin for milliseconds, a thousand times in a forward pass: beside other work on the machine
-    most of the processor time goes there. The library of these threads reads this when torch is imported.
+    By default they spin for milliseconds, a thousand times in a forward pass, which on a busy machine takes most of the
+    processor time. The thread library reads this variable when torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def load(name: str, console: Console, **how: Any) -> LoadedModel:
-    """Load a model as `kvabr.engines.transformers.model_loader.load_model` does, with a progress line."""
+    """Load a model (`kvabr.engines.transformers.model_loader.load_model`) with a progress line."""
     from kvabr.cli.display import waiting
 
     with waiting("loading the model", console) as say:
@@ -185,7 +163,7 @@ def load(name: str, console: Console, **how: Any) -> LoadedModel:
         def reading(done: int, total: int) -> None:
             say(f"reading the weights, once, to name their caches: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
-        # Imports and a tokenizer make a million objects that stay: looking for garbage among them takes seconds.
+        # Imports and a tokenizer create a million lasting objects; collecting garbage among them takes seconds.
         gc.disable()
         try:
             from kvabr.engines.transformers.model_loader import load_model
@@ -196,7 +174,7 @@ def load(name: str, console: Console, **how: Any) -> LoadedModel:
 
 
 def check_text(model: str, text: str, tokens: int, continuation: int = 0) -> None:
-    """Raise `UsageError` if a text is clearly too short, without loading the model's weights; errors as of `load`."""
+    """Raise `UsageError` if a text is clearly too short, without loading the model's weights."""
     from kvabr.engines.transformers.model_loader import load_tokenizer
     from kvabr.publish.texts import check_length
 
@@ -205,11 +183,7 @@ def check_text(model: str, text: str, tokens: int, continuation: int = 0) -> Non
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise if a result could not be written, before any work is done.
-
-    Raises:
-        UsageError: The folder of a path is missing or read-only, or the path is a folder.
-    """
+    """Raise `UsageError` if a result could not be written, before any work is done."""
     for path in paths:
         if path is None:
             continue
@@ -223,7 +197,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def read_tokens(path: Path, option: str) -> tuple[int, ...]:
-    """Return token ids from a JSON list, or from an asset's file below `private/`; `UsageError` if it has none."""
+    """Return token ids from a JSON list, or from an asset's file below `private/`."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_TOKENS_BYTES + 1)

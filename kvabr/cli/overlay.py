@@ -1,6 +1,6 @@
-"""Shows a play on the terminal like a video player's statistics overlay: track strip, rate, slack, bytes.
+"""Shows a play on the terminal like a video player's statistics: track strip, rate, slack, bytes.
 
-If standard error is not a terminal, it prints a plain line every five seconds instead, and when trouble begins or ends.
+Off a terminal it prints a line every five seconds, and when a problem begins or ends.
 """
 
 from __future__ import annotations
@@ -22,26 +22,20 @@ _COLOURS = ("red", "dark_orange", "yellow", "green", "cyan", "blue", "magenta", 
 """Colours of the tracks, smallest track first."""
 _RECOMPUTED_COLOUR = "bright_white"
 _MAX_ROWS = 6
-"""Rows of the track strip; a longer prompt has several groups per cell."""
+"""Rows of the track strip; with more groups, a cell stands for several."""
 _UNPUBLISHED = "-"
-"""Stands for a group that its producer has not published yet."""
+"""A group that is not published yet."""
 _RATE_OVER_S = 0.5
 _PLAIN_EVERY_S = 5.0
 
 
 class Overlay:
-    """Shows snapshots; a context manager. Give `show` to a play as `PlayOptions.watch`."""
+    """A context manager that shows snapshots; pass `show` to a play as `PlayOptions.watch`."""
 
     def __init__(
         self, title: str, console: Console | None = None, trouble: Callable[[], str | None] = lambda: None
     ) -> None:
-        """Show nothing yet.
-
-        Args:
-            title: the first line.
-            console: None: standard error.
-            trouble: returns why nothing comes from a source, if that is known.
-        """
+        """Take the first line, a console (None: standard error), and a function that names a source's problem."""
         self._title, self._trouble = title, trouble
         self._order: tuple[str, ...] = ()
         self._console = console or Console(stderr=True)
@@ -49,8 +43,8 @@ class Overlay:
         self._received: deque[tuple[float, int]] = deque()
         self._next_line_s = 0.0
         self._troubled = False
-        """Whether the last plain line named a trouble."""
-        self._rate_said = "rate not known yet"
+        """Whether the last line named a problem."""
+        self._rate_text = "rate not known yet"
         self._live = Live(console=self._console, transient=True, auto_refresh=False, get_renderable=self._render)
 
     def __enter__(self) -> Self:
@@ -79,21 +73,21 @@ class Overlay:
 
     def line(self, shot: Snapshot) -> str:
         """Return a snapshot as one line of text."""
-        there = sum(track is not None for track in shot.tracks)
-        if shot.rate:  # at the end of a play nobody estimates it any more
-            self._rate_said = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})"
+        in_place = sum(track is not None for track in shot.tracks)
+        if shot.rate:  # it is 0 at the end of a play
+            self._rate_text = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})"
         edge = "" if shot.edge is None else f", {shot.edge} published"
         undecoded = f"{shot.undecoded} to be decoded, " if shot.undecoded else ""
         trouble = self._trouble()
         return (
-            f"{shot.now:.2f} s: {there} of {len(shot.tracks)} groups in place{edge}, {shot.requests} on their way, "
-            f"{undecoded}{self._rate_said}, slack {_slack(shot.slack_s)}"
+            f"{shot.now:.2f} s: {in_place} of {len(shot.tracks)} groups in place{edge}, {shot.requests} on their way, "
+            f"{undecoded}{self._rate_text}, slack {_slack(shot.slack_s)}"
         ) + (f"; {printable(trouble)}" if trouble else "")
 
     def _render(self) -> Group:
         shot = self._shot
         if shot is None:
-            return Group(Text(self._title, style="bold"), Text("looking up what is cached ...", style="dim"))
+            return Group(Text(self._title, style="bold"), Text("looking up the cache ...", style="dim"))
         return Group(
             Text(self._title, style="bold"),
             _Strip(shot, self._cells(shot)),
@@ -102,12 +96,11 @@ class Overlay:
         )
 
     def _cells(self, shot: Snapshot) -> list[tuple[str, str]]:
-        """Return a character and its style for each group."""
         cells = []
         for group, track in enumerate(shot.tracks):
             transfer = shot.transfers.get(group)
             if track is not None:
-                # An upgrade on its way: the track in place, with a mark.
+                # An upgrade under way is marked on the track in place.
                 cells.append(("▲" if transfer is not None else "█", self._colour(track)))
             elif transfer is not None:
                 cells.append(("▁▂▃▄▅▆▇"[min(6, int(7 * transfer.share))], self._colour(transfer.track)))
@@ -122,11 +115,11 @@ class Overlay:
             text.append("█ ", self._colour(track))
             text.append(f"{track} {count}   ")
         edge = len(shot.tracks) if shot.edge is None else shot.edge
-        missing, coming = shot.tracks[:edge].count(None), shot.tracks[edge:].count(None)
+        missing, unpublished = shot.tracks[:edge].count(None), shot.tracks[edge:].count(None)
         if missing:
             text.append(f"· missing {missing}   ", "dim")
-        if coming:
-            text.append(f"{_UNPUBLISHED} not prefilled yet {coming}", "dim")
+        if unpublished:
+            text.append(f"{_UNPUBLISHED} not prefilled yet {unpublished}", "dim")
         return text
 
     def _figures(self, shot: Snapshot) -> list[Text]:
@@ -148,7 +141,7 @@ class Overlay:
             Text.assemble("slack     ", (_slack(shot.slack_s), slack_style), f"   {when}{engine}{undecoded}"),
             Text(
                 f"network   {human(shot.bytes_fetched)}{wasted}   {shot.requests} requests   RTT {rtt}   "
-                f"decoding {1000 * shot.decode_backlog_s:.0f} ms behind"
+                f"to decode {1000 * shot.decode_backlog_s:.0f} ms"
             ),
         ]
 
@@ -164,17 +157,15 @@ class Overlay:
 
 
 class _Strip:
-    """Cells in rows as wide as the console."""
-
     def __init__(self, shot: Snapshot, cells: list[tuple[str, str]]) -> None:
         self._shot, self._cells = shot, cells
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = max(10, options.max_width) * _MAX_ROWS
-        together = -(-len(self._cells) // room)
+        cells = max(10, options.max_width) * _MAX_ROWS
+        together = -(-len(self._cells) // cells)
         text = Text()
         for first in range(0, len(self._cells), together):
-            # Of several groups in one cell, the one that is furthest behind.
+            # A cell of several groups shows the slowest one.
             last = min(first + together, len(self._cells))
             text.append(*self._cells[min(range(first, last), key=self._progress)])
         yield text
@@ -187,7 +178,6 @@ class _Strip:
 
 
 def _mbits(rate: float) -> str:
-    """Return a rate in bytes per second as text in bits per second."""
     bits = 8 * rate
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= size:

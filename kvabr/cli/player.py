@@ -22,25 +22,25 @@ from kvabr.types.fields import Part, Shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayerCommand:
-    """Play for the serving engines of this node, in a process of its own.
+    """Play for the serving engines of this node in a separate process.
 
-    Engines whose setting is "player": "process" start one by themselves, and share it. Run it yourself to have it
-    supervised, to give it other cores (taskset -c 0-3 kvabr player ...) or to read its metrics; then engines need
-    "player": "/run/user/1000/kvabr/mine.sock". It serves engines of its own user and of its own version of kvabr.
+    Engines with the setting "player": "process" start one and share it. Run it yourself to supervise it, to give it
+    other cores (taskset -c 0-3 kvabr player ...) or to read its metrics; then engines need "player":
+    "/run/user/1000/kvabr/mine.sock". It serves engines of its own user and its own version of kvabr.
 
-    Each engine's process hands over where its caches are, with its token: what else comes from the environment, such as
-    the keys of an object store, is that of this process.
+    Each engine sends the location of its caches and its token. Other settings from the environment, such as the keys of
+    an object store, are those of this process.
     """
 
     socket: Annotated[Path | None, Shown("--socket PATH")] = None
-    """Where to listen, in a folder that is yours alone (default: where engines look for it)."""
+    """Path of the socket, in a folder that only you can access (default: the path that engines use)."""
     idle: Annotated[float | None, Gt(0), Lt(1 << 30), Shown("--idle S")] = None
     """End after this many seconds without an engine (default: never)."""
     seen: Annotated[SeenOptions, Part()]
 
 
 def run(args: PlayerCommand) -> int:
-    """Serve until a signal comes, or nobody does."""
+    """Serve until a signal arrives or no engine is left."""
     from kvabr.engines.player_process.sockets import listening, own_socket
 
     path = own_socket() if args.socket is None else args.socket.absolute()

@@ -1,4 +1,4 @@
-"""`kvabr prefill`: compute the KV cache of a text, and publish it, with --live while it is being computed."""
+"""`kvabr prefill`: compute and publish the KV cache of a text, with --live during the computation."""
 
 from __future__ import annotations
 
@@ -33,52 +33,51 @@ if TYPE_CHECKING:
     from kvabr.engines.transformers.model_loader import LoadedModel
     from kvabr.publish.live_publisher import LivePublisher, LiveSlot
     from kvabr.publish.publisher import PublishOutcome
+_RUN_TOKENS = 512
+"""Tokens computed at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCommand:
-    """Run a model over a text and publish its KV cache; with --live, players get it while it is being computed.
+    """Run a model over a text and publish its KV cache; with --live, players receive it during the prefill.
 
-    A prefill here, and a decoder elsewhere that plays its cache while it grows:
+    A prefill here, and a decoder elsewhere that plays the growing cache:
       mkdir -p assets && kvabr serve assets --dev                         (prints the URL and the fingerprint)
       kvabr prefill --text book.txt --tokens 4096 --out assets --live     (in another terminal)
-      kvabr fetch URL --fingerprint HEX --text book.txt --model smollm2 --deadline 300  (once that can be played)
+      kvabr fetch URL --fingerprint HEX --text book.txt --model smollm2 --deadline 300  (once it can be played)
 
-    The deadline has to cover what is left of the prefill. With --wait-for-producer 60 the fetch may come first.
+    The deadline must cover the rest of the prefill. With --wait-for-producer 60 the fetch may start first.
 
-    Without --live the cache is published once it is complete, as an engine with kvabr does. With --live every group of
-    tokens can be played a moment after it was computed; what a player has when the prefill ends is all but the last
-    group.
+    Without --live the cache is published once it is complete, as engines do. With --live every group can be played a
+    moment after it was computed; when the prefill ends, players miss only the last group.
 
-    Nothing is measured, which is what `kvabr encode` takes its time for: the losses that a player counts with are those
-    of --prior, an asset of the same model. The AC layers, which a slow link needs, take a profile (`kvabr calibrate`).
+    Losses are not measured, as `kvabr encode` does, but taken from --prior, an asset of the same model. The AC layers,
+    which a slow link needs, require a profile (`kvabr calibrate`).
 
-    Ctrl-C, and a model that fails: what was computed stays, as the cache of a shorter prompt. So it does if the process
-    is killed, if `kvabr serve` runs in that folder.
+    After Ctrl-C, or if the model fails, the computed groups stay as the cache of a shorter prompt. If the process is
+    killed, they stay if `kvabr serve` runs in that folder.
     """
 
     text: TextFile
     tokens: Annotated[int | None, Ge(1), Shown("--tokens N")] = None
     """Tokens of the prompt (default: all of the text)."""
     out: Annotated[Path, Shown("-o --out FOLDER")]
-    """Store that the asset is added to; it need not exist yet."""
+    """Folder of the store; created if missing."""
     live: Annotated[bool, Shown()] = False
-    """Let it be played while it is being computed."""
+    """Publish during the prefill."""
     model: Model = "smollm2"
     tracks: Annotated[tuple[str, ...] | None, Shown("--tracks TRACK")] = None
     """Tracks to make (default: FP16 Int8 Int4, with a profile AC-L0 to L3)."""
     edge: Annotated[tuple[str, ...] | None, Shown("--edge TRACK", needs="live")] = None
-    """With --live: tracks to make at once, the others at the end (default: the AC layers if there are any)."""
+    """With --live: tracks to publish at once, the others at the end (default: the AC layers, if any)."""
     profile: Annotated[Path | None, Shown("--profile FILE")] = None
     """Codec profile of the model (default: the one that kvabr ships for its shape: SmolLM2-135M, Gemma 3 270M)."""
     prior: Annotated[str | None, Shown("--prior ASSET")] = None
-    """Asset or catalog that the losses are taken from (default: one of smollm2)."""
-    run_tokens: Annotated[int, Ge(1), Shown("--run-tokens N")] = 512
-    """Tokens computed at a time."""
+    """Asset or catalog with the losses (default: one of smollm2)."""
     digest: Digest = SHA256
     salt_file: SaltFile = None
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
-    """Write what happened, as JSON."""
+    """Write the outcome as JSON."""
 
 
 def run(args: PrefillCommand) -> int:
@@ -94,7 +93,7 @@ def run(args: PrefillCommand) -> int:
     from kvabr.types.digests import check_kind
     from kvabr.types.naming import chain
 
-    # Check everything that does not need the model before loading it.
+    # Check everything that needs no model first.
     text = _checked_text(args)
     salt = read_salt(args.salt_file)
     check_kind(args.digest)
@@ -136,7 +135,7 @@ def run(args: PrefillCommand) -> int:
         return 0
     if outcome.left_out:
         plain(
-            f"encoding was slower than the prefill: {counted(outcome.left_out, 'frame')} came only after its last token"
+            f"encoding was slower than the prefill: {counted(outcome.left_out, 'frame')} followed after its last token"
         )
     plain(f"asset: {args.out / name} ({counted(len(ids), 'token')}, prefill {prefill_s:.1f} s, all {seconds:.1f} s)")
     return 0
@@ -146,7 +145,7 @@ add = command(PrefillCommand, run)
 
 
 def _checked_text(args: PrefillCommand) -> str:
-    """Return the text; raise `UsageError` for options that cannot work."""
+    """Return the text; raise `UsageError` for impossible options."""
     from kvabr.publish.encoder import ordered_tracks
     from kvabr.store.files import check_makeable
 
@@ -165,7 +164,6 @@ def _prefill(
     salt: bytes,
     console: Console,
 ) -> tuple[PublishOutcome, float]:
-    """Compute the cache and publish it; return the outcome, and the seconds that the prefill took."""
     from kvabr.cli.display import StageBar, plain
     from kvabr.engines.transformers.publish import prefill_live
     from kvabr.publish.encoder import compute_cache
@@ -183,7 +181,7 @@ def _prefill(
 
     def begun(slot: LiveSlot) -> None:
         nonlocal began_s
-        began_s = time.perf_counter()  # it was timed before
+        began_s = time.perf_counter()  # without the timing before
         growing.append(slot)
         plain(f"can be played from now on: {engine.spec.model}/{slot.chunks[-1]}")
 
@@ -191,7 +189,7 @@ def _prefill(
         with StageBar({"prefill": "prefill (tokens)"}, console) as bar:
             if args.live:
                 _, done = prefill_live(
-                    live, engine, ids, salt=salt, run_tokens=args.run_tokens, always=False, begun=begun,
+                    live, engine, ids, salt=salt, run_tokens=_RUN_TOKENS, always=False, begun=begun,
                     progress=progress,
                 )  # fmt: skip
             elif isinstance(slot := live.publisher.reserve(ids, salt), Slot):
@@ -225,6 +223,6 @@ def _prompt(loaded: LoadedModel, text: str, tokens: int | None) -> list[int]:
         raise too_short(len(ids), wanted)
     if wanted > context:
         raise UsageError(
-            f"{wanted} tokens do not fit {loaded.engine.spec.model}, which sees {context} at most: --tokens {context}"
+            f"{wanted} tokens do not fit {loaded.engine.spec.model} with its context of {context}: --tokens {context}"
         )
     return ids[:wanted]

@@ -1,4 +1,4 @@
-"""`kvabr relay`: a node-local cache between an origin and players."""
+"""`kvabr relay`: a cache between an origin and players."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def parse_size(text: str) -> int:
-    """Return bytes, from a number with or without a unit; `UsageError` for something else, or too few for a relay."""
+    """Parse bytes with an optional unit; raise `UsageError` if it is malformed or too small for a relay."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"{text!r}: give bytes, or a number with KiB, MiB, GiB or TiB")
@@ -39,49 +39,47 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayCommand:
-    """Stand between an origin and many players: one fetch from the origin serves all players that wait for it.
+    """Cache an origin for many players: one fetch from the origin serves all players that wait for it.
 
     A first try, next to `kvabr serve assets --dev` on the same machine:
       kvabr relay --upstream moqt://localhost:4443/ --upstream-fingerprint HEX --bind 127.0.0.1:4444 --dev
 
-    A group is fetched from the origin once, however many players wait for it, and passed on as it comes. It is kept, in
-    memory and in the folder or object store of --disk, if its digest is the one in the asset's catalog; a wrong group
-    is broken off at its end. What the origin removes or replaces is dropped at once, and everything is dropped if the
-    origin takes the relay's token back; the players' connections are closed then. If the origin does not announce
-    changes, the relay asks again for catalogs and lookups after two seconds. While the origin cannot be reached, it
-    serves what it has, and keeps trying; it also starts without its origin. Which groups the folder of --disk holds
-    only the origin's catalogs tell, so a relay that has just started serves nothing before it has reached the origin
-    once.
+    A group is fetched from the origin once and passed on as it arrives. It is kept, in memory and in the folder or
+    object store of --disk, if its digest matches the asset's catalog; a wrong group is aborted at its end. Assets that
+    the origin removes or replaces are dropped at once. If the origin revokes the relay's token, everything is dropped
+    and the players' connections are closed. If the origin does not announce changes, the relay asks again for catalogs
+    and lookups after two seconds. While the origin cannot be reached, the relay serves its cache and keeps trying; it
+    also starts without its origin, but serves the folder of --disk only after it has reached the origin once.
 
-    --memory bounds the groups; catalogs and lookups take up to an eighth of it in addition (at least 64 MiB).
+    --memory bounds the groups; catalogs and lookups may use an eighth of it in addition (at least 64 MiB).
 
-    Everyone who may enter the relay may read what its own token opens at the origin. --player-token-file says who may
-    enter.
+    Everyone who may enter the relay may read everything that the relay's own token opens. --player-token-file restricts
+    who may enter.
 
-    Tokens, the certificate and the key are read again when their files change, and on SIGHUP. With a new token of its
-    own the relay connects to the origin again, and keeps what it has.
+    Tokens, certificate and key are read again when their files change, and on SIGHUP. With a new token of its own the
+    relay reconnects to the origin, and keeps its cache.
     """
 
     upstream: Annotated[str, Shown("--upstream URL")]
-    """The origin: moqt://HOST[:PORT]/, or an object store, s3://BUCKET/PREFIX; with the #kvcache:MODEL/DIGEST of an
-    asset the relay prints how to fetch that."""
+    """The origin: moqt://HOST[:PORT]/, or an object store, s3://BUCKET/PREFIX; with #kvcache:MODEL/DIGEST of an asset,
+    the relay prints how to fetch it."""
     serving: Annotated[serving.ServingOptions, Part()]
     memory: Annotated[int, Shown("--memory BYTES", parse=parse_size)] = 1 << 30
-    """Groups kept in memory, at least 64MiB, as 800MiB or 4GiB (default: 1GiB)."""
+    """Memory for groups, at least 64MiB, such as 800MiB or 4GiB (default: 1GiB)."""
     disk: Annotated[str | None, Shown("--disk DIR|URL")] = None
     """Also keep groups in this folder, which survives a restart, or in an object store, which relays can share."""
     disk_gib: Annotated[float, Gt(0), Lt(1 << 30), Shown("--disk-gib N")] = 16.0
     """Size of that folder in GiB (default: 16); stores are not bounded."""
     player_token_file: Annotated[Path | None, Shown("--player-token-file F")] = None
-    """Token that players must show (default: everyone may enter)."""
+    """File with a token that players must present (default: everyone may enter)."""
     kv_events: Annotated[kv_events.KVEventOptions, Part()]
     upstream_kv_events: Annotated[str | None, Shown("--upstream-kv-events ENDPOINT[,REPLAY]")] = None
-    """KV events of the origin, which tell the tokens of the prompts that are looked up here: --kv-events needs it."""
+    """KV events of the origin, which contain the tokens of prompts; required by --kv-events."""
     peer: Annotated[PeerOptions, Part("the origin", prefix="upstream-")]
 
 
 def run(args: RelayCommand) -> int:
-    """Relay until a signal comes."""
+    """Relay until a signal arrives."""
     return run_async(_relay(args))
 
 
@@ -105,7 +103,7 @@ async def _relay(args: RelayCommand) -> int:
             if upstream.trouble is None:
                 log.info("upstream", url=args.upstream, transport=upstream.backend, protocol=upstream.protocol)
             else:
-                hint = "the relay starts all the same, and keeps dialling"
+                hint = "the relay starts anyway, and keeps dialling"
                 log.warning("the origin cannot be reached", why=upstream.trouble, hint=hint)
             disk_bytes = int(args.disk_gib * (1 << 30))
             async with Relay(
@@ -126,7 +124,7 @@ async def _relay(args: RelayCommand) -> int:
                     everyone = "who can reach this address may read what the relay may; see --player-token-file"
                     url = setup.announce(server, "relaying", None if token else everyone, memory_bytes=args.memory)
                     if asset is None:
-                        # The origin does not list its assets; `kvabr serve` prints one, in the fragment of a URL.
+                        # The origin does not list its assets; `kvabr serve` prints a URL with one.
                         entry = "" if token is None else "KVABR_TOKEN=... "
                         line = f"{entry}kvabr fetch '{url}' --name MODEL/DIGEST {setup.fetch_options()}"
                     else:
@@ -142,14 +140,11 @@ async def _relay(args: RelayCommand) -> int:
 
 
 async def _renew(upstream: Connection, log: FilteringBoundLogger) -> None:
-    """Connect with the relay's new token."""
-    refused = None
     try:
         await upstream.renew()
     except TransportError as error:
-        refused = str(error)
-    if refused is not None:
-        log.error("the origin cannot be reached with the new token", error=refused, hint="the old connection stays")
+        hint = "the old connection stays"
+        log.error("the origin cannot be reached with the new token", error=str(error), hint=hint)  # noqa: TRY400
 
 
 def _player_token(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""`kvabr replay`: play an asset over network traces, in simulation or live, and show what happened."""
+"""`kvabr replay`: play an asset over network traces, in simulation or live, and show the results."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class ReplayCommand:
       kvabr replay traces                                   the default policy over every trace of a folder
       kvabr replay traces --policy all --starts 4 --html p.html
       kvabr replay lte.csv --policy anytime fixed:Int4 ./mine.py:MyPolicy --deadline 2
-      kvabr replay lte.csv --asset my.asset --verify        decode, recompute and score with the real model
+      kvabr replay lte.csv --asset my.asset --verify        decode, recompute and score with the model
       kvabr replay lte.csv --asset my.asset --live          real bytes over QUIC, compared with the simulation
       kvabr replay lte.csv --prefill-rate 8000 --question 20  the engine computes the end of the cache with a question
       kvabr replay lte.csv --passages manual report         a prompt joined from two passages
 
-    Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf or CSV with named columns;
-    `kvabr traces info` shows one, and the guide "Replaying network traces" lists the names. Whatever a file leaves
-    open is a question. Cellular traces are slow compared with a KV cache: --load 0.4 scales each trace so that its mean
-    rate carries 40 % of the FP16 cache within the deadline.
+    Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf or CSV with named columns; `kvabr traces
+    info` shows one, and the guide "Replaying network traces" lists the names. If a file is ambiguous, kvabr asks.
+    Cellular traces are slow for KV caches: --load 0.4 scales each trace so that its mean rate carries 40 % of the FP16
+    cache within the deadline.
     """
 
     traces: Annotated[tuple[Path, ...], Shown("TRACE")] = ()
-    """Trace files, or folders of them (default: the synthetic traces that come with kvabr)."""
+    """Trace files, or folders of them (default: kvabr's synthetic traces)."""
     asset: Annotated[str | None, Shown()] = None
-    """An asset, or its catalog (default: a catalog of SmolLM2 that comes with kvabr)."""
+    """An asset, or its catalog (default: kvabr's catalog of SmolLM2)."""
     policy: Annotated[tuple[str, ...], Shown("-p --policy NAME|FILE.py:CLASS")] = (DEFAULT,)
     """ABR policies, which `kvabr policies` lists; `all` is every policy without an argument, and fixed:TRACK of every
     track worth playing."""
@@ -68,14 +68,14 @@ class ReplayCommand:
 
     of_passages: ClassVar = Heading(
         "a prompt of passages",
-        "Instead of one asset, play a prompt that is joined from passages, of which tokens are computed again.",
+        "Instead of one asset, play a prompt joined from passages; some of their tokens are recomputed.",
     )
     passages: Annotated[tuple[str, ...], Shown("--passages A")] = ()
     """Passages, in the order of the prompt."""
     exact: Annotated[int | None, Shown("--exact N", needs="passages")] = None
     """Tokens of the text before them (default: 32)."""
     share: Annotated[float | None, Shown("--share X", needs="passages")] = None
-    """Share of their tokens to compute again (default: what it is worth)."""
+    """Share of their tokens to compute again (default: as much as pays)."""
     max_loss: Annotated[float | None, Shown("--max-loss X", needs="passages")] = None
     """Give up above this expected loss (default: 0.5)."""
 
@@ -85,47 +85,45 @@ class ReplayCommand:
     rtt: Annotated[float | None, Shown("--rtt MS")] = None
     """Round trip in ms (default: the trace's, else 40)."""
     link: Annotated[tuple[Path, ...], Shown("--link TRACE", repeated=True)] = ()
-    """Another source of the asset, over a link of its own that begins with each trace; may be repeated."""
+    """Another source of the asset, over its own link that starts with each trace; may be repeated."""
     no_slow_start: Annotated[bool, Shown()] = False
-    """The connection is warm: slow start is over."""
+    """The connection is warm, after slow start."""
     producer: Annotated[float | None, Shown("--producer S")] = None
-    """The cache is prefilled while it is played, which takes S seconds: groups exist one after the other (default: all
-    exist)."""
+    """The cache is prefilled during the play, in S seconds, group by group (default: it is complete)."""
     cold: Annotated[bool, Shown()] = False
     """The deadline includes handshake and catalog."""
     queue: Annotated[float | None, Ge(0), Lt(math.inf), Shown("--queue KB")] = None
-    """The bottleneck's queue; a simulation has none unless given (default with --live and --rivals: a round trip of
-    the trace at its best, at least 64 packets)."""
+    """The bottleneck's queue (default: none in a simulation; with --live and --rivals a round trip of the trace at its
+    best, at least 64 packets)."""
     rivals: Annotated[int, Shown("--rivals N")] = 0
     """Plays that share the link."""
     one_connection: Annotated[bool, Shown()] = False
-    """The plays are of one client, and share its connection."""
+    """The plays belong to one client and share its connection."""
     codel: Annotated[bool, Shown()] = False
-    """The queue drops what has waited too long (RFC 8289)."""
+    """The queue drops packets that have waited too long (RFC 8289)."""
 
     the_engine: ClassVar = Heading(
-        "the engine", "Recompute costs what the asset's publisher measured; without --asset there is no recompute."
+        "the engine", "Recompute costs are the publisher's measurements; without --asset there is no recompute."
     )
     prefill_rate: Annotated[float | None, Shown("--prefill-rate TOK/S", alone="engine")] = None
     """Recompute rate (default: the asset's own)."""
     engine: Annotated[str | None, Shown("--engine NAME", alone="engine")] = None
-    """As a measured engine takes: h200-8b, h200-70b or cpu-smollm2."""
+    """Use the times of a measured engine: h200-8b, h200-70b or cpu-smollm2."""
     prefill: Annotated[str | None, Shown("--prefill C:B[:D[:A[:F]]]", alone="engine")] = None
-    """As these constants say, seconds: per call, per token, per token cached before, per pair of tokens, and the least
-    of a call."""
+    """Use these seconds: per call, per token, per token cached before, per pair of tokens, and the least of a call."""
     no_recompute: Annotated[bool, Shown(alone="engine")] = False
-    """There is no engine: every group must be fetched."""
+    """Without an engine: every group must be fetched."""
     recompute_mode: Annotated[Literal["suffix", "prefix", "hole"], Shown()] = "hole"
-    """Suffix: all behind the first miss; prefix: the same by itself, as vLLM; hole: any group."""
+    """Suffix: all after the first miss; prefix: the same as its own call, as vLLM; hole: any group."""
     question: Annotated[int | None, Shown("--question N")] = None
-    """Tokens that follow the cache, which the engine computes in any case (default: none; of passages 24)."""
+    """Tokens after the cache that the engine computes (default: none; for passages 24)."""
     tail: Annotated[int | None, Shown("--tail N")] = None
-    """Most tokens at the end of the cache that it computes in the same call, instead of having them fetched (default:
-    512; 0: none)."""
+    """Most tokens at the end of the cache that it computes in the same call, instead of fetching them (default: 512;
+    0: none)."""
     decode_scale: Annotated[float, Shown("--decode-scale X")] = 1.0
     """Multiply the catalog's decode times by X; 0: instant."""
     decoders: Annotated[int, Shown("--decoders N")] = 1
-    """Threads that decode, each a group at a time."""
+    """Threads that decode a group each."""
 
     how_many: ClassVar = Heading("how many plays")
     starts: Annotated[int, Shown("--starts N")] = 1
@@ -137,21 +135,20 @@ class ReplayCommand:
 
     real: ClassVar = Heading(
         "a real link",
-        "Play real bytes: an origin, a link shaped by the trace and the player run as three processes over QUIC. The "
-        "trace counts whole packets. The same plays are simulated as well, and the two compared. There is no recompute "
-        "unless an engine is given; then a stand-in for it takes the time and computes nothing.",
+        "Play real bytes: an origin, a link shaped by the trace, and the player run as three processes over QUIC. The "
+        "same plays are also simulated, for comparison. Without an engine there is no recompute; with one, a stand-in "
+        "takes its time and computes nothing.",
     )
     live: Annotated[bool, Shown()] = False
-    """Play real bytes over a real link (needs --asset and the laboratory); caches that are still being prefilled:
-    --producer."""
+    """Play real bytes over a real link (needs --asset and the laboratory); with --producer also growing caches."""
     quic: Annotated[Literal["aioquic", "qh3"] | None, Shown(needs="live")] = None
     """QUIC library (default: aioquic)."""
     loss: Annotated[float | None, Shown("--loss PERCENT", needs="live")] = None
     """Packets lost at random in each direction."""
 
-    output: ClassVar = Heading("output, besides the table")
+    output: ClassVar = Heading("output in addition to the table")
     verify: Annotated[bool, Shown()] = False
-    """Repeat every play with the real model and score it."""
+    """Repeat every play with the model and score it."""
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """The report, schema kvabr.replay/1."""
     html: Annotated[Path | None, Shown("--html F", written=True)] = None
@@ -159,7 +156,7 @@ class ReplayCommand:
     svg: Annotated[Path | None, Shown("--svg F", written=True)] = None
     """A picture of the first play."""
     log: Annotated[Path | None, Shown("--log F.jsonl", written=True)] = None
-    """Every decision and event of the plays with timelines."""
+    """All decisions and events of the plays with timelines."""
     perfetto: Annotated[Path | None, Shown("--perfetto F", written=True)] = None
     """Timelines for ui.perfetto.dev."""
     timelines: Annotated[int, Shown("--timelines N")] = 24
@@ -171,7 +168,10 @@ def run(args: ReplayCommand) -> int:
     from rich.console import Console
 
     console = Console(stderr=True)
-    _check(args)
+    if args.cold and args.no_slow_start:
+        raise UsageError("--cold counts the handshake, --no-slow-start skips the start of a connection; give one")
+    if args.live:
+        part("replay.live.check", "replay --live")(args)
     catalog, asset = _asset(args.asset) if not args.passages else (_joined(args, console), None)
     matrix = _matrix(args, catalog)
     if args.verify and asset is None:
@@ -236,7 +236,7 @@ def _joined(args: ReplayCommand, console: Console) -> Catalog:
     from kvabr.store.locations import open_catalog
 
     if args.asset is not None or args.verify:
-        raise UsageError("--passages takes the place of --asset, and is for simulations")
+        raise UsageError("--passages replaces --asset, and is for simulations")
     exact = EXACT if args.exact is None else args.exact
     limit = MISS_PENALTY if args.max_loss is None else args.max_loss
 
@@ -265,8 +265,8 @@ def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
     from kvabr.replay.readers import find, read
     from kvabr.replay.run import Matrix
 
-    # The speed that an asset's publisher measured is a fair guess at the user's own engine; that of the shipped catalog
-    # is not. Real plays have no engine unless the user asks for one, because its stand-in would only take time.
+    # The publisher's measured speed is a fair guess for the user's own engine; that of the shipped catalog is not. Real
+    # plays have an engine only on request: its stand-in would just take time.
     own = args.asset is not None or args.passages
     cost = catalog.prefill if own and not args.live and args.producer is None else None
     if args.no_recompute:
@@ -279,7 +279,7 @@ def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
         cost = parse_cost(args.prefill, "--prefill")
     question = 0 if args.question is None or args.passages else args.question
     if args.tail is not None and (not question or cost is None):
-        raise UsageError("--tail is about an engine that computes a --question: give that, and an --engine")
+        raise UsageError("--tail needs an engine that computes a --question: give both")
     options = ReplayOptions(
         deadline_s=args.deadline,
         rtt_s=None if args.rtt is None else args.rtt / 1000.0,
@@ -358,14 +358,6 @@ def _replay(args: ReplayCommand, matrix: Matrix, asset: Asset | None) -> Report:
         return replay(matrix, jobs=args.jobs, on_progress=bar.advance)
 
 
-def _check(args: ReplayCommand) -> None:
-    """Raise UsageError if options contradict each other or need ``--live``."""
-    if args.cold and args.no_slow_start:
-        raise UsageError("--cold counts the handshake, --no-slow-start skips the start of a connection; give one")
-    if args.live:
-        part("replay.live.check", "replay --live")(args)
-
-
 def _verify(asset: Asset, report: Report, console: Console) -> None:
     from kvabr.cli.display import PlayBar
     from kvabr.replay.verify import steps_of, verify_play
@@ -386,7 +378,7 @@ def _warn(report: Report, console: Console, *, live: bool) -> None:
     wrapped = sorted({run["trace"] for run in runs if run["wrapped"]})
     if wrapped:
         names = ", ".join(wrapped[:3]) + (f" and {len(wrapped) - 3} more" if len(wrapped) > 3 else "")
-        say(console, f"note: some plays outlast their trace, which then starts over (wraps): {names}", style="yellow")
+        say(console, f"note: some plays are longer than their trace, which then repeats: {names}", style="yellow")
     below = sum(line["below_bound"] for line in report.result["summary"].values())
     if below and not live:
         say(console, below_bound(below), style="yellow")

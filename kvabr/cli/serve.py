@@ -1,4 +1,4 @@
-"""`kvabr serve`: publish a store of assets over MoQT on QUIC."""
+"""`kvabr serve`: publish a store of assets over MoQT."""
 
 from __future__ import annotations
 
@@ -35,38 +35,37 @@ class ServeCommand:
 
     A first try, on this machine only:
       kvabr serve assets --dev
-    It makes a certificate by itself, and prints its fingerprint and the `kvabr fetch` line that accepts it.
+    It makes a certificate, and prints its fingerprint and a `kvabr fetch` line that accepts it.
 
     For others:
       kvabr serve assets --bind :4443 --cert chain.pem --key key.pem --grants grants.json --metrics 127.0.0.1:9100
 
-    ROOT is a store, or a folder with stores up to four levels down; new and removed assets are noticed within 0.2
-    seconds, in folders of many thousand assets within two, in buckets within five. An asset that is damaged is left
-    out, and the log says why.
+    ROOT is a store, or a folder with stores up to four levels down. New and removed assets are noticed within 0.2
+    seconds, in folders of many thousand assets within two, in buckets within five. Damaged assets are logged and left
+    out.
 
-    Tokens: `kvabr serve --new-token` prints a new token, to be given to clients (--token-file, KVABR_TOKEN), and its
-    entry for the file given with --grants:
+    Tokens: `kvabr serve --new-token` prints a new token for clients (--token-file, KVABR_TOKEN) and its entry for the
+    --grants file:
       {"schema": "kvabr.grants/1", "grants": [ENTRY, ...]}
-    "assets" in an entry are patterns of the asset's name, the path of its store below ROOT and its digest, such as
-    "team-a/*", "models" patterns of the model's name; "id" stands for the token in logs and metrics; "expires" is a
-    time such as "2027-01-31T12:00:00Z". Without --grants everyone who can reach the address may read everything.
+    In an entry, "assets" are patterns of the asset's name (the path of its store below ROOT and its digest), such as
+    "team-a/*"; "models" are patterns of the model's name; "id" names the token in logs and metrics; "expires" is a time
+    such as "2027-01-31T12:00:00Z". Without --grants everyone who can reach the address may read everything.
 
-    The file of grants, the certificate and the key are read again when they change, and on SIGHUP. Connections whose
-    token is taken out of the file or expires are closed at once. A file that cannot be used is logged, and what was
-    read before stays in use.
+    Grants, certificate and key are read again when their files change, and on SIGHUP. Connections with a removed or
+    expired token are closed at once. A file that cannot be used is logged, and the previous content stays in use.
 
-    SIGTERM or Ctrl-C: clients are sent away by GOAWAY, and what is under way is finished for --drain seconds. A second
-    one ends it at once.
+    After SIGTERM or Ctrl-C, clients receive GOAWAY, and transfers may finish for --drain seconds. A second signal ends
+    the process at once.
     """
 
     root: Annotated[str | None, Shown("ROOT")] = None
     """The store: a folder or a URL, or a folder with stores."""
     serving: Annotated[serving.ServingOptions, Part()]
     processes: Annotated[int, Ge(1), Le(MOST_PROCESSES), Shown("--processes N")] = 1
-    """Processes that share the address, where one core is too slow (default: 1): each has the limits for itself, and
-    its metrics on a port of its own, from that of --metrics on."""
+    """Processes that share the address, if one core is too slow (default: 1); each has its own limits, and its own
+    metrics port, counted from --metrics."""
     grants: Annotated[Path | None, Shown("--grants F")] = None
-    """Who may read what, JSON (default: all read all)."""
+    """Who may read which assets, JSON (default: all read all)."""
     new_token: Annotated[bool, Shown()] = False
     """Print a new token and its entry, and exit."""
     expires: Annotated[float | None, Gt(0), Le(_MAX_DAYS), Shown("--expires DAYS", needs="new_token")] = None
@@ -77,7 +76,7 @@ class ServeCommand:
 
 
 def run(args: ServeCommand) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     if args.new_token:
         return _new_token(args.expires, args.json)
     if args.root is None:
@@ -97,19 +96,18 @@ add = command(ServeCommand, run, serving.limits_help)
 
 def _check_processes(args: ServeCommand) -> None:
     if args.serving.dev:
-        raise UsageError("--processes: give --cert and --key, as all of them need the same certificate")
+        raise UsageError("--processes: give --cert and --key: all processes need the same certificate")
     if args.kv_events.to is not None:
         raise UsageError("--processes: --kv-events is for one process")
     for what, address in (("--bind", args.serving.bind), ("--metrics", args.serving.seen.metrics)):
         if address is not None and address.port == 0:
-            raise UsageError(f"--processes: give a port with {what}, which they share or count from")
+            raise UsageError(f"--processes: give a port with {what}: all processes share it or count from it")
     metrics = args.serving.seen.metrics
     if metrics is not None and metrics.port + args.processes - 1 > _MAX_PORT:
         raise UsageError(f"--metrics: {args.processes} processes count from port {metrics.port} on, past {_MAX_PORT}")
 
 
 def _process(args: ServeCommand, root: str, limits: ServerLimits, number: int) -> int:
-    """Serve as one of several processes."""
     if (metrics := args.serving.seen.metrics) is not None:
         metrics = metrics._replace(port=metrics.port + number)
     mine = replace(args.serving, seen=replace(args.serving.seen, metrics=metrics))
@@ -117,7 +115,7 @@ def _process(args: ServeCommand, root: str, limits: ServerLimits, number: int) -
 
 
 def _new_token(days: float | None, file: Path | None) -> int:
-    """Print the token alone on standard output, so that scripts can take it, and what to do with it beside."""
+    """Print the token alone on standard output, for scripts, and instructions on standard error."""
     from kvabr.cli.display import write_result
     from kvabr.server.grants import new_token
 
@@ -129,8 +127,8 @@ def _new_token(days: float | None, file: Path | None) -> int:
         os.umask(before)
     print("a new token; give it to the client (--token-file, KVABR_TOKEN). It is shown only here:", file=sys.stderr)
     print(token, flush=True)
-    said = f"\nits entry for the file of --grants; name it, and narrow what it opens:\n{json.dumps(entry)}"
-    print(said, file=sys.stderr)
+    entry_text = f"\nits entry for the --grants file; change its id and assets:\n{json.dumps(entry)}"
+    print(entry_text, file=sys.stderr)
     return 0
 
 
@@ -167,14 +165,14 @@ async def _serve(args: ServeCommand, root: str, limits: ServerLimits) -> int:
 
 
 def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSetup, args: ServeCommand) -> None:
-    """Print the URL and how to fetch from it; warn about what an operator should know."""
+    """Print the URL and a command that fetches from it, and log warnings for operators."""
     from datetime import UTC, datetime
 
     assets, log = library.assets, setup.log
     if not assets and library.damaged:
-        log.warning("no asset can be served", root=args.root, left_out=library.damaged, hint="why is said above")
+        log.warning("no asset can be served", root=args.root, left_out=library.damaged, hint="the reasons are above")
     elif not assets:
-        place = f"'{args.root}'" if "://" in str(args.root) else f"{args.root}/NAME"  # a store names its assets itself
+        place = f"'{args.root}'" if "://" in str(args.root) else f"{args.root}/NAME"  # buckets name their assets
         log.warning(
             "no assets yet",
             root=args.root,
@@ -190,5 +188,5 @@ def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSet
         line = setup.fetch_line(url, whole.catalog.namespace, token=args.grants is not None)
         print(f"fetch from it, for instance {whole.name}: {line}")
     elif assets:
-        print(f"it has passages alone, for programs: Client({url!r}).play(parts=[...])")
+        print(f"it has only passages, for programs: Client({url!r}).play(parts=[...])")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A command that runs in several processes that share an address: the system gives each connection to one of them."""
+"""Run a command in several processes that share an address; the system assigns each connection to one of them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from kvabr.types.errors import KvabrError, UsageError
 MOST_PROCESSES = 64
 _PASSED_ON = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 _MOST_KILLED, _WITHIN_S = 5, 60.0
-"""Most processes that are started again within these seconds: where more are killed, the machine is in trouble."""
+"""Most killed processes that are restarted within these seconds; more mean that the machine is in trouble."""
 
 
 def run_processes(count: int, work: Callable[[int], int]) -> int:
-    """Run ``work`` in ``count`` processes, which it is given the numbers of, from 0 on; return the exit status.
+    """Run picklable ``work`` in ``count`` processes, with their numbers from 0, and return the exit status.
 
-    Signals to end reach all of them. One that is killed, as by a system that has no memory left, is started again, and
-    standard error says so; where that happens often, and if one ends by itself, the others end as well, so that nothing
-    is served by a part of them. The status is the largest of theirs, and at least 1 if one was killed and not replaced.
-    ``work`` must be picklable.
+    Signals to end reach all processes. A killed process, as by a system out of memory, is started again, and standard
+    error says so. If that happens too often, or a process ends normally, all end. The status is the largest of theirs,
+    and at least 1 if one was killed and not replaced.
     """
     group = _Processes(count, work)
     before = {number: signal.signal(number, group.pass_on) for number in _PASSED_ON}
@@ -52,61 +51,60 @@ class _Processes:
     def __init__(self, count: int, work: Callable[[int], int]) -> None:
         self._count, self._work = count, work
         self.running: dict[int, BaseProcess] = {}
-        """By number."""
-        self._told = set[int | None]()
-        """Those that have got a signal to end."""
+        self._signalled = set[int | None]()
+        """Processes that have received a signal to end."""
         self._ends: int | None = None
-        """The signal to end that came."""
+        """The signal to end, once received."""
         self._killed_s = deque[float](maxlen=_MOST_KILLED + 1)
 
     def start(self, number: int) -> None:
         process = multiprocessing.get_context("spawn").Process(target=_run, args=(self._work, number))
-        resource_tracker.ensure_running()  # which would let signals through
-        # In it, signals wait until it can handle them: see `_run`.
+        resource_tracker.ensure_running()  # or starting the process would unblock signals
+        # The child blocks signals until it can handle them: see `_run`.
         signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         try:
             process.start()
             self.running[number] = process
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
-        if self._ends is not None:  # it came before this one was told
-            self.pass_on(self._ends, but=self._told.copy())
+        if self._ends is not None:  # received before this process was listed
+            self.pass_on(self._ends, but=self._signalled.copy())
 
     def pass_on(self, number: int, _: FrameType | None = None, but: Collection[int | None] = ()) -> None:
-        """Send a signal to all that run."""
+        """Send a signal to all running processes."""
         if number != signal.SIGHUP:
             self._ends = number
         for process in self.running.values():
             if process.pid is not None and process.pid not in but and process.is_alive():
                 if number != signal.SIGHUP:
-                    self._told.add(process.pid)
+                    self._signalled.add(process.pid)
                 os.kill(process.pid, number)
 
     def killed(self) -> list[tuple[int, int]]:
-        """Wait until one has ended; return numbers and statuses of those that were killed, or none if one was not."""
+        """Wait until a process ends; return numbers and statuses of killed ones, or none if one ended normally."""
         ready = wait([process.sentinel for process in self.running.values()])
         ended = [(number, process) for number, process in self.running.items() if process.sentinel in ready]
         for _, process in ended:
-            process.join()  # for its status
+            process.join()  # sets its status
         codes = [(number, process.exitcode or 0) for number, process in ended]
         return codes if all(code < 0 for _, code in codes) else []
 
     def replaces(self, killed: list[tuple[int, int]]) -> bool:
-        """Return whether to start again what was killed, and say it: not if that is often, or all are to end."""
-        if self._told:
+        """Print which processes were killed, and return whether to restart them."""
+        if self._signalled:
             return False
         now = time.monotonic()
         self._killed_s.extend(now for _ in killed)
         often = len(self._killed_s) > _MOST_KILLED and now - self._killed_s[0] < _WITHIN_S
         then = f"so were {_MOST_KILLED} others within a minute, so all end" if often else "it is started again"
         for number, code in killed:
-            said = f"kvabr: process {number + 1} of {self._count} was killed (signal {-code}); {then}"
-            print(said, file=sys.stderr, flush=True)
+            message = f"kvabr: process {number + 1} of {self._count} was killed (signal {-code}); {then}"
+            print(message, file=sys.stderr, flush=True)
         return not often
 
     def end(self) -> int:
-        """Have all end; return their status."""
-        self.pass_on(signal.SIGTERM, but=self._told.copy())  # a second one would cut short what they finish
+        """End all processes and return their status."""
+        self.pass_on(signal.SIGTERM, but=self._signalled.copy())  # a second signal would skip draining
         for process in self.running.values():
             process.join()
         codes = [process.exitcode for process in self.running.values()]
@@ -122,9 +120,9 @@ def _run(work: Callable[[int], int], number: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # The parent passes on Ctrl-C, which a terminal sends to all.
+    # The parent forwards Ctrl-C, which a terminal sends to the whole group.
     os.setpgrp()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is to be read again has not been read yet
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # no file has been read yet
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         raise SystemExit(work(number))

@@ -1,4 +1,4 @@
-"""What `kvabr serve` and `kvabr relay` share: options, log, certificate, metrics, and the first lines of output."""
+"""Shared parts of `kvabr serve` and `kvabr relay`: options, log, certificate, metrics, first lines of output."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _MAPPED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenOptions:
-    """How a process that runs for long can be watched."""
+    """Options for watching a long-running process."""
 
     metrics: Annotated[Address | None, Shown("--metrics HOST:PORT", parse=parse_address)] = None
     """Serve /metrics (Prometheus) and /healthz over HTTP."""
     log_json: Annotated[bool, Shown()] = False
-    """Log JSON lines (default where no terminal is)."""
+    """Log JSON lines (default off a terminal)."""
     verbose: Annotated[bool, Shown("-v --verbose")] = False
     """Log more."""
 
@@ -61,24 +61,24 @@ class ServingOptions:
     bind: Annotated[Address, Shown("--bind HOST:PORT", parse=parse_address)] = _BIND
     """UDP and TCP address."""
     cert: Annotated[Path | None, Shown("--cert F")] = None
-    """Certificate chain, PEM, this server's own first."""
+    """Certificate chain, PEM, the server's own certificate first."""
     key: Annotated[Path | None, Shown("--key F")] = None
     """Its private key, PEM, without a password."""
     dev: Annotated[bool, Shown()] = False
     """Use a development certificate, made once per user and kept for 13 days."""
     quic: Annotated[Quic, Shown()] = "auto"
-    """QUIC library; ``auto`` takes qh3 if it is installed."""
+    """QUIC library; ``auto`` is qh3 if installed."""
     tcp: Annotated[Literal["tls", "off"], Shown()] = "tls"
-    """Accept connections over TCP with TLS, or none."""
+    """Accept connections over TCP with TLS."""
     drain: Annotated[float, Ge(0), Le(3600), Shown("--drain S")] = 10.0
-    """Seconds to finish what is under way after SIGTERM; Ctrl-C waits half a second."""
+    """Seconds to finish work after SIGTERM; Ctrl-C waits half a second."""
     limit: Annotated[tuple[str, ...], Shown("--limit NAME=VALUE", repeated=True)] = ()
     """See below."""
     seen: Annotated[SeenOptions, Part()]
 
 
 def limits_help() -> str:
-    """Return the limits and their defaults for a command's help."""
+    """Return the help of --limit: the limits and their defaults."""
     defaults, docs = ServerLimits(), docstrings(ServerLimits)
     lines = (
         f"  {field.name.replace('_', '-')}={getattr(defaults, field.name)}".ljust(42)
@@ -87,7 +87,7 @@ def limits_help() -> str:
     )
     return "\n".join(
         (
-            "limits (--limit NAME=VALUE, may be repeated; connections-per-address=off: no such bound) and defaults:",
+            "limits (--limit NAME=VALUE, may be repeated; connections-per-address=off: unlimited) and defaults:",
             *lines,
             "",
         )
@@ -95,11 +95,7 @@ def limits_help() -> str:
 
 
 def parse_limits(texts: Sequence[str]) -> ServerLimits:
-    """Return limits from ``NAME=VALUE`` options.
-
-    Raises:
-        UsageError: There is no such limit, or its value is not a positive number.
-    """
+    """Parse ``NAME=VALUE`` options; raise `UsageError` for an unknown limit or a bad value."""
     given: dict[str, Any] = {}
     known = [field.name for field in fields(ServerLimits)]
     for text in texts:
@@ -121,7 +117,7 @@ def parse_limits(texts: Sequence[str]) -> ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class ServerSetup:
-    """What a server of the command line needs, checked."""
+    """Checked settings of a server."""
 
     host: str
     port: int
@@ -132,12 +128,12 @@ class ServerSetup:
     metrics: Metrics
 
     def announce(self, server: Server, event: str, open_to_all: str | None, **fields: object) -> str:
-        """Log that the server is up, print its URL, and return that. What is loaded now stays until the process ends.
+        """Log that the server is up, print its URL, and return it.
 
         Args:
             server: The server.
-            event: What to log, with ``fields``.
-            open_to_all: A hint for a server that has no tokens and can be reached from elsewhere.
+            event: Log event, with ``fields``.
+            open_to_all: Hint for a server without tokens that other machines can reach.
             fields: More fields of the event.
         """
         keep_memory_flat()
@@ -164,11 +160,11 @@ class ServerSetup:
 
 @contextmanager
 def prepared(args: ServingOptions) -> Iterator[ServerSetup]:
-    """Check the options, and yield what they ask for; the metrics are served until the context ends.
+    """Check the options, and yield the settings; serve the metrics until the context ends.
 
     Raises:
         UsageError: An option is wrong.
-        TransportError: The certificate cannot be used, or the address of the metrics is taken.
+        TransportError: The certificate cannot be used, or the metrics address is taken.
     """
     from kvabr.server import certificates
     from kvabr.server.metrics import Metrics
@@ -190,7 +186,7 @@ def prepared(args: ServingOptions) -> Iterator[ServerSetup]:
 def observed(
     args: SeenOptions, metrics: MetricSet, healthy: Callable[[], bool] = lambda: True
 ) -> Iterator[FilteringBoundLogger]:
-    """Yield the log that the options ask for, which takes what libraries log, too; meanwhile serve the metrics."""
+    """Yield a log that also receives the logs of libraries; serve the metrics until the context ends."""
     from kvabr.telemetry.prometheus import ScrapeServer
 
     log = logger(json=args.log_json or None, verbose=args.verbose)
@@ -202,12 +198,12 @@ def observed(
 
 
 def keep_memory_flat() -> None:
-    """Have this process give back what it needs no more, although it runs for weeks.
+    """Let a process that runs for weeks return unused memory.
 
     Python collects all garbage only when a quarter of all objects is new. With the modules among them that may take
-    hours, in which connections that are over keep their memory, because their objects refer to each other. So what is
-    loaded now is kept out of it. And glibc maps large memory of its own, but once some was freed, it takes the next of
-    that size from the heap, whose gaps are not given back. Each socket of qh3 has 2 MB of that kind.
+    hours, in which closed connections, which are reference cycles, keep their memory. So current objects are excluded.
+    And glibc raises its mmap threshold once large memory is freed, and then takes it from the heap, which cannot shrink
+    across gaps. Each socket of qh3 has 2 MB of that kind.
     """
     gc.collect()
     gc.freeze()
@@ -216,7 +212,7 @@ def keep_memory_flat() -> None:
 
 
 def reloads(setup: ServerSetup, server: Server) -> Reloads:
-    """Return what reads files again while a server runs: its certificate and key, unless they were made for it."""
+    """Return the files to read again while a server runs: certificate and key, unless kvabr made them."""
     from kvabr.server import certificates
     from kvabr.server.reload import Reloads
 
@@ -234,10 +230,9 @@ def reloads(setup: ServerSetup, server: Server) -> Reloads:
 def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | None = None) -> FilteringBoundLogger:
     """Return a logger that writes one line per event.
 
-    Args:
-        json: Write JSON lines instead of text; None: unless the stream is a terminal.
-        verbose: Include debug events.
-        stream: Output; None: standard error, which leaves standard output to results.
+    json: Write JSON lines instead of text; None: if the stream is no terminal.
+    verbose: Include debug events.
+    stream: Output; None: standard error.
     """
     import structlog
 
@@ -266,7 +261,7 @@ def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | 
 
 
 class _Lossy:
-    """Drops lines that cannot be written: a full disk or a broken pipe must not end the connection that is logged."""
+    """Drops lines that cannot be written: a full disk or broken pipe must not end a connection that logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -282,7 +277,7 @@ class _Lossy:
 
 @contextmanager
 def captured(log: FilteringBoundLogger) -> Iterator[None]:
-    """Forward warnings of libraries that use `logging`, such as asyncio's lost exceptions, to the log."""
+    """Forward warnings of libraries that use `logging` to the log."""
     root, handler = logging.getLogger(), _Forward(log)
     root.addHandler(handler)
     try:

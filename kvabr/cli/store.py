@@ -24,28 +24,13 @@ class ListCommand:
       kvabr store ls assets
       kvabr store ls s3://kv-caches/team-a --model meta-llama/Llama-3.1-8B
 
-    own: bytes that only this asset has, which are freed when it goes. measured: its losses were measured by kvabr
-    encode; engines never remove such assets.
+    own: bytes that only this asset has, and that its removal frees. measured: `kvabr encode` measured its losses;
+    engines never remove such assets.
     """
 
     store: StoreArgument
     model: Annotated[str | None, Shown("--model M")] = None
     """Only assets of this model."""
-    json: Json = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageCommand:
-    """Show how many bytes models and tracks take.
-
-    Examples:
-      kvabr store du assets
-      kvabr store du s3://kv-caches/prod --json usage.json
-
-    Bytes that assets share count once.
-    """
-
-    store: StoreArgument
     json: Json = None
 
 
@@ -58,9 +43,8 @@ class RemoveCommand:
       kvabr store rm s3://kv-caches/prod --model meta-llama/Llama-3.1-8B
       kvabr store rm s3://kv-caches/prod --unreferenced
 
-    The beginning of a name is enough. What other assets share stays. An HTTP cache in front of a bucket must be purged.
-    Old assets of a bucket are best removed by its lifecycle rules, and those of engines in a folder by their
-    publish_mib.
+    The beginning of a name is enough. Bytes that other assets share stay. Purge HTTP caches in front of a bucket. To
+    remove old assets, use the lifecycle rules of a bucket, and the publish_mib of engines for a folder.
     """
 
     store: StoreArgument
@@ -69,13 +53,13 @@ class RemoveCommand:
     model: Annotated[str | None, Shown("--model M")] = None
     """All assets of this model."""
     unreferenced: Annotated[bool, Shown()] = False
-    """Also objects that no asset names, such as those of a killed publisher, once they are an hour old."""
+    """Also objects that no asset names, such as those of a killed publisher, after an hour."""
     json: Json = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyCommand:
-    """Check that everything is there and undamaged.
+    """Check that no object is missing or damaged.
 
     Examples:
       kvabr store verify assets
@@ -86,9 +70,9 @@ class VerifyCommand:
 
     store: StoreArgument
     deep: Annotated[bool, Shown()] = False
-    """Also read all frames, and compare their digests."""
+    """Also read all frames and compare their digests."""
     repair: Annotated[bool, Shown()] = False
-    """Remove what is damaged."""
+    """Remove damaged assets and objects."""
     json: Json = None
 
 
@@ -100,15 +84,15 @@ class CopyCommand:
       kvabr store copy assets s3://kv-caches/prod
       kvabr store copy s3://kv-caches/prod warm --model my-model
 
-    Every frame is checked. What is at the target already stays, so an interrupted copy goes on where it was. Token ids
-    of prompts go from folder to folder only.
+    Every frame is checked. Assets that the target has already are skipped, so an interrupted copy can continue. Token
+    ids of prompts are copied only between folders.
     """
 
     store: StoreArgument
     target: Annotated[str, Shown("TARGET")]
     """A folder (made if missing), or the URL of a bucket."""
     name: Annotated[tuple[str, ...], Shown("--name N", repeated=True)] = ()
-    """Only this asset, by its name or the beginning of it; may be repeated."""
+    """Only this asset, by its name or the beginning of its name; may be repeated."""
     model: Annotated[str | None, Shown("--model M")] = None
     """Only assets of this model."""
     json: Json = None
@@ -116,9 +100,8 @@ class CopyCommand:
 
 _ACTIONS = {
     "ls": (ListCommand, "list the assets"),
-    "du": (UsageCommand, "show how many bytes models and tracks take"),
     "rm": (RemoveCommand, "remove assets"),
-    "verify": (VerifyCommand, "check that everything is there and undamaged"),
+    "verify": (VerifyCommand, "check that no object is missing or damaged"),
     "copy": (CopyCommand, "copy assets to another store"),
 }
 
@@ -126,11 +109,11 @@ _ACTIONS = {
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = "Manage the assets of a store, a folder or a bucket."
-    actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, (kind, line) in _ACTIONS.items():
         command(kind, _lazily(name))(actions.add_parser(name, help=line))
 
 
 def _lazily(name: str) -> Callable[[Any], int]:
-    """Return an action of `kvabr.cli.store_actions`, imported when it runs."""
+    """Return an action of `kvabr.cli.store_actions`, imported only when it runs."""
     return lambda options: int(getattr(import_module("kvabr.cli.store_actions"), name)(options))

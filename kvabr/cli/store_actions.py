@@ -1,15 +1,15 @@
-"""What `kvabr store` does: administers a store, and shows the result."""
+"""The actions of `kvabr store`."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_result
-from kvabr.cli.store import CopyCommand, ListCommand, RemoveCommand, UsageCommand, VerifyCommand
+from kvabr.cli.store import CopyCommand, ListCommand, RemoveCommand, VerifyCommand
 from kvabr.store import admin
 from kvabr.store.locations import open_store
 from kvabr.store.removing import Progress
@@ -29,78 +29,44 @@ _STAGES = {
 
 def ls(args: ListCommand) -> int:
     """List the assets."""
-    tree, found = _inventory(args)
+    tree, now_s = StoreTree(args.store), time.time()
+    with StageBar(_STAGES) as bar:
+        found = admin.inventory(tree, bar)
     held = [each for each in found.holdings if args.model in (None, each.model)]
-    shared, now_s = _shared(found.holdings), time.time()
+    shared = Counter(part for each in found.holdings for part in each.objects)
+    result = [_row(each, shared) for each in held]
     rows = [
         (
-            printable(_short(each.name)),
+            printable(each.name[: each.name.rfind("/") + 17]),
             each.model,
             f"{each.tokens:,}",
             human(each.bytes),
-            human(_own(each, shared)),
-            _time(now_s - each.created_s),
+            human(row["own_bytes"]),
+            _age(now_s - each.created_s),
             "yes" if each.measured else "",
         )
-        for each in held
+        for each, row in zip(held, result, strict=True)
     ]
     columns = ("name", "model", "tokens", "bytes", "own", "age", "measured")
     spare = ("measured", "own", "age", "tokens")
     if rows:
         output().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
-    _say_damaged(found)
-    plain(f"{counted(len(held), 'asset')}, {human(admin.total_bytes(held))}" if held else f"{tree.location}: no assets")
-    write_result(
-        args.json,
-        "store ls",
-        {
-            "store": tree.location,
-            "assets": [_row(each, shared) for each in held],
-            "damaged": dict(found.damaged),
-        },
-    )
-    return 0
-
-
-def du(args: UsageCommand) -> int:
-    """Show how many bytes models and tracks take."""
-    tree, found = _inventory(args)
-    models: dict[str, list[admin.Holding]] = defaultdict(list)
-    for each in found.holdings:
-        models[each.model].append(each)
-    rows, tracks = [], []
-    for model, held in sorted(models.items()):
-        rows.append((model, str(len(held)), human(admin.total_bytes(held))))
-        sizes: dict[str, int] = defaultdict(int)
-        for each in held:
-            for track, size in each.tracks.items():
-                sizes[track] += size
-        tracks += [(model, track, size) for track, size in sizes.items()]
-    out = output()
-    out.print(table(None, ("model", "assets", "bytes"), rows, fold=("model",)))
-    shown = [(model, track, human(size)) for model, track, size in tracks]
-    out.print(table("each asset's own count", ("model", "track", "bytes"), shown, fold=("model",), left=("track",)))
-    _say_damaged(found)
-    total = admin.total_bytes(found.holdings)
+    for name, what in found.damaged.items():
+        plain(f"{name}: cannot be read: {what}; see kvabr store verify")
     others = f"; {human(found.unreferenced_bytes)} that no asset names" if found.unreferenced_bytes else ""
-    plain(f"{counted(len(found.holdings), 'asset')}, {human(total)}{others}")
-    result = {
-        "store": tree.location,
-        "assets": len(found.holdings),
-        "bytes": total,
-        "unreferenced_bytes": found.unreferenced_bytes,
-        "models": {model: {"assets": len(held), "bytes": admin.total_bytes(held)} for model, held in models.items()},
-        "tracks": [{"model": model, "track": track, "bytes": size} for model, track, size in tracks],
-        "damaged": dict(found.damaged),
-    }
-    write_result(args.json, "store du", result)
+    total = (
+        f"{counted(len(held), 'asset')}, {human(admin.total_bytes(held))}" if held else f"{tree.location}: no assets"
+    )
+    plain(total + others)
+    result_of_all = {"unreferenced_bytes": found.unreferenced_bytes, "damaged": dict(found.damaged)}
+    write_result(args.json, "store ls", {"store": tree.location, "assets": result, **result_of_all})
     return 0
 
 
 def rm(args: RemoveCommand) -> int:
     """Remove assets."""
     if not (args.names or args.model or args.unreferenced):
-        raise UsageError("say what to remove: names of assets, --model M or --unreferenced")
+        raise UsageError("name the assets to remove, or give --model M or --unreferenced")
     tree = StoreTree(args.store)
     known = list(admin.names_in(tree)) if args.names else []
     names = dict.fromkeys(admin.full_name(known, name) for name in args.names)
@@ -128,25 +94,18 @@ def verify(args: VerifyCommand) -> int:
     for each in bad:
         plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
     left = [each for each in bad if not each.repaired]
-    write_result(
-        args.json,
-        "store verify",
-        {
-            "store": tree.location,
-            "deep": args.deep,
-            "damages": [{"name": each.name, "what": each.what, "repaired": each.repaired} for each in bad],
-        },
-    )
+    damages = [{"name": each.name, "what": each.what, "repaired": each.repaired} for each in bad]
+    write_result(args.json, "store verify", {"store": tree.location, "deep": args.deep, "damages": damages})
     if left:
         raise AssetError(f"{tree.location}: {len(left)} damaged")
-    whole = "nothing is damaged" if args.deep else "nothing is missing; the bytes of frames were not read, --deep does"
-    rest = "the rest is undamaged" if args.deep else "of the rest nothing is missing"
+    whole = "no object is damaged" if args.deep else "no object is missing; --deep also reads the bytes of frames"
+    rest = "the rest is undamaged" if args.deep else "no other object is missing"
     plain(whole if not bad else f"{len(bad)} removed, {rest}")
     return 0
 
 
 def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[admin.Damage]:
-    """Return the assets, of those that are not bad already, whose tracks do not agree with each other."""
+    """Return the assets with tracks that contradict each other, without those that are ``bad`` already."""
     from kvabr.publish.comparing import compare_tracks
 
     stores, found = admin.names_in(tree), []
@@ -156,7 +115,7 @@ def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[admin
         try:
             compare_tracks(stores[name].open(name.rpartition("/")[2]))
         except NotFoundError:
-            continue  # it was removed meanwhile
+            continue  # removed meanwhile
         except KvabrError as error:
             found.append(admin.Damage(name, str(error), "remove it, or publish it again"))
     return found
@@ -172,67 +131,28 @@ def copy(args: CopyCommand) -> int:
         plain(f"{name}: not copied: {why}")
     were = "was" if len(done.kept) == 1 else "were"
     plain(f"{counted(len(done.assets), 'asset')} copied, {human(done.bytes)}; {len(done.kept):,} {were} there already")
-    write_result(
-        args.json,
-        "store copy",
-        {
-            "copied": done.assets,
-            "kept": done.kept,
-            "failed": done.failed,
-            "bytes": done.bytes,
-        },
-    )
+    result = {"copied": done.assets, "kept": done.kept, "failed": done.failed, "bytes": done.bytes}
+    write_result(args.json, "store copy", result)
     if done.failed:
         were = "was" if len(done.failed) == 1 else "were"
         raise AssetError(f"{counted(len(done.failed), 'asset')} {were} not copied")
     return 0
 
 
-def _inventory(args: ListCommand | UsageCommand) -> tuple[StoreTree, admin.Inventory]:
-    tree = StoreTree(args.store)
-    with StageBar(_STAGES) as bar:
-        return tree, admin.inventory(tree, bar)
-
-
-def _short(name: str) -> str:
-    """Return an asset's name with the beginning of its digest."""
-    path, slash, digest = name.rpartition("/")
-    return f"{path}{slash}{digest[:16]}"
-
-
-def _say_damaged(found: admin.Inventory) -> None:
-    for name, what in found.damaged.items():
-        plain(f"{name}: cannot be read: {what}; see kvabr store verify")
-
-
-def _shared(holdings: Iterable[admin.Holding]) -> dict[str, int]:
-    """Return how many assets have each part."""
-    counts: dict[str, int] = defaultdict(int)
-    for each in holdings:
-        for part in each.objects:
-            counts[part] += 1
-    return counts
-
-
-def _own(holding: admin.Holding, shared: dict[str, int]) -> int:
-    return sum(size for part, size in holding.objects.items() if shared[part] == 1)
-
-
-def _row(each: admin.Holding, shared: dict[str, int]) -> dict[str, Any]:
+def _row(each: admin.Holding, shared: Mapping[str, int]) -> dict[str, Any]:
     return {
         "name": each.name,
         "model": each.model,
         "tokens": each.tokens,
         "bytes": each.bytes,
-        "own_bytes": _own(each, shared),
+        "own_bytes": sum(size for part, size in each.objects.items() if shared[part] == 1),
         "created_s": each.created_s,
         "measured": each.measured,
         "tracks": dict(each.tracks),
     }
 
 
-def _time(seconds: float) -> str:
-    """Return a time in its largest unit."""
+def _age(seconds: float) -> str:
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f}{unit}"

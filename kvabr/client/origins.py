@@ -14,7 +14,6 @@ import asyncio
 
 from kvabr.link.moqt.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.link.objects.connection import StoreConnection
-from kvabr.link.objects.index import StrangeAnswers
 from kvabr.store.local import LocalStore
 from kvabr.store.locations import SCHEMES, open_objects, split_asset
 from kvabr.store.url import WEB
@@ -73,11 +72,10 @@ class StoreDialler:
         if isinstance(self._store, LocalStore) and not self._store.folder.is_dir():
             raise UsageError(f"{url}: no such folder; publish something there first, or correct the URL")
         self.names: tuple[str, ...] = (self._store.url,)
-        self._strange = StrangeAnswers()
 
     async def dial(self) -> StoreConnection:
         """See `Dialler.dial`."""
-        connection = StoreConnection(self._store, self._strange)
+        connection = StoreConnection(self._store)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await connection.open()

@@ -1,6 +1,6 @@
-"""What one connection may read: by the token of its SETUP or of a request, and for how long.
+"""What one connection may read, by the token of its SETUP or of a request, and when that ends.
 
-Tokens expire, are withdrawn, or open less than before while connections are open. `Access` says what that ends.
+Tokens expire, are withdrawn, or have their grants narrowed while connections are open.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from kvabr.server.publication import Publication, Source
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """Why a token does not open something, in the codes of a session, of a request, and of a stream."""
+    """A reason to refuse a token, in the codes of a session, of a request, and of a stream."""
 
     result: str
-    """For metrics."""
     reason: str
     session: SessionCode
     request: RequestCode
@@ -50,27 +49,26 @@ class Access:
     """What one connection may read."""
 
     def __init__(self, source: Source) -> None:
-        """Allow nothing before `enter`."""
         self._source = source
         self.grant: Grant | None = None
-        """Of the token in the SETUP; None: the connection may not stay."""
+        """Of the token in the SETUP; None: the connection must close."""
         self.expires_s = float("inf")
-        """When the first of its tokens expires, seconds since 1970."""
+        """When the first of its tokens expires, in seconds since 1970."""
 
     def enter(self, token: bytes | None) -> Grant | Denial:
-        """Return what the token of the SETUP opens, or why it is denied."""
+        """Return the grant of the SETUP's token, or why it is denied."""
         grant = self._of(token)
         self.grant = None if isinstance(grant, Denial) else grant
         return grant
 
-    def of_request(self, tokens: Sequence[bytes]) -> Grant | Denial:
-        """Return what a request may read: its own token decides, else that of the SETUP."""
+    def for_request(self, tokens: Sequence[bytes]) -> Grant | Denial:
+        """Return the grant of a request's own token, or otherwise of the SETUP's token."""
         if self.grant is None:
             return WRONG
-        return self._of(tokens[0]) if tokens else self.grant  # checking takes the longer the more tokens there are
+        return self._of(tokens[0]) if tokens else self.grant  # only the first: each check takes time
 
-    def lost(self, now_s: float) -> Denial | None:
-        """Return why the connection may not stay any longer, at a time in seconds since 1970; None: it may."""
+    def recheck(self, now_s: float) -> Denial | None:
+        """Return why the connection must close now, or None; ``now_s`` is in seconds since 1970."""
         if self.grant is None:
             return None  # it is closed already
         self.expires_s = float("inf")
@@ -80,8 +78,8 @@ class Access:
         self.grant = renewed
         return None
 
-    def lost_request(self, grant: Grant, publication: Publication | None, now_s: float) -> Denial | None:
-        """Return why a request under a grant may not go on; None: it may. Call `lost` before."""
+    def recheck_request(self, grant: Grant, publication: Publication | None, now_s: float) -> Denial | None:
+        """Return why a request must end now, or None. Call `recheck` first."""
         renewed = self._renew(grant, now_s)
         if isinstance(renewed, Denial):
             return renewed

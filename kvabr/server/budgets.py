@@ -1,8 +1,8 @@
-"""What the connections of a server share, and what each may take of it: per connection, per address, and in total.
+"""Memory and bandwidth that connections share: budgets per connection, per address, and in total.
 
-A group that is fetched or loaded stays in memory while it is sent. When a budget is used up, further ones wait for
-room, in the order in which they came, and a group that was not read for a while is parked: it is closed, and loaded
-again when its answer goes on. So no answer fails for want of room, however often a client changes its mind.
+A group that is fetched or loaded stays in memory while it is sent. When a budget is full, further groups wait in order
+of arrival, and a group that has not been read for a while is parked: closed, and loaded again when its answer
+continues. So no answer fails for lack of memory, however often a client changes its mind.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 LEAST_IN_FLIGHT_BYTES = 256 << 10
-"""What every connection may have on the way, whatever the others have."""
+"""Bytes that every connection may have in flight, independent of the others."""
 IDLE_READ_S = 10.0
-"""Seconds without reading after which a group may be parked."""
-_LOOK_S = 1.0
-_LEAST_REQUESTS = 8
-_WOKEN = 16
-"""Answers that are told at a time that there may be room."""
-_IPV6_SITE = 64
-"""Bits of an IPv6 address that tell one site from another; the rest a client chooses for itself."""
+"""Seconds without a read until a group may be parked."""
+_CHECK_S = 1.0
+_MIN_REQUESTS = 8
+_WAKE_BATCH = 16
+"""Waiting answers to wake at a time."""
+_IPV6_SITE_BITS = 64
+"""Leading bits of an IPv6 address that identify a site; a client chooses the others itself."""
 
 
 P = TypeVar("P")
 
 
 class Host(Generic[P]):
-    """What the connections of a server share; P is what stands for a connection."""
+    """State that the connections of a server share; P is the type of a connection."""
 
     def __init__(self, source: Source, limits: ServerLimits, log: FilteringBoundLogger, metrics: Metrics) -> None:
         self.source, self.limits, self.log, self.metrics = source, limits, log, metrics
@@ -46,58 +46,48 @@ class Host(Generic[P]):
         self.peers: set[P] = set()
         """Connections, from their first packet on."""
         self.requests = 0
-        """Requests in flight on all connections, also those that wait for an answer; connections count theirs."""
+        """Requests in flight on all connections, answered or not; connections update it."""
         self.draining = False
         self.idle = asyncio.Event()
-        """Set whenever a connection has nothing in flight any more."""
+        """Set whenever a connection becomes idle."""
 
     @property
-    def equal_part(self) -> int:
-        """How many requests every connection may have in flight when all together have as many as allowed."""
-        return max(_LEAST_REQUESTS, self.limits.requests // max(1, len(self.peers)))
-
-    @property
-    def crowded(self) -> bool:
-        """Whether there are more connections than allowed."""
-        return len(self.peers) > self.limits.connections
+    def fair_requests(self) -> int:
+        """Requests that each connection may have in flight when the server is at its limit."""
+        return max(_MIN_REQUESTS, self.limits.requests // max(1, len(self.peers)))
 
     def left(self, peer: P) -> None:
-        """Note that a connection is over."""
+        """Remove a connection that has ended."""
         self.peers.discard(peer)
         self.idle.set()
 
 
 class Holder(Protocol):
-    """An answer that has a group in memory."""
+    """An answer with a group in memory."""
 
     def on_more(self) -> None:
-        """Note that there may be room for its group."""
+        """Continue: there may be room for its group now."""
 
     def may_park(self) -> bool:
-        """Return whether its group may be closed and loaded again."""
+        """Return whether its group may be closed and loaded again later."""
 
     def close(self) -> None:
         """Close its group for now, and call `Room.leave`."""
 
 
 class Account:
-    """What one connection, one address, or all of them use at the moment."""
+    """The usage of one connection, one address, or all of them, and its bounds."""
 
     def __init__(self, memory: int, in_flight: int) -> None:
-        """Use nothing; the arguments are the bounds."""
         self.max_memory, self.max_in_flight = memory, in_flight
         self.memory = self.in_flight = self.connections = 0
         self.open: OrderedDict[Holder, float] = OrderedDict()
-        """Answers with an open group and when they read from it, the longest ago first."""
+        """Answers with an open group and when they last read from it, least recent first."""
         self.waiting: dict[Holder, None] = {}
-        """Answers that wait for room here, in order."""
-
-    def lacks(self, memory: int) -> bool:
-        """Return whether there is no room for so much more."""
-        return bool(self.open) and self.memory + memory > self.max_memory
+        """Answers that wait for room in this account, in order."""
 
     def parkable(self, since_s: float) -> Holder | None:
-        """Return an answer whose group may be closed, as it has not been read since then."""
+        """Return an answer with a group that was last read before ``since_s`` and may be closed."""
         for holder, read_s in self.open.items():
             if read_s >= since_s:
                 return None
@@ -110,23 +100,22 @@ class Budgets:
     """All accounts of a server."""
 
     def __init__(self, limits: ServerLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without connections."""
+
         self._limits, self.clock = limits, clock
         self.total = Account(limits.memory, limits.in_flight)
         self.addresses: dict[str, Account] = {}
-        """By address or IPv6 site, those that have connections."""
+        """Accounts in use, by address or IPv6 site."""
         self._waiting: dict[Holder, Account] = {}
-        """Answers whose groups wait for room, and where they lack it."""
+        """Answers that wait for room, and the account that is full."""
         self._freed: dict[Account, None] = {}
-        """Where there is more room since the last turn of the event loop."""
-        self._looking: asyncio.TimerHandle | None = None
+        """Accounts with more room since the last turn of the event loop."""
+        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Return how many answers wait for room."""
         return len(self._waiting)
 
     def enter(self, address: str) -> Room | None:
-        """Return the account of a new connection; None if there are too many of that address."""
+        """Return the account of a new connection; None if its address has too many."""
         limits, site = self._limits, site_of(address)
         shared = self.addresses.get(site)
         most = limits.connections_per_address
@@ -140,7 +129,7 @@ class Budgets:
         return Room(self, site, (own, shared, self.total))
 
     def left(self, room: Room) -> None:
-        """Close the account of a connection that is over."""
+        """Close the account of a connection that has ended."""
         room.note(0)
         for account in room.accounts:
             account.connections -= 1
@@ -150,19 +139,19 @@ class Budgets:
     def wait(self, holder: Holder, account: Account) -> None:
         """Call ``holder.on_more`` when there may be room in an account."""
         if self._waiting.get(holder) is not account:
-            self.waits_no_more(holder)
+            self.stop_waiting(holder)
             self._waiting[holder] = account
             account.waiting[holder] = None
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
 
-    def waits_no_more(self, holder: Holder) -> None:
-        """Forget an answer that waits."""
+    def stop_waiting(self, holder: Holder) -> None:
+        """Stop waiting; does no harm to answers that do not wait."""
         if (account := self._waiting.pop(holder, None)) is not None:
             del account.waiting[holder]
 
     def freed(self, accounts: Iterable[Account]) -> None:
-        """Tell some of those that wait that there is more room, once this turn of the event loop is over."""
+        """Wake some of the waiting answers once this turn of the event loop is over."""
         before = len(self._freed)
         self._freed.update((account, None) for account in accounts if account.waiting)
         if self._freed and not before:
@@ -171,39 +160,39 @@ class Budgets:
     def _wake(self) -> None:
         accounts, self._freed = self._freed, {}
         for account in accounts:
-            for holder in list(islice(account.waiting, _WOKEN)):
+            for holder in list(islice(account.waiting, _WAKE_BATCH)):
                 holder.on_more()
 
-    def _look(self) -> None:
-        """While answers wait, look for groups that are read no more."""
-        self._looking = None
+    def _check(self) -> None:
+        """Wake waiting answers regularly, so that they park groups that have become idle."""
+        self._timer = None
         self.freed(set(self._waiting.values()))
         if self._waiting:
-            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
 
 
 class Room:
-    """One connection's part in the budgets."""
+    """One connection's share of the budgets."""
 
     def __init__(self, budgets: Budgets, site: str, accounts: tuple[Account, Account, Account]) -> None:
-        """See `Budgets.enter`; ``accounts`` are those of the connection, of its address, and of all."""
+        """Prefer `Budgets.enter`; ``accounts`` are those of the connection, of its address, and of all."""
         self.site, self.accounts = site, accounts
         self._budgets = budgets
         self.in_flight = 0
-        """Bytes that QUIC was given and that the peer has not acknowledged."""
+        """Bytes given to QUIC that the peer has not acknowledged."""
         self._held: dict[Holder, int] = {}
 
     def take(self, holder: Holder, memory: int, *, wait: bool = False) -> bool:
-        """Note what an answer keeps in memory, and park others until it fits; what exceeds a budget may be alone.
+        """Record the memory of an answer, and park others until it fits. A group larger than a budget may be alone.
 
-        With ``wait`` nothing is noted if nobody else can be parked: the answer is told when to try again. But a
-        connection that has none open never waits. Returns whether it was noted.
+        With ``wait``, if no group can be parked, return False and call ``holder.on_more`` when there may be room; a
+        connection without open groups never waits.
         """
         if not memory:
             return True
         now, wait = self._budgets.clock(), wait and bool(self.accounts[0].open)
         for account in self.accounts:
-            while account.lacks(memory):
+            while account.open and account.memory + memory > account.max_memory:
                 victim = account.parkable(now - IDLE_READ_S)
                 if victim is None:
                     if wait:
@@ -211,7 +200,7 @@ class Room:
                         return False
                     break
                 victim.close()
-        self._budgets.waits_no_more(holder)
+        self._budgets.stop_waiting(holder)
         self._held[holder] = memory
         for account in self.accounts:
             account.memory += memory
@@ -227,8 +216,8 @@ class Room:
                 account.open.move_to_end(holder)
 
     def leave(self, holder: Holder) -> None:
-        """Note that an answer has closed its group, or waits no more. May be called twice."""
-        self._budgets.waits_no_more(holder)
+        """Release the memory of an answer that has closed its group or stopped waiting. May be called twice."""
+        self._budgets.stop_waiting(holder)
         if (held := self._held.pop(holder, None)) is None:
             return
         for account in self.accounts:
@@ -237,27 +226,27 @@ class Room:
         self._budgets.freed(self.accounts)
 
     def note(self, in_flight: int) -> None:
-        """Note what is `in_flight` now."""
+        """Record the bytes in flight."""
         for account in self.accounts:
             account.in_flight += in_flight - self.in_flight
         self.in_flight = in_flight
 
     def allowance(self) -> int:
-        """Return how many bytes QUIC may be given now.
+        """Return how many more bytes QUIC may be given now.
 
-        Where the bytes of all connections together reach their bound, each may have an equal part of it.
+        When all connections together reach their bound, each may have an equal share of it.
         """
         own, *shared = self.accounts
         most = own.max_in_flight
         for account in shared:
             if account.in_flight >= account.max_in_flight:
-                part = max(LEAST_IN_FLIGHT_BYTES, account.max_in_flight // account.connections)
-                most = min(most, part)
+                share = max(LEAST_IN_FLIGHT_BYTES, account.max_in_flight // account.connections)
+                most = min(most, share)
         return most - self.in_flight
 
 
 def site_of(address: str) -> str:
-    """Return what the connections of one client have in common: its IPv4 address, or its IPv6 network."""
+    """Return the IPv4 address or the IPv6 network that identifies a client."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -265,5 +254,5 @@ def site_of(address: str) -> str:
     if found.version == 6:
         if found.ipv4_mapped is not None:
             return str(found.ipv4_mapped)
-        return str(ipaddress.ip_network((found, _IPV6_SITE), strict=False))
+        return str(ipaddress.ip_network((found, _IPV6_SITE_BITS), strict=False))
     return str(found)

@@ -1,4 +1,4 @@
-"""Certificates of a server: checked before anything is bound, or made for development."""
+"""Certificates of a server: check them before anything is bound, or make one for development."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True)
 class CertificateFacts:
-    """What a certificate says."""
+    """Contents of a certificate that users need."""
 
     fingerprint: str
     """SHA-256 of its DER form, hex."""
     names: tuple[str, ...]
     """Host names and addresses that it is valid for."""
     not_after: datetime
-    """When it expires, UTC."""
+    """Expiry, UTC."""
 
 
 class CertificateError(TransportError):
-    """A certificate or a key cannot be used."""
+    """A certificate or key is unusable."""
 
 
 def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
-    """Check that a certificate and its key can be served at a time (None: now), and return its facts.
+    """Check that a certificate and its key can be served at a time (None: now), and return its contents.
 
     Raises:
-        CertificateError: a file is missing or unreadable, is not PEM, the two do not belong together, or the
-            certificate is not valid yet or any more; the message says what to do.
+        CertificateError: A file is missing, unreadable or not PEM, the key is another certificate's, or the
+            certificate has expired or is not valid yet.
     """
     now = datetime.now(UTC) if now is None else now
     try:
         chain = x509.load_pem_x509_certificates(_read(tls.certfile, "certificate"))
-        _ = chain[0].not_valid_before_utc, chain[0].not_valid_after_utc  # may be no dates, such as the year 0
+        _ = chain[0].not_valid_before_utc, chain[0].not_valid_after_utc  # raise for impossible dates, such as year 0
     except ValueError as error:
         raise CertificateError(
             f"{tls.certfile}: not a certificate in PEM form (-----BEGIN CERTIFICATE-----); {_DEV_HINT}"
@@ -85,8 +85,8 @@ def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
         )
     if not facts.names:
         raise CertificateError(
-            f"{tls.certfile}: names no host (it has no subjectAltName), so no client would accept it; make one with "
-            "the server's name in it"
+            f"{tls.certfile}: has no host name (no subjectAltName), so no client would accept it; make one with the "
+            "server's name"
         )
     return facts
 
@@ -94,8 +94,8 @@ def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
 def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[bytes, bytes]:
     """Make a certificate for development and its key (ECDSA on P-256), both PEM.
 
-    It vouches for nothing: a client accepts it by its fingerprint, or not at all. It is for ``hosts``, ``localhost``,
-    ``127.0.0.1`` and ``::1``, and is valid from an hour before ``now``, for clocks that are off.
+    It is for ``hosts``, ``localhost``, ``127.0.0.1`` and ``::1``, and valid from an hour before ``now``, in case clocks
+    are wrong. No authority signs it: clients must be given its fingerprint.
     """
     now = datetime.now(UTC) if now is None else now
     key = ec.generate_private_key(ec.SECP256R1())
@@ -122,13 +122,13 @@ def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[byte
 
 
 def development(*hosts: str) -> ServerTls:
-    """Return the files of a development certificate for some hosts; servers of one user share it.
+    """Return the files of a development certificate for some hosts, shared by the servers of one user.
 
-    It is kept in the user's state folder and replaced in its last day, so that clients which trust its fingerprint
-    survive a restart of the server.
+    It stays in the user's state folder until its last day, so that clients that pin its fingerprint survive a restart
+    of the server.
 
     Raises:
-        CertificateError: the folder cannot be written.
+        CertificateError: The folder is not writable.
     """
     of_hosts = hashlib.sha256(" ".join(hosts).encode()).hexdigest()[:16]
     folder = user_state_path("kvabr", appauthor=False) / "dev" / of_hosts
@@ -136,21 +136,20 @@ def development(*hosts: str) -> ServerTls:
     try:
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         with (folder / "lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of two servers that start at once, one makes it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # if two servers start at once, one makes it
             if not _lasts(tls, datetime.now(UTC) + timedelta(days=1)):
                 certificate, key = make(hosts)
                 write_file(tls.keyfile, key, mode=PRIVATE)
                 write_file(tls.certfile, certificate, mode=PRIVATE)
     except (OSError, AssetError) as error:
         raise CertificateError(
-            f"a development certificate cannot be kept in {folder} ({error}): set XDG_STATE_HOME to a folder that can "
-            "be written, or give a certificate of your own"
+            f"a development certificate cannot be kept in {folder} ({error}): set XDG_STATE_HOME to a writable folder, "
+            "or give a certificate of your own"
         ) from error
     return tls
 
 
 def _lasts(tls: ServerTls, until: datetime) -> bool:
-    """Return whether a certificate is there, fits its key and is valid now and at a later time."""
     try:
         return check(tls).not_after > until
     except CertificateError:
@@ -165,7 +164,7 @@ def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.DNSName(host.encode("idna").decode())
     except UnicodeError as error:
-        raise CertificateError(f"{host!r} is no host name that a certificate could carry") from error
+        raise CertificateError(f"{host!r} is not a host name that a certificate can contain") from error
 
 
 def _load_key(path: Path) -> PrivateKeyTypes:

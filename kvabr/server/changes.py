@@ -1,10 +1,10 @@
-"""What a server takes back, told at once to the relays behind it.
+"""Revocations: how a server reports removed assets to its relays at once.
 
-A relay subscribes to the track `changes_track`. Its only group is published as soon as an asset that the relay's token
-opened is removed, replaced, or no longer opened: *marks* of such assets, and the position to go on from. The mark of an
-asset is a digest of its name, so it tells nothing to those who do not know the name.
+A relay subscribes to the track `changes_track`. Its only group is published when an asset that the relay's token opened
+is removed, replaced, or no longer open to it: the *marks* of such assets, and the position for the next subscription. A
+mark is a digest of the asset's name, so it is useless without the name.
 
-A relay passes on what it is told, so that relays behind it learn of it in the same moment.
+A relay forwards these reports, so that relays of relays receive them in the same moment.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 from kvabr.types.records import Sha256, decode, read_schema
 
 MAX_CHANGES_BYTES = 1 << 20
-"""Bound on one answer."""
 _MAX_MARKS = 4096
-"""Marks that are remembered; a relay that missed more is told that anything may have changed."""
+"""Marks to remember; a relay that missed more must assume that any asset has changed."""
 _SCHEMA = "kvabr.changes/1"
 
 
 def mark_of(namespace: TrackNamespace) -> str:
-    """Return the mark of an asset: 64 hex digits that only those can relate to its name who know the name."""
+    """Return the mark of an asset: 64 hex digits that reveal its name only to those who know it."""
     return hashlib.sha256(f"kvabr.mark/1\0{namespace.model}\0{namespace.prompt}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What was taken back between two positions."""
+    """Assets removed between two positions."""
 
     position: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    """Where the next question begins."""
+    """Where the next report begins."""
     marks: Annotated[tuple[Sha256, ...], Meta(max_length=_MAX_MARKS)] = ()
-    """Of assets that were removed, replaced, or are no longer opened."""
+    """Of assets that were removed, replaced, or closed to the token."""
     everything: bool = False
-    """Whether any asset may have changed: the server does not know what it told before."""
+    """Whether any asset may have changed, because the server does not have the position."""
 
     def dumps(self) -> bytes:
         """Return this as JSON."""
@@ -57,24 +56,23 @@ class Changes:
 
     @classmethod
     def loads(cls, data: bytes) -> Changes:
-        """Parse what `dumps` returned, from an untrusted source; raise `FormatError` if it is something else."""
+        """Parse the result of `dumps` from an untrusted source; `FormatError` if it is invalid."""
         read_schema(data, "changes", _SCHEMA)
         return decode(data, cls, "changes")
 
 
 class ChangeLog:
-    """What was taken back lately, and the tracks of what will be. `add` may be called in any thread."""
+    """Recent removals, and the tracks that will report the next. `add` may be called in any thread."""
 
     def __init__(self) -> None:
-        """Begin at a position that no earlier log has reached."""
         self._begin = self._end = time.time_ns()
         self._marks: deque[tuple[int, str]] = deque()
-        self._following: WeakKeyDictionary[_ChangesTrack, asyncio.AbstractEventLoop] = WeakKeyDictionary()
-        """Tracks that have no group yet."""
+        self._following: WeakKeyDictionary[GrowingBytes, tuple[int, asyncio.AbstractEventLoop]] = WeakKeyDictionary()
+        """Positions and loops of tracks without a group; each lives as long as a subscription to it."""
         self._lock = threading.Lock()
 
     def add(self, marks: Iterable[str] = (), *, everything: bool = False) -> None:
-        """Record marks, or that any asset may have changed, and publish that to those who follow."""
+        """Record marks, or that any asset may have changed, and publish them on the tracks that wait."""
         with self._lock:
             before = self._end
             for mark in marks:
@@ -90,12 +88,12 @@ class ChangeLog:
                 return
             following = list(self._following.items())
             self._following.clear()
-        for track, loop in following:
+        for track, (position, loop) in following:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._tell, track)
+                loop.call_soon_threadsafe(self._publish, track, position)
 
     def since(self, position: int) -> Changes | None:
-        """Return what was taken back after a position; None if nothing was."""
+        """Return the removals after a position, or None."""
         with self._lock:
             if not self._begin <= position <= self._end:
                 return Changes(self._end, everything=True)
@@ -103,39 +101,30 @@ class ChangeLog:
             return Changes(self._end, tuple(marks)) if marks else None
 
     def follow(self, position: int) -> GrowingBytes:
-        """Return a track whose only group is what is taken back after a position, once something is."""
-        track = _ChangesTrack(position)
+        """Return a track with a single group: the first removals after a position, as soon as there are any."""
+        track = GrowingBytes()
         with self._lock:
-            self._following[track] = asyncio.get_running_loop()
-        self._tell(track)
+            self._following[track] = position, asyncio.get_running_loop()
+        self._publish(track, position)
         return track
 
     def __len__(self) -> int:
-        """Return how many tracks wait."""
         return len(self._following)
 
-    def _tell(self, track: _ChangesTrack) -> None:
-        if track.growing and (found := self.since(track.position)) is not None:
+    def _publish(self, track: GrowingBytes, position: int) -> None:
+        if track.growing and (found := self.since(position)) is not None:
             track.append(found.dumps())
             track.finish()
             with self._lock:
                 self._following.pop(track, None)
 
 
-class _ChangesTrack(GrowingBytes):
-    """What is taken back after a position; it lives as long as a subscription to it."""
-
-    def __init__(self, position: int) -> None:
-        super().__init__()
-        self.position = position
-
-
 def changes_track(position: int) -> str:
-    """Return the name of the track of what is taken back after a position; 0: it has its group at once."""
+    """Return the name of the track of removals after a position; that of 0 has its group at once."""
     return f"{CHANGES_TRACK}{position}"
 
 
 def position_in(track: str) -> int | None:
-    """Return the position in the name of a `changes_track`; None if it is none."""
+    """Return the position in the name of a `changes_track`, or None."""
     text = track.removeprefix(CHANGES_TRACK)
     return int(text) if text != track and len(text) < 20 and text.isascii() and text.isdigit() else None

@@ -1,11 +1,11 @@
-"""One connection of a server: who the peer is, what it requests, and what is being sent to it."""
+"""One connection of a server: the peer's requests and their answers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -32,18 +32,17 @@ from kvabr.types.naming import TrackNamespace
 
 _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
-It has other habits as well; see `Responder.lenient` and `Subscriptions.to_track`."""
-_ENDED = 256
-"""Streams that the peer has broken off which are told from others, as the two sides of one may be broken off apart."""
+See also `Responder.lenient` and `Subscriptions.to_track`."""
+_MAX_ENDED = 256
+"""Reset streams to remember, as both sides of a stream may be reset separately."""
 _OfTrack = Fetch | Subscribe | TrackStatus
-"""Requests that name a track."""
 
 
 class ClientConnection(Endpoint):
     """One connection of a server."""
 
     starts_at_once = False
-    """SETUP goes only to peers that are let in, so that others learn of their refusal while they connect."""
+    """SETUP goes only to admitted peers, so that others learn of their refusal while they connect."""
 
     def __init__(self, server: Host[ClientConnection]) -> None:
         super().__init__()
@@ -52,26 +51,24 @@ class ClientConnection(Endpoint):
         self._access = Access(server.source)
         self._dense = False
         self._room: Room | None = None
-        """Its part in the budgets, once the handshake is done."""
+        """Its share of the budgets, after the handshake."""
         self._queue = SendQueue(self._send, self._may_send)
         self._feeding = False
         rate = server.limits.requests_per_s
         self._requests_left, self._updates_left = RateLimiter(rate), RateLimiter(rate)
-        self._ends_left = RateLimiter(2 * rate)  # requests that are refused may have been cancelled before
-        self._ended: deque[int] = deque(maxlen=_ENDED)
-        """The streams that it has broken off last."""
+        self._ends_left = RateLimiter(2 * rate)  # refused requests may have been cancelled before
+        self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         self._lookups: dict[int, asyncio.Task[Publication | None]] = {}
-        """By the request, the tracks that are looked for."""
         self._subscriptions = Subscriptions(lambda: self._responder, self._push, self._wake)
         self._counted = self._counted_jobs = 0
-        """What the server has counted of this connection."""
+        """This connection's part of the server's counts."""
         self._waking = self._over = False
         self._handshake = asyncio.get_running_loop().call_later(server.limits.handshake_s, self._too_slow)
         server.metrics.connections.inc()
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered, or its answer is not acknowledged yet."""
+        """Whether a request is being answered, or its answer has not been acknowledged."""
         return len(self._queue) > 0 or bool(self.underway) or bool(self._lookups)
 
     @property
@@ -84,19 +81,19 @@ class ClientConnection(Endpoint):
         if server.draining:
             self.shut(SessionCode.NO_ERROR, "the server is going away")
             return None
-        if server.crowded:
-            self._turn_away("too many", "", "; try another server, or later")
+        if len(server.peers) > server.limits.connections:
+            self._reject("too many", "", "; try another server, or later")
             return None
         self._room = server.budgets.enter(self.transport.address)
         if self._room is None:
-            self._turn_away("too many of one address", " from one address", " from your address; try again later")
+            self._reject("too many of one address", " from one address", " from your address; try again later")
             return None
         return MoqtSession(draft, client=False, options=SetupOptions(implementation=b"kvabr"))
 
-    def _turn_away(self, result: str, why: str, told: str) -> None:
+    def _reject(self, result: str, why: str, advice: str) -> None:
         self._server.metrics.connections_total.labels(result).inc()
         self.log.warning("connection refused", why=f"too many connections{why}")
-        self.shut(SessionCode.INTERNAL_ERROR, f"too many connections{told}")
+        self.shut(SessionCode.INTERNAL_ERROR, f"too many connections{advice}")
 
     def happened(self, event: Event) -> None:
         match event:
@@ -129,9 +126,9 @@ class ClientConnection(Endpoint):
         super().was_stopped(stream, code)
 
     def _count_end(self, stream: int) -> None:
-        """Count a stream of the peer's that it breaks off, whether or not a request came on it.
+        """Count a stream that the peer has reset, whether or not it carried a request.
 
-        Who cancels a request breaks off both sides of its stream, and the stream of the answer, which is ours.
+        A cancelled request resets both sides of its stream, and our stream with the answer.
         """
         if stream & 1 or stream in self._ended:
             return
@@ -139,7 +136,7 @@ class ClientConnection(Endpoint):
         self._within(self._ends_left, "streams reset")
 
     def _within(self, limiter: RateLimiter, what: str) -> bool:
-        """Return whether a peer keeps to a rate; close the session of one that goes on beyond it."""
+        """Return whether a peer stays within a rate; close the session if it keeps exceeding it."""
         within = limiter.take()
         if not within and limiter.overdrawn and self.session is not None:
             self.session.close(SessionCode.INTERNAL_ERROR, f"more than {limiter.rate:g} {what} a second")
@@ -170,8 +167,9 @@ class ClientConnection(Endpoint):
             return
         self._feeding = True
         try:
-            self.carry_out()  # the heads of streams come before what the queue writes to them
-            unsent = self.transport.unsent(chain(self._streams(), self.underway))
+            self.carry_out()  # stream headers precede the data that the queue writes
+            streams = (job.stream for job in self._queue if job.stream is not None)
+            unsent = self.transport.unsent(chain(streams, self.underway))
             room.note(unsent + self.transport.in_flight())
             left = min(self.transport.ahead() - unsent, room.allowance())
             done, broken = self._queue.feed(left, self.transport.piece)
@@ -185,9 +183,6 @@ class ClientConnection(Endpoint):
                 self._wake()  # for the groups that follow
         finally:
             self._feeding = False
-
-    def _streams(self) -> Iterator[int]:
-        return (job.stream for job in self._queue if job.stream is not None)
 
     def _end(self, job: Sending, responder: Responder) -> None:
         assert job.stream is not None  # noqa: S101  # it was sent
@@ -215,7 +210,7 @@ class ClientConnection(Endpoint):
         self._subscriptions.sent(job)
 
     def _give_up(self, job: Sending, reset: ResetCode | None = None) -> None:
-        """Send no more of an answer, and reset its stream if that is not done yet."""
+        """Stop an answer, and reset its stream if ``reset`` is given."""
         self._queue.remove(job)
         if reset is not None and job.stream is not None:
             self._responder.pushed(job.request.number, job.stream, reset=reset)
@@ -223,7 +218,7 @@ class ClientConnection(Endpoint):
         self._subscriptions.sent(job)
 
     def _wake(self) -> None:
-        """Send what has arrived, once this turn of the event loop is over."""
+        """Send new data once this turn of the event loop is over."""
         if not self._waking and not self._over:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._awake)
@@ -234,26 +229,26 @@ class ClientConnection(Endpoint):
             self.safely(self.settle_and_send)
 
     def say_goaway(self, grace_s: float) -> None:
-        """Send GOAWAY."""
+        """Send GOAWAY and end the subscriptions."""
         if self.session is not None and not self._over:
             self.session.goaway(int(grace_s * 1000))
             self._subscriptions.end_all(PublishDoneCode.GOING_AWAY, "the server is going away")
             self.settle_and_send()
 
     def reconsider(self, now_s: float) -> None:
-        """Break off what may no longer be read, at a time in seconds since 1970."""
+        """End requests that are no longer allowed at a time in seconds since 1970, or the connection."""
         session = self.session
         if self._over or session is None:
             return
         metrics, access = self._server.metrics, self._access
-        if (denial := access.lost(now_s)) is not None:
+        if (denial := access.recheck(now_s)) is not None:
             token = "" if access.grant is None else access.grant.id
             metrics.token_lost(token, denial.result)
             self.log.info("connection ended", token=token, why=denial.reason)
             self.shut(denial.session, denial.reason)
             return
         for request in self._answered():
-            denial = access.lost_request(request.grant, request.publication, now_s)
+            denial = access.recheck_request(request.grant, request.publication, now_s)
             if denial is not None:
                 metrics.token_lost(request.grant.id, denial.result)
                 self.log.info("request ended", token=request.grant.id, track=request.track, why=denial.reason)
@@ -268,7 +263,7 @@ class ClientConnection(Endpoint):
 
     @property
     def expires_s(self) -> float:
-        """When the first of its tokens expires, seconds since 1970."""
+        """When the first of its tokens expires, in seconds since 1970."""
         return self._access.expires_s
 
     def say_goodbye(self) -> None:
@@ -279,13 +274,13 @@ class ClientConnection(Endpoint):
     def _too_slow(self) -> None:
         if not self._over:
             self.log.warning("connection closed", why="no SETUP in time")
-            self.shut(SessionCode.CONTROL_MESSAGE_TIMEOUT, "no SETUP came in time")
+            self.shut(SessionCode.CONTROL_MESSAGE_TIMEOUT, "no SETUP arrived in time")
 
     def _peer_is_ready(self, event: Ready) -> None:
         self._handshake.cancel()
         options = event.options
         self._dense = (options.implementation or b"").startswith(_MOQ_RS)
-        assert self.session is not None  # noqa: S101  # the event came from it
+        assert self.session is not None  # noqa: S101  # the event is from it
         self._responder.lenient = self._dense
         token = event.tokens[0] if event.tokens else token_in_path(options.path)
         grant = self._access.enter(token)
@@ -308,7 +303,7 @@ class ClientConnection(Endpoint):
         if (why := self._overload()) is not None:
             self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=BUSY_MS)
             return
-        grant = self._access.of_request(event.tokens)
+        grant = self._access.for_request(event.tokens)
         if isinstance(grant, Denial):
             self._refuse(number, grant.request, grant.reason)
             return
@@ -329,7 +324,7 @@ class ClientConnection(Endpoint):
         mine = self._counted
         if mine >= limits.requests_per_connection:
             return f"more than {limits.requests_per_connection} requests at a time"
-        if self._server.requests >= limits.requests and mine >= self._server.equal_part:
+        if self._server.requests >= limits.requests and mine >= self._server.fair_requests:
             return "the server is busy"
         return None
 
@@ -350,7 +345,7 @@ class ClientConnection(Endpoint):
         try:
             found = source.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
-            task = asyncio.get_running_loop().create_task(self._look(grant, namespace, track))
+            task = asyncio.get_running_loop().create_task(source.find_soon(grant, namespace, track))
             self._lookups[number] = task
             task.add_done_callback(partial(self.safely, self._found, number, message, grant))
         except TransportError as error:
@@ -358,11 +353,7 @@ class ClientConnection(Endpoint):
         else:
             self._answer(number, message, grant, found)
 
-    async def _look(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
-        return await self._server.source.find_soon(grant, namespace, track)
-
     def _found(self, number: int, message: _OfTrack, grant: Grant, task: asyncio.Task[Publication | None]) -> None:
-        """Answer a request whose track had to be looked for."""
         if self._lookups.pop(number, None) is None:
             return  # it was cancelled
         try:
@@ -377,12 +368,12 @@ class ClientConnection(Endpoint):
         if found is None:
             self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
             return
-        if (denial := self._access.lost_request(grant, found, time.time())) is not None:  # while it was looked for
+        if (denial := self._access.recheck_request(grant, found, time.time())) is not None:  # since it was requested
             self._refuse(number, denial.request, denial.reason)
             return
-        asked = message.parameters
-        priority = DEFAULT_PRIORITY if asked.priority is None else asked.priority
-        descending = asked.group_order == DESCENDING
+        parameters = message.parameters
+        priority = DEFAULT_PRIORITY if parameters.priority is None else parameters.priority
+        descending = parameters.group_order == DESCENDING
         request = TrackRequest(number, found, grant, message.track.decode(), priority, descending, self._dense)
         try:
             if isinstance(message, Fetch):
@@ -408,7 +399,7 @@ class ClientConnection(Endpoint):
         accept = partial(self._responder.accept_fetch, number, wanted.end, end_of_track=wanted.end_of_track)
         job = self._job(request, wanted.groups, accept=accept)
         if publication.dear:
-            job.ready()  # which begins to fetch the group, if there is room for it
+            job.ready()  # begin to fetch the group if there is room for it
         self._queue.add(job)
 
     def _push(self, subscription: Subscription, part: GroupRange, header: SubgroupHeader, stream: int) -> None:
@@ -422,7 +413,6 @@ class ClientConnection(Endpoint):
         return Sending(request, ranges, self._room, self._wake, **more)
 
     def _too_late(self, job: Sending) -> None:
-        """Send no more of a group that has taken longer than its subscriber waits."""
         if job in self._queue.of(job.request.number):
             self._give_up(job, ResetCode.DELIVERY_TIMEOUT)
             self._wake()
@@ -432,7 +422,7 @@ class ClientConnection(Endpoint):
         self._responder.refuse(number, code, reason, retry_ms=retry_ms)
 
     def _refuse_for(self, number: int, error: Exception) -> None:
-        """Pass on why there is no answer: the grant was withdrawn, or a relay's origin is away or refuses."""
+        """Report why there is no answer: the grant was withdrawn, or a relay's origin is away or refuses."""
         if not isinstance(error, TransportError):
             self.log.warning("group cannot be read", error=str(error))
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that group")
@@ -442,16 +432,16 @@ class ClientConnection(Endpoint):
         self._refuse(number, code, reason[:500], retry_ms=retry_ms)
 
     def _may_send(self, job: Sending) -> bool:
-        """Return whether an answer that is ready may be sent; accept a FETCH whose turn has come."""
+        """Return whether an answer that is ready may be sent; accept a FETCH that is first in the queue."""
         if job.stream is None:
             if job.accept is None or job.request.number not in self._responder:
-                return False  # the session is about to say that it was cancelled
+                return False  # the session is about to report its cancellation
             job.stream = job.accept()
             self.carry_out()
         return self.may_send(job.stream)
 
     def _send(self, job: Sending, pieces: Sequence[Piece]) -> bool:
-        assert job.stream is not None  # noqa: S101  # `_may_send` said so
+        assert job.stream is not None  # noqa: S101  # `_may_send` has set it
         try:
             for at, piece in enumerate(pieces, 1):
                 self.transport.write(job.stream, piece, fin=job.finished and at == len(pieces))
@@ -463,11 +453,11 @@ class ClientConnection(Endpoint):
         return True
 
     def _answered(self) -> set[TrackRequest]:
-        """Return the requests that are being answered."""
+
         return {*self._subscriptions, *(job.request for job in self._queue)}
 
     def _forget(self, number: int) -> None:
-        """Give up a request or subscription."""
+
         if (task := self._lookups.pop(number, None)) is not None:
             task.cancel()
         self._subscriptions.remove(number)
@@ -475,7 +465,7 @@ class ClientConnection(Endpoint):
             self._give_up(job)
 
     def _count(self) -> None:
-        """Count this connection's requests among those of the server."""
+        """Update this connection's part of the server's counts."""
         jobs, server = len(self._queue), self._server
         mine = jobs + len(self._lookups) + len(self._subscriptions)
         if mine != self._counted or jobs != self._counted_jobs:

@@ -1,4 +1,4 @@
-"""Which objects of a track a FETCH gets, from its start and end locations. Pure functions."""
+"""The objects of a track that a FETCH receives, from its start and end locations. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ DESCENDING = 2
 
 
 class InvalidRangeError(KvabrError):
-    """A FETCH begins behind the end of the track."""
+    """A FETCH begins after the end of the track."""
 
 
 class LeftOutError(KvabrError):
-    """A FETCH wants only groups that the producer left out."""
+    """A FETCH requests only groups that the producer left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """One group of a FETCH, and which of its objects."""
+    """One group of a FETCH, and the range of its objects."""
 
     group: int
     first_object: int
     end_object: int | None
-    """The object after the last one; None for all."""
+    """One more than the last object; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchRange:
-    """What a FETCH gets."""
+    """The answer to a FETCH."""
 
     groups: tuple[GroupRange, ...]
-    """In the order in which they are sent; at least one."""
+    """In sending order; at least one."""
     descending: bool
-    """Whether that is from the last to the first."""
     end: Location
     """End Location of FETCH_OK: the last location plus one."""
     end_of_track: bool
-    """Whether nothing of the track follows."""
+    """Whether it includes the end of the track."""
 
     @classmethod
     def of(
@@ -56,18 +55,18 @@ class FetchRange:
         growing: bool = False,
         has: Callable[[int], bool] = lambda _: True,
     ) -> FetchRange:
-        """Cut what a FETCH requests to what is published.
+        """Limit the range of a FETCH to published groups.
 
         Args:
-            message: The request. Its end is not before its start, which the parser has checked.
+            message: The request. The parser has checked that its end is not before its start.
             groups: Number of groups of the track.
-            last_object_of: Returns the ID of a group's last object; it is called for the last group of the range, and
-                if the range depends on the largest object, for that of the track.
+            last_object_of: Returns the ID of a group's last object; called for the last group of the range, and if the
+                range depends on the largest object, for that of the track.
             growing: Whether more groups may appear.
             has: Returns whether a group exists; others are left out of the answer.
 
         Raises:
-            InvalidRangeError: The range begins behind the end of the track.
+            InvalidRangeError: The range begins after the end of the track.
             LeftOutError: None of its groups exists.
         """
         start, end = message.start, message.end
@@ -96,5 +95,5 @@ class FetchRange:
 
 
 def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:
-    """Return the ID of a group's last object; ``dense``: objects are numbered 0, 1, 2."""
+    """Return the ID of a group's last object; ``dense`` if objects are numbered 0, 1, 2."""
     return len(objects) - 1 if dense else objects[-1].object_id

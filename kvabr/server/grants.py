@@ -1,4 +1,4 @@
-"""Who may read what: tokens, and the assets that each opens.
+"""Tokens, and the assets that each may read.
 
 The file of ``kvabr serve --grants``::
 
@@ -6,11 +6,11 @@ The file of ``kvabr serve --grants``::
      "grants": [{"name": "team-a", "id": "team-a.2", "token_sha256": "<64 hex digits>", "assets": ["team-a/*"],
                  "models": ["*"], "expires": "2027-01-31T12:00:00Z"}]}
 
-``models``, ``id`` and ``expires`` may be left out. ``id`` stands for the token in logs and metrics, by default the name
-does; two tokens of one holder, of which one replaces the other, have the same name and different IDs. ``expires`` is a
+``models``, ``id`` and ``expires`` are optional. ``id`` identifies the token in logs and metrics, by default the name
+does; when one token replaces another of the same holder, both have the same name and different IDs. ``expires`` is a
 time with its zone (RFC 3339) or seconds since 1970.
 
-One round of SHA-256 suffices because `new_token` makes tokens of 256 random bits; words of a person would be guessed.
+One round of SHA-256 is enough because `new_token` makes tokens of 256 random bits; a password would be guessed.
 """
 
 from __future__ import annotations
@@ -51,54 +51,53 @@ _EMPTY = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What the holder of one token may read."""
+    """The assets that the holder of one token may read."""
 
     name: str
-    """For logs."""
     assets: tuple[str, ...] = ("*",)
-    """Patterns, as of a shell, of asset names: ``STORE/DIGEST``, or ``DIGEST`` alone; ``*`` also matches slashes."""
+    """Shell patterns of asset names: ``STORE/DIGEST``, or ``DIGEST`` alone; ``*`` also matches slashes."""
     models: tuple[str, ...] = ("*",)
     """Patterns of the model's name. An asset must match one of each."""
     token_sha256: str = field(default="", repr=False)
-    """Hex. It is what makes two grants the same: a grant whose patterns change opens something else at once."""
+    """Hex. It identifies the grant: if its patterns change, open connections get the new ones."""
     token_id: str = ""
-    """Stands for the token in logs and metrics; empty: the name does."""
+    """Identifies the token in logs and metrics; empty: the name does."""
     expires_s: float | None = None
-    """When the token expires, seconds since 1970; None: never."""
+    """When the token expires, in seconds since 1970; None: never."""
 
     @property
     def id(self) -> str:
-        """What stands for the token in logs and metrics."""
+        """The token's name in logs and metrics."""
         return self.token_id or self.name
 
     def expired(self, now_s: float) -> bool:
-        """Return whether the token has expired at a time, seconds since 1970."""
+        """Return whether the token has expired at a time in seconds since 1970."""
         return self.expires_s is not None and now_s >= self.expires_s
 
     def may_read(self, folder: str, model: str) -> bool:
-        """Whether it opens the asset in ``folder`` of ``model``."""
+        """Return whether it opens the asset in ``folder`` of ``model``."""
         return any(fnmatchcase(folder, pattern) for pattern in self.assets) and any(
             fnmatchcase(model, pattern) for pattern in self.models
         )
 
 
 EVERYTHING = Grant("everyone")
-"""What everyone may read where no tokens are configured."""
+"""The grant of everyone on a server without tokens."""
 
 
 class Grants:
     """All tokens of an origin."""
 
     def __init__(self, grants: Iterable[Grant]) -> None:
-        """Take them over; `FormatError` if an ID or a token is there twice, or a token is missing."""
+        """Raise `FormatError` if an ID or a token occurs twice, or a token is missing."""
         self._grants = tuple(grants)
         taken: set[str] = set()
         for grant in self._grants:
             mine = {f"id {grant.id}", grant.token_sha256}
             if not taken.isdisjoint(mine):
                 raise FormatError(
-                    f"grants: {grant.id!r}: an ID or a token that another grant has already; tokens of one name need "
-                    'an "id" each'
+                    f"grants: {grant.id!r}: another grant has this ID or token already; give tokens of one name "
+                    'different "id"s'
                 )
             if not _HEX.fullmatch(grant.token_sha256) or grant.token_sha256 == _EMPTY:
                 raise FormatError(
@@ -116,21 +115,21 @@ class Grants:
         return len(self._grants)
 
     def check(self, token: bytes | None) -> Grant | None:
-        """The grant of a token, which may have expired; None if it has none.
+        """Return the grant of a token, which may have expired, or None.
 
-        Every entry is compared, each in constant time, so the time taken says nothing of the tokens there are.
+        Compare every entry in constant time, so that the time taken does not depend on other tokens.
         """
         digest = hashlib.sha256(token or b"").digest()
         same = [hmac.compare_digest(digest, known) for known in self._digests]
         return self._grants[same.index(True)] if any(same) else None
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """Return what the token of an earlier grant opens now; None if it was withdrawn."""
+        """Return the current grant of the token of an earlier grant; None if it was withdrawn."""
         return self._by_digest.get(grant.token_sha256)
 
     @classmethod
     def from_file(cls, path: Path) -> Grants:
-        """Read a file of grants; `AssetError` if it cannot be read, `FormatError` says what is wrong with it."""
+        """Read a file of grants; `AssetError` if it is unreadable, `FormatError` if it is invalid."""
         try:
             return cls.loads(read_bytes(path, _MAX_FILE_BYTES, unfit=FormatError))
         except FormatError as error:
@@ -138,19 +137,14 @@ class Grants:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Grants:
-        """Read the JSON of the file; raise `FormatError` if it is not such JSON."""
+        """Parse the JSON of the file; `FormatError` if it is invalid."""
         data = text.encode() if isinstance(text, str) else text
         read_schema(data, "grants file", SCHEMA)
         return cls(map(_grant, decode(data, _File, "grants file").grants))
 
 
 def new_token(name: str = "name-me", days: float | None = None) -> tuple[str, dict[str, object]]:
-    """A fresh random token, and the entry for the file of grants that lets it read everything.
-
-    Args:
-        name: who gets it.
-        days: when it expires, days from now; None: never.
-    """
+    """Return a new random token, valid for some days (None: forever), and its entry for the file of grants."""
     token = secrets.token_urlsafe(32)
     digest = hashlib.sha256(token.encode()).hexdigest()
     entry: dict[str, object] = {"name": name, "id": f"{name}.{secrets.token_hex(4)}", "token_sha256": digest}
@@ -162,16 +156,16 @@ def new_token(name: str = "name-me", days: float | None = None) -> tuple[str, di
 
 
 def token_in_path(path: bytes | None) -> bytes | None:
-    """Return the token in a URL's path and query, ``?token=...``, for peers without another place; None without one."""
+    """Return the token in a URL's query, ``?token=...``, for peers that cannot send it otherwise; None without one."""
     try:
         found = parse_qs(urlsplit((path or b"").decode()).query, max_num_fields=64).get("token")
-    except ValueError:  # too many fields, no Unicode, or no URL
+    except ValueError:  # too many fields, not Unicode, or not a URL
         return None
     return found[0].encode() if found else None
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """One grant of a file; a misspelt "assets" must not quietly open everything."""
+    """One grant of a file. Unknown fields are refused: a misspelt "assets" must not open everything."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     token_sha256: str
@@ -189,6 +183,6 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 def _grant(entry: _Entry) -> Grant:
     expires, token_id = entry.expires, entry.id or ""
     if not (entry.name + token_id).isprintable():
-        raise FormatError(f"grants: {entry.name!r} {token_id!r}: a name or an ID must have printable characters only")
+        raise FormatError(f"grants: {entry.name!r} {token_id!r}: a name or an ID may have printable characters only")
     expires_s = expires.timestamp() if isinstance(expires, datetime) else expires
     return Grant(entry.name, entry.assets, entry.models, entry.token_sha256.lower(), token_id, expires_s)

@@ -1,7 +1,7 @@
-"""Tracks whose groups appear one after the other while they are served: a cache that is still being prefilled.
+"""Tracks that grow while they are served, for caches that are still being prefilled.
 
-A growing track has an edge, the number of groups that exist. It ends once: complete, or with the reason for which its
-producer stopped; what exists stays. All calls are made in the event loop.
+A growing track ends once: complete, or with the reason why its producer stopped; its groups stay. Use it in the event
+loop only.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ from kvabr.types.words import counted
 
 
 class GrowingPublication(Publication):
-    """A track that grows; subclasses keep the groups."""
+    """A track that grows; subclasses store the groups."""
 
     def __init__(self) -> None:
-        """Begin without groups."""
         self.groups, self.growing = 0, True
         self._watchers: dict[object, Callable[[], None]] = {}
-        self._telling = False
+        self._notifying = False
 
     def grow(self, groups: int) -> None:
-        """Say that groups below ``groups`` exist; `ValueError` if the track has ended or would shrink."""
+        """Announce that groups below ``groups`` exist; `ValueError` if the track has ended or would shrink."""
         if not self.growing or groups < self.groups:
             raise ValueError(
                 f"a track of {counted(self.groups, 'group')}{'' if self.growing else ' that has ended'} got {groups}"
             )
         self.groups = groups
-        self._tell_soon()
+        self._notify_soon()
 
     def finish(self, failure: str = "") -> None:
-        """Say that no group follows; ``failure`` is why, if there should be more. Does nothing the second time."""
+        """Announce the end of the track, with a reason if it is incomplete. May be called twice."""
         if self.growing:
             self.growing, self.failure = False, failure
-            self._tell_soon()
+            self._notify_soon()
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have ``changed`` called after groups have appeared and after the end; return what ends that."""
+        """Call ``changed`` after groups have appeared and after the end; return a function that stops this."""
         key = object()
         self._watchers[key] = changed
 
@@ -50,28 +49,27 @@ class GrowingPublication(Publication):
 
         return unwatch
 
-    def unwatched(self) -> None:  # most go on all the same
-        """Note that nobody watches any more."""
+    def unwatched(self) -> None:  # most continue anyway
+        """React to the last watcher having left."""
 
     @property
     def watched(self) -> bool:
-        """Whether somebody waits for more of it."""
         return bool(self._watchers)
 
-    def _tell_soon(self) -> None:
-        """Tell the watchers once, however much changes in one turn of the event loop."""
-        if not self._telling:
-            self._telling = True
-            asyncio.get_running_loop().call_soon(self._tell)
+    def _notify_soon(self) -> None:
+        """Call the watchers once, however much changes in one turn of the event loop."""
+        if not self._notifying:
+            self._notifying = True
+            asyncio.get_running_loop().call_soon(self._notify)
 
-    def _tell(self) -> None:
-        self._telling = False
+    def _notify(self) -> None:
+        self._notifying = False
         for changed in list(self._watchers.values()):
             changed()
 
 
 class GrowingBytes(GrowingPublication):
-    """A growing track in memory, whose groups are single objects: news about other tracks."""
+    """A growing track in memory with single-object groups: news about other tracks."""
 
     def __init__(self) -> None:
         super().__init__()

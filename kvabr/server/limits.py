@@ -1,4 +1,4 @@
-"""What peers may use of a server, and how they are refused: no request gets memory beyond a limit."""
+"""Limits on peers, and the errors that refuse requests beyond them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportErr
 
 MISSING = "no such track, or none that you may read"
 BUSY_MS = 1000
-"""Milliseconds after which a peer that was refused for load may ask again."""
+"""Milliseconds until a peer that was refused for load may try again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds on connections, requests, open groups and data on the way."""
+    """Bounds on connections, requests, open groups and bytes in flight."""
 
     connections: int = 512
     """Connections at a time."""
@@ -26,7 +26,7 @@ class ServerLimits:
     requests: int = 8192
     """Requests in flight on all connections together."""
     requests_per_s: float = 2000.0
-    """Requests per second of one connection, averaged over a second; as many priority updates."""
+    """Requests per second of one connection, averaged over a second; priority updates have the same bound."""
     idle_s: float = 60.0
     """Seconds until a silent connection is closed."""
     handshake_s: float = 10.0
@@ -38,9 +38,9 @@ class ServerLimits:
     memory: int = 256 << 20
     """The same for all connections together."""
     in_flight_per_connection: int = 16 << 20
-    """Bytes that one connection has been given and has not acknowledged."""
+    """Bytes in flight on one connection: sent and not acknowledged."""
     in_flight_per_address: int = 128 << 20
-    """The same for one address. Beyond it each of its connections may have an equal part."""
+    """The same for one address. Beyond it each of its connections gets an equal share."""
     in_flight: int = 256 << 20
     """The same for all connections together."""
 
@@ -60,12 +60,12 @@ class RateLimiter:
     """A token bucket that holds one second's worth of requests."""
 
     def __init__(self, rate: float) -> None:
-        """Start with a full bucket; ``rate`` is requests per second."""
+        """Start full; ``rate`` is in requests per second."""
         self.rate = rate
         self._left, self._at_s = rate, time.monotonic()
 
     def take(self) -> bool:
-        """Count a request, and return whether it is within the rate. Those that are not run up a debt."""
+        """Count a request, and return whether it is within the rate. Requests beyond it run up a debt."""
         now = time.monotonic()
         self._left = min(self.rate, self._left + (now - self._at_s) * self.rate)
         self._at_s = now
@@ -77,12 +77,12 @@ class RateLimiter:
 
     @property
     def overdrawn(self) -> bool:
-        """Whether the debt has reached a second's worth of requests: the peer ignores refusals."""
+        """Whether the debt has reached a second's worth of requests, so the peer ignores refusals."""
         return self._left <= 1 - self.rate
 
 
 def refusal(error: TransportError) -> tuple[RequestCode, str, int | None]:
-    """Return what tells a peer why a source cannot answer: code, reason, milliseconds until it may retry."""
+    """Return the REQUEST_ERROR for a failed source: code, reason, milliseconds until a retry."""
     if isinstance(error, UnauthorizedError):
         return RequestCode.UNAUTHORIZED, "the origin refuses the relay's token", None
     if isinstance(error, NotFoundError):

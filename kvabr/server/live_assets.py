@@ -1,11 +1,11 @@
-"""Assets of a folder that are still being written, as a server follows and serves them.
+"""Assets of a folder that are still being written.
 
-Under the name of an asset there are, while it grows: `kvabr.live`, its live catalog; `kvabr.edge`, the news of each
-group of tokens, one after the other; and its levels, whose groups exist once the news have named them. A lookup of the
-longest prefix among what is growing has a name of its own. Once the asset is complete it is in the store like any
-other, and its levels go on under the same names; those who began before can finish for a while.
+While an asset grows, its name has the tracks `kvabr.live`, its live catalog; `kvabr.edge`, the news of each group of
+tokens, one after the other; and its levels, with the groups that the news have announced. A lookup of the longest
+prefix among growing assets has a name of its own. The complete asset is in the store like any other, and its levels
+continue under the same names; players that began before can finish for a while.
 
-What a killed producer has published becomes the asset of a shorter prompt.
+When a producer is killed, its published groups become the asset of a shorter prompt.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from kvabr.types.naming import LIVE_PREFIX_TRACK, TrackNamespace, parse_prefix_t
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-LOOK_S, POLL_S = 0.05, 0.004
-"""Seconds between looks for new assets, and between looks at those that grow."""
+SCAN_S, POLL_S = 0.05, 0.004
+"""Seconds between scans for new assets, and between reads of growing ones."""
 MOST_LIVE = 64
-"""Assets that are followed at a time; as many that ended a moment ago are kept."""
+"""Assets to follow at a time; as many that ended recently stay."""
 LINGER_S = 120.0
-"""Seconds for which an asset that has ended is served to those who began before."""
+"""Seconds to serve an asset that has ended to players that began before."""
 STALLED_S = 600.0
-"""Seconds without news after which an asset is given up, though its producer lives."""
+"""Seconds without news until an asset is given up, even if its producer lives."""
 _ALIVE_S = 0.5
 """Seconds between checks whether producers live."""
 _FIND_S = 0.5
-"""Seconds between two searches of the folder for stores."""
+"""Seconds between searches of the folder for stores."""
 
 
 class FollowedAsset(GrowingAsset):
     """An asset that grows in a folder."""
 
     def __init__(self, follower: LiveFollower, label: str) -> None:
-        """Follow a production; ``label`` is the path of its store, with a slash at its end."""
+        """Follow a production; ``label`` is the path of its store, ending in a slash."""
         super().__init__(follower.live)
         self.follower, self.name = follower, label + follower.live.catalog.namespace.prompt
         self.settled = False
-        """Whether nothing is left to do for it once it has ended."""
+        """Whether an asset that has ended is done with."""
         self.partial, self.named = True, False
-        """Whether it was no complete asset yet, and whether the last look has found that it is."""
-        self.heard_s = time.monotonic()
-        """When something came last."""
+        """Whether it is not known as a complete asset yet, and whether the last scan has found it complete."""
+        self.changed_s = time.monotonic()
+        """When it last changed."""
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
         del priority, on_more
@@ -64,21 +64,21 @@ class FollowedAsset(GrowingAsset):
         return OpenedGroup(self.follower.open_frame(frame.size, frame.digest), objects, frame.digest)
 
     def poll(self) -> None:
-        """Take what has been written since the last call; raises as `LiveFollower.read` and `take`."""
+        """Read the news since the last call; raises as `LiveFollower.read` and `take`."""
         while messages := self.follower.read():
             for message in messages:
                 if self.over:
                     return
-                self.heard_s = time.monotonic()
+                self.changed_s = time.monotonic()
                 self.take(message)
 
     def end(self, reason: str) -> None:
         if not self.over:
-            self.heard_s = time.monotonic()
+            self.changed_s = time.monotonic()
         super().end(reason)
 
     def differs(self, catalog: Catalog) -> bool:
-        """Return whether a complete asset of this name has other frames under the same names."""
+        """Return whether a complete asset of this name has different frames under the same track names."""
         for name, level in self.levels.items():
             track = catalog.published.get(name)
             if track is not None and 0 < level.groups <= len(track.digests):
@@ -89,9 +89,9 @@ class FollowedAsset(GrowingAsset):
         return not self.gone and grant.may_read(self.name, self.namespace.model)
 
     def shared(self, namespace: TrackNamespace, track: str) -> int:
-        """Return one more than the last group of tokens that a lookup names; 0 if it shares none.
+        """Return the number of leading groups of tokens that a lookup shares with this asset.
 
-        Of an asset that has ended only the groups count that were published.
+        If the asset has ended, only published groups count.
         """
         catalog = self.catalog
         if (catalog.namespace.model, catalog.chunks[0]) != (namespace.model, namespace.prompt):
@@ -105,7 +105,7 @@ class FollowedAsset(GrowingAsset):
 
 
 class LiveAssets:
-    """Follows everything that is being written in a folder. All but `find` is used from one event loop only."""
+    """Follows all assets that are being written in a folder. Use it in one event loop, except for `find`."""
 
     def __init__(
         self,
@@ -115,63 +115,56 @@ class LiveAssets:
         on_ended: Callable[[], object] = lambda: None,
         on_gone: Callable[[FollowedAsset], object] = lambda _: None,
     ) -> None:
-        """Begin with nothing.
-
-        Args:
-            stores: those of the folder that is served.
-            log: receives events.
-            on_ended: called in a thread when assets may have got their names, so that the store is looked at.
-            on_gone: hears of assets that were removed.
-        """
+        """``on_ended`` is called in a thread when assets may have become complete, ``on_gone`` for removed ones."""
         self._stores, self._log, self._on_ended, self._on_gone = stores, log, on_ended, on_gone
         self._assets: tuple[FollowedAsset, ...] = ()
-        """Oldest first; replaced as a whole, as other threads read it."""
+        """Oldest first; replaced as a whole because other threads read it."""
         self._refused: set[str] = set()
         self._found: dict[str, AssetStore] = {}
         self._found_s = -math.inf
-        """When the folder was searched for stores."""
+        """When the folder was last searched for stores."""
         self._outdated = self._crowded = False
 
     @property
     def assets(self) -> tuple[FollowedAsset, ...]:
-        """All that are followed, also those that ended a moment ago."""
+        """All assets that are followed, including recently ended ones."""
         return self._assets
 
     @property
     def growing(self) -> int:
-        """Number of those that have not ended."""
+        """The number of assets that have not ended."""
         return sum(not asset.over for asset in self._assets)
 
     async def follow(self) -> None:
-        """Look for assets and follow them until cancelled."""
-        looking = asyncio.get_running_loop().create_task(self._keep_looking())
+        """Scan for assets and follow them until cancelled."""
+        scanning = asyncio.get_running_loop().create_task(self._scan_forever())
         try:
             while True:
                 self.poll()
-                await asyncio.sleep(POLL_S if self.growing else LOOK_S)
+                await asyncio.sleep(POLL_S if self.growing else SCAN_S)
         finally:
-            looking.cancel()
-            await asyncio.wait({looking})
+            scanning.cancel()
+            await asyncio.wait({scanning})
             for asset in self._assets:
                 asset.abandon("the server is going away")
             self._assets = ()
 
-    async def _keep_looking(self) -> None:
+    async def _scan_forever(self) -> None:
         checked_s = time.monotonic()
         while True:
             try:
-                await self.look()
+                await self.scan()
                 if time.monotonic() - checked_s >= _ALIVE_S:
                     await self.check()
                     checked_s = time.monotonic()
                 await self.tell()
-            except Exception:  # noqa: BLE001  # a server that follows nothing any more would be worse
+            except Exception:  # noqa: BLE001  # a server that stops following assets would be worse
                 self._log.exception("cannot look for live assets")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(SCAN_S)
 
-    async def look(self) -> None:
-        """Look for new assets, and forget those that were removed or that ended a while ago."""
-        keys, new, refused, crowded = await asyncio.to_thread(self._look, self._assets)
+    async def scan(self) -> None:
+        """Find new assets, and drop assets that were removed or ended a while ago."""
+        keys, new, refused, crowded = await asyncio.to_thread(self._scan_folder, self._assets)
         self._refused &= keys
         for key, why in refused.items():
             self._refused.add(key)
@@ -183,39 +176,39 @@ class LiveAssets:
         for asset in new:
             where = {"model": asset.namespace.model, "groups": len(asset.catalog.chunks)}
             self._log.info("live asset", asset=asset.name, **where)
-            self._poll(asset)  # before it can be found: lookups see what is published
+            self._poll(asset)  # before lookups can find it, which need its published groups
         now_s, ended = time.monotonic(), [asset for asset in self._assets if asset.over]
         for asset in self._assets:
             if asset.partial and asset.named:
                 asset.partial, self._outdated = False, True
             if asset.partial and asset.over and not asset.settled:
-                asset.heard_s = now_s  # its producer still writes
+                asset.changed_s = now_s  # its producer still writes
             if asset.gone:
                 asset.settled = True
                 asset.end("the asset was removed")
                 self._log.info("live asset removed", asset=asset.name)
                 self._drop(asset)
                 self._on_gone(asset)
-            elif asset.over and (now_s - asset.heard_s > LINGER_S or asset in ended[:-MOST_LIVE]):
+            elif asset.over and (now_s - asset.changed_s > LINGER_S or asset in ended[:-MOST_LIVE]):
                 self._drop(asset)
 
     def poll(self) -> None:
-        """Take what has been written since the last call."""
+        """Read the news of all growing assets."""
         for asset in self._assets:
             if not asset.over:
                 self._poll(asset)
 
     async def check(self) -> None:
-        """End the assets whose producer was killed or has stalled, and keep what was published of them."""
+        """End assets with a killed or stalled producer, and keep their published groups."""
         for asset in self._assets:
             if asset.settled:
                 continue
             if await asyncio.to_thread(asset.follower.has_writer):
-                if not asset.over and time.monotonic() - asset.heard_s > STALLED_S:
+                if not asset.over and time.monotonic() - asset.changed_s > STALLED_S:
                     self._end(asset, f"no news for {STALLED_S:g} s")
                 continue
             if not asset.over:
-                self._poll(asset)  # it may have ended orderly a moment ago
+                self._poll(asset)  # its producer may have ended it a moment ago
             asset.settled = True
             if not asset.over:
                 whole = asset.chunks == len(asset.catalog.chunks) and asset.follower.is_published(0)
@@ -223,17 +216,17 @@ class LiveAssets:
             await self._rescue(asset)
 
     async def tell(self) -> None:
-        """Have the store looked at if assets may have got their names."""
+        """Rescan the store if assets may have become complete."""
         if self._outdated:
             self._outdated = False
             await asyncio.to_thread(self._on_ended)
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str) -> tuple[FollowedAsset, Publication] | None:
-        """Return a track, and its asset, that a grant may read."""
+        """Return a track that a grant may read, and its asset."""
         readable = [asset for asset in self._assets if asset.readable(grant)]
         if track.startswith(LIVE_PREFIX_TRACK):
             shared = [(asset.shared(namespace, track), not asset.over, asset) for asset in readable]
-            # Of equal ones the oldest, so that the lookups of one prompt agree.
+            # Of equal ones the oldest, so that all lookups of one prompt agree.
             best = max(shared, key=lambda each: each[:2], default=None)
             return None if best is None or not best[0] else (best[2], best[2].text)
         named = [asset for asset in readable if asset.namespace == namespace]
@@ -241,7 +234,7 @@ class LiveAssets:
         return next(((asset, found) for asset in named[:1] if (found := asset.track(track)) is not None), None)
 
     def profile(self, grant: Grant, namespace: TrackNamespace) -> FollowedAsset | None:
-        """Return an asset that a grant may read and that has the codec profile of this name."""
+        """Return an asset with this codec profile that a grant may read."""
         named = namespace.model, namespace.prompt
         readable = (asset for asset in self._assets if asset.readable(grant))
         return next((one for one in readable if (one.namespace.model, one.catalog.profile) == named), None)
@@ -253,7 +246,7 @@ class LiveAssets:
             self._end(asset, str(error)[:300])
         except AssetError as error:
             self._log.warning("live asset unreadable", asset=asset.name, error=str(error))
-            self._end(asset, "its news cannot be read")  # players need not know paths
+            self._end(asset, "its news cannot be read")  # without the path, which players need not see
         if asset.over:
             self._outdated = True
 
@@ -279,10 +272,12 @@ class LiveAssets:
 
     # ------------------------------------------------------------------ in a thread
 
-    def _look(self, known: Sequence[FollowedAsset]) -> tuple[set[str], list[FollowedAsset], dict[str, str], bool]:
-        """Look what has become of assets, and for others.
+    def _scan_folder(
+        self, known: Sequence[FollowedAsset]
+    ) -> tuple[set[str], list[FollowedAsset], dict[str, str], bool]:
+        """Check known assets, and find others.
 
-        Returns the keys of productions that can be followed, the new ones, why others cannot be, and whether there are
+        Return the keys of productions that can be followed, the new ones, why others cannot be, and whether there are
         too many.
         """
         for asset in known:

@@ -1,6 +1,6 @@
-"""The tracks of an asset that grows: its news, and its levels, whose groups exist once the news have named them.
+"""The tracks of a growing asset: its news, and its levels with the groups that the news have announced.
 
-An origin feeds them from a folder (`kvabr.server.live_assets`), a relay from its origin (`kvabr.server.relay_live`).
+An origin reads them from a folder (`kvabr.server.live_assets`), a relay from its origin (`kvabr.server.relay_live`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_NEWS_BYTES = 64 << 20
 
 
 class PublishedFrame(NamedTuple):
-    """One group of a level, as the news have it."""
+    """The news about one group of a level."""
 
     unit: Unit
     size: int
@@ -34,10 +34,9 @@ class PublishedFrame(NamedTuple):
 
 
 class EdgeTrack(GrowingBytes):
-    """The news."""
+    """The track of the news."""
 
     def __init__(self, asset: GrowingAsset) -> None:
-        """Begin without groups."""
         super().__init__()
         self.asset = asset
 
@@ -46,13 +45,11 @@ class EdgeTrack(GrowingBytes):
 
 
 class LiveLevel(GrowingPublication):
-    """One level."""
+    """One compression level."""
 
     def __init__(self, asset: GrowingAsset, part: int, level: str, expected: Sequence[int]) -> None:
-        """Begin without groups; ``part`` is the index of the layer class."""
         super().__init__()
         self.expected = expected
-        """Bytes that each group should have."""
         self.asset = asset
         self._part, self._level = asset.live.catalog.spec.parts[part], level
         self.name = self._part.track_name(level)
@@ -63,7 +60,7 @@ class LiveLevel(GrowingPublication):
         return self.asset.readable(grant)
 
     def publish(self, unit: Unit, frame: tuple[int, str] | None) -> None:
-        """Take a group; None: the producer leaves it out, so it does not exist. Later ones appear after it."""
+        """Publish a group once those before it are; with None the producer left it out."""
         size, digest = frame or (0, "")
         self._frames[unit.group] = PublishedFrame(unit, size, digest)
         groups = self.groups
@@ -98,31 +95,30 @@ class LiveLevel(GrowingPublication):
         return self.asset.open(self, group, priority, on_more)
 
     def frame(self, group: int) -> PublishedFrame:
-        """Return what the news say of a group."""
+        """Return the news about a group."""
         if not 0 <= group < self.groups:
             raise IndexError(f"group {group} of a track that has {counted(self.groups, 'group')} so far")
         return self._frames[group]
 
 
 class GrowingAsset(ABC):
-    """One asset that grows; subclasses bring its frames. Used from the event loop only."""
+    """One growing asset; subclasses fetch its frames. Use it in the event loop only."""
 
     dear = False
-    """See `Publication.dear`."""
+    """As `Publication.dear`."""
 
     def __init__(self, live: LiveCatalog, text: BytesPublication | None = None) -> None:
-        """Begin without groups; ``text`` is the live catalog as it came, if it did.
+        """``text`` is the live catalog as received, or None.
 
-        Takes time for a long prompt. Raises `FormatError` if the catalog names what cannot be served.
+        Takes long for a long prompt. Raises `FormatError` if the catalog has names that cannot be served.
         """
         check_names(live.catalog)
         catalog = self.catalog = live.catalog
         self.live = live
         self.order = NewsOrder(live)
-        """The news so far."""
         units = list(map(catalog.unit, range(catalog.groups))) if catalog.every_token else catalog.units
         self.levels: dict[str, LiveLevel] = {}
-        """By the names under which they are published."""
+        """By track name."""
         for part in range(len(catalog.spec.parts)):
             own = [index for index, unit in enumerate(units) if unit.part == part]
             for track in catalog.tracks:
@@ -130,12 +126,10 @@ class GrowingAsset(ABC):
                 self.levels[level.name] = level
         self.edge = EdgeTrack(self)
         self.text = BytesPublication(live.dumps().encode()) if text is None else text
-        """The live catalog."""
         self.news_bytes = 0
         self.over = False
-        """Whether nothing follows."""
         self.gone = False
-        """Whether it was removed, so that nothing more of it may be sent."""
+        """Whether it was removed, so that sending must stop."""
 
     @property
     def namespace(self) -> TrackNamespace:
@@ -144,17 +138,17 @@ class GrowingAsset(ABC):
 
     @property
     def chunks(self) -> int:
-        """Groups of tokens that are published."""
+        """Number of published groups of tokens."""
         return self.order.groups
 
     @property
     def watched(self) -> bool:
-        """Whether somebody waits for more of it."""
+        """Whether a peer waits for more of it."""
         return any(track.watched for track in (self.edge, *self.levels.values()))
 
     @abstractmethod
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
-        """Open a group that exists; see `Publication.open`."""
+        """Open a group that exists, as `Publication.open`."""
 
     def readable(self, grant: Grant) -> bool:
         """Return whether a grant may read more of it."""
@@ -164,23 +158,23 @@ class GrowingAsset(ABC):
     def loads(self, frame: PublishedFrame) -> int:
         return frame.size if self.dear else 0
 
-    def subscribed(self, level: LiveLevel) -> None:  # noqa: B027  # only a relay asks others
-        """Note that somebody subscribes to a level."""
+    def subscribed(self, level: LiveLevel) -> None:  # noqa: B027  # only relays subscribe in turn
+        """React to the first subscription to a level."""
 
     def unsubscribed(self, level: LiveLevel) -> None:  # noqa: B027  # as above
-        """Note that nobody subscribes to a level any more."""
+        """React to the end of the last subscription to a level."""
 
     def track(self, name: str) -> Publication | None:
-        """Return a track; None if there is no such track."""
+        """Return a track, or None."""
         if name == LIVE_TRACK:
             return self.text
         return self.edge if name == EDGE_TRACK else self.levels.get(name)
 
     def take(self, message: EdgeMessage) -> None:
-        """Handle the next message.
+        """Process the next message.
 
         Raises:
-            FormatError: as `NewsOrder.take`; or there are too many.
+            FormatError: as `NewsOrder.take`, or the news are too long.
         """
         if isinstance(message, LiveEnd):
             self.order.check_key(message)
@@ -203,7 +197,7 @@ class GrowingAsset(ABC):
         self.edge.append(data)
 
     def end(self, reason: str) -> None:
-        """Say that nothing follows; an empty reason: it is complete. Does nothing the second time."""
+        """End the asset; an empty reason means complete. May be called twice."""
         if not self.over:
             self.over = True
             for group, names in self.order.coming.items():
@@ -216,12 +210,12 @@ class GrowingAsset(ABC):
                 track.finish(reason)
 
     def abandon(self, reason: str) -> None:
-        """Say that nothing more comes from here, which says nothing of the asset's producer."""
+        """End the tracks here, although the asset's producer may continue."""
         self.over = True
         for track in (*self.levels.values(), self.edge):
             track.finish(reason)
 
     def news(self) -> list[PublishedFrames]:
-        """Return the news so far, one for each group of tokens."""
+        """Return the news so far, merged per group of tokens."""
         messages = (parse_edge(bytes(self.edge.open(number).data)) for number in range(self.order.messages))
         return merged(message for message in messages if isinstance(message, PublishedFrames))

@@ -46,16 +46,16 @@ class Metrics(MetricSet):
         self.draining = self.gauge("kvabr_draining", "1 from the GOAWAY on.")
 
     def group_sent(self, track: str) -> None:
-        """Count a group sent in full. All lookups are one series: their names tell what a peer has asked for."""
+        """Count a group sent in full. All lookups are one series: their names would reveal requests."""
         if track.startswith(CHANGES_TRACK):
             return
         label = "lookup" if is_lookup(track) else track
         self.groups_sent_total.labels(self._track(label)).inc()
 
     def token_used(self, token: str) -> None:
-        """Count a request under the token of an ID."""
+        """Count a request under a token."""
         self.token_requests_total.labels(self._token(token)).inc()
 
     def token_lost(self, token: str, why: str) -> None:
-        """Count what was ended under the token of an ID."""
+        """Count a connection or request that was ended under a token."""
         self.token_losses_total.labels(self._token(token), why).inc()

@@ -1,4 +1,4 @@
-"""What a server publishes: the assets of a store, to those who may read them."""
+"""The assets of a store, as a server publishes them to those who may read them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvabr.server.changes import ChangeLog, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
-from kvabr.server.publication import BytesPublication, LevelPublication, Publication
+from kvabr.server.publication import BytesPublication, LevelPublication, Publication, Suspect
 from kvabr.store.asset import Asset
 from kvabr.store.asset_index import AssetIndex, AssetView
 from kvabr.store.locations import Location
@@ -35,23 +35,20 @@ from kvabr.types.naming import (
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-_MOST_LOOKS = 4096
-"""Most groups that wait to be looked at."""
-_LOOK_S = 0.2
-"""Processor time of one look at groups that are doubted; it ends with the group in hand."""
+_MAX_SUSPECTS = 4096
+_CHECK_S = 0.2
+"""Processor time for one check of suspects; the group in progress is finished."""
 MAX_CACHED_BYTES = 256 << 20
-"""Bytes of catalogs and profiles that are kept in memory; others are read when they are asked for."""
+"""Bytes of catalogs and profiles to keep in memory; others are read on request."""
 
-_NOTHING = AssetView()
+_EMPTY_VIEW = AssetView()
 
 
 class _Reader(NamedTuple):
-    """What the holder of one token can read."""
-
     grant: Grant
     view: AssetView
     log: ChangeLog
-    """What was taken back."""
+    """Removed assets."""
 
 
 class PublishedAssets:
@@ -63,33 +60,29 @@ class PublishedAssets:
         grants: Grants | None = None,
         log: FilteringBoundLogger | None = None,
     ) -> None:
-        """Look for the assets of a store.
+        """Find the assets of a store or a folder of stores; raises as `StoreTree`.
 
-        Args:
-            location: as for `StoreTree`, which may raise: a store, or a folder with stores in it.
-            grants: who may read what; None: everyone may read everything.
-            log: takes the events; None: structlog's own logger.
+        Without ``grants`` everyone may read everything.
         """
         self._grants = grants
         self._lock = threading.Lock()
-        """Held while the index or the readers change."""
+        """Protects the index and the readers."""
         self._readers: dict[str, _Reader] = {}
-        """By the digest of a grant's token, as of the last look."""
+        """By the digest of a grant's token."""
         self._listeners: list[Callable[[], None]] = []
         self._levels: dict[Asset, dict[str, LevelPublication]] = {}
-        self._doubted: deque[tuple[Asset, int, str]] = deque(maxlen=_MOST_LOOKS)
-        """Groups that `look_at_bytes` has not looked at yet: players ask again for what came damaged."""
-        self._flipped: set[Asset] = set()
-        """Assets of which a group has other bytes than its catalog says."""
+        self._suspects: deque[Suspect] = deque(maxlen=_MAX_SUSPECTS)
+        """Groups for `check_suspects`: players request damaged groups again."""
+        self._damaged: set[Asset] = set()
+        """Assets with a group that differs from its catalog."""
         self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
-        """Catalogs and profiles that were read lately, by their SHA-256."""
+        """Recently used catalogs and profiles, by their SHA-256."""
         self._cache_lock = threading.Lock()
         stores = StoreTree(location)
         self.look_every_s = stores.look_every_s
-        """See `StoreTree.look_every_s`."""
         self._index = AssetIndex(stores, log, self._changed)
         self.live: LiveAssets | None = None
-        """Those that are being prefilled, once somebody follows them; only folders can have such."""
+        """Assets that are being prefilled, which only folders can contain; None otherwise."""
         if stores.folder is not None:
             self.live = LiveAssets(stores, self._index.log, on_ended=self.refresh, on_gone=self._live_gone)
         self._changed()
@@ -97,16 +90,16 @@ class PublishedAssets:
 
     @property
     def assets(self) -> Sequence[Asset]:
-        """The good ones, by name."""
+        """The good assets, by name."""
         return self._index.assets
 
     @property
     def damaged(self) -> int:
-        """Number of assets that are left out, or of which a group that was asked for is damaged."""
-        return self._index.damaged + len(self._flipped.intersection(self._index.assets))
+        """The number of assets that are left out, or have a damaged group that was requested."""
+        return self._index.damaged + len(self._damaged.intersection(self._index.assets))
 
     def admit(self, token: bytes | None) -> Grant | None:
-        """Return the grant of a token; None: refuse the connection. Takes the same time for all tokens."""
+        """Return the grant of a token; None refuses the connection. Takes the same time for all tokens."""
         grants = self._grants
         return EVERYTHING if grants is None else grants.check(token)
 
@@ -115,7 +108,7 @@ class PublishedAssets:
         return EVERYTHING if grants is None else grants.renewed(grant)
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
-        """See `Source.holds`; catalogs and profiles, which are short, are sent to their end."""
+        """Return whether a grant may still read a track. Short catalogs and profiles are sent completely."""
         if not isinstance(publication, LevelPublication):
             return publication.readable(grant)
         asset = publication.asset
@@ -127,32 +120,32 @@ class PublishedAssets:
     def regrant(self, grants: Grants) -> None:
         """Replace the grants, at once also for open connections."""
         self._grants = grants
-        self._tell()  # not after a look at many assets: withdrawn tokens lose their connections now
-        self._look_at_grants()
+        self._notify()  # before the assets are looked up: withdrawn tokens lose their connections now
+        self._update_grants()
 
     def refresh(self) -> bool:
-        """Look for assets that are new, were replaced, or are gone; return whether anything changed."""
+        """Find assets that are new, were replaced, or are gone; return whether anything changed."""
         with self._lock:
             return self._index.refresh()
 
-    def look_at_bytes(self) -> None:
-        """Read some of the groups that are doubted, and name those that are damaged; each is read once."""
-        until_s = time.thread_time() + _LOOK_S
-        while self._doubted and time.thread_time() < until_s:
-            asset, group, track = self._doubted.popleft()
+    def check_suspects(self) -> None:
+        """Read some of the suspected groups, each once, and log damaged ones."""
+        until_s = time.thread_time() + _CHECK_S
+        while self._suspects and time.thread_time() < until_s:
+            asset, group, track = self._suspects.popleft()
             try:
                 asset.frame(group, track)
             except (AssetError, FormatError) as error:
                 if isinstance(error.__cause__, TransportError) and not isinstance(error.__cause__, NotFoundError):
-                    self._doubted.appendleft((asset, group, track))
-                    break  # the store does not answer: that says nothing of the group
+                    self._suspects.appendleft((asset, group, track))
+                    break  # the store does not answer, so the group may be good
                 if asset.is_current():
-                    self._flipped.add(asset)
+                    self._damaged.add(asset)
                     where = {"asset": asset.name, "group": group, "track": track}
                     self._index.log.warning("group damaged", **where, error=str(error))
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
-        """See `Source.find`. What is forbidden is answered in the same steps as what is missing."""
+        """Return a track. A forbidden one takes the same steps as a missing one."""
         self._check_grant(grant, at_once=at_once)
         if namespace == MODELS_NAMESPACE:
             if at_once and track.startswith(CHANGES_TRACK):
@@ -162,10 +155,10 @@ class PublishedAssets:
             return self._find_live(grant, namespace, track)
         asset = self._view(grant).find(namespace, track)
         if asset is not None and not asset.is_current():
-            # Replaced or removed since the last refresh: do not wait for the next one.
+            # Replaced or removed since the last refresh: update at once.
             if at_once:
                 raise BlockingIOError(f"{asset.location}: has changed")
-            with self._lock:
+            with self._lock, suppress(AssetError):
                 self._index.renew(asset)
             asset = self._view(grant).find(namespace, track)
         if asset is None:
@@ -178,21 +171,19 @@ class PublishedAssets:
         except (AssetError, FormatError) as error:
             self._index.log.warning("asset unreadable", asset=asset.name, error=str(error))
             return None
-        # A level that was left out somewhere is none of the complete asset's, but of the one that grew.
+        # If a level was left out, only the growing asset has it, not the complete one.
         return self._levels.get(asset, {}).get(track) or self._find_live(grant, namespace, track)
 
     def _find_live(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
-        """Return a track of an asset that grows, or has become an asset a moment ago."""
         found = None if self.live is None else self.live.find(grant, namespace, track)
         if found is None:
             return None
         asset, publication = found
         same = self._view(grant).assets.get(asset.namespace)
-        # An asset of that name which is not what the growing one has become has other groups under the same names.
+        # Another asset of that name, not the result of the growing one, has other groups under the same names.
         return None if same is not None and asset.differs(same.catalog) else publication
 
     def _of_live(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool) -> Publication | None:
-        """Return a level or the codec profile of an asset that grows."""
         if track != PROFILE_TRACK:
             return self._find_live(grant, namespace, track)
         asset = None if self.live is None else self.live.profile(grant, namespace)
@@ -203,11 +194,10 @@ class PublishedAssets:
             return None
 
     def _live_gone(self, asset: FollowedAsset) -> None:
-        """Tell relays that an asset which grew was removed."""
         for reader in self._readers.values():
             if reader.grant.may_read(asset.name, asset.namespace.model):
                 reader.log.add([mark_of(asset.namespace)])
-        self._tell()
+        self._notify()
 
     def _check_grant(self, grant: Grant, *, at_once: bool) -> None:
         if self.renewed(grant) is None:
@@ -216,7 +206,7 @@ class PublishedAssets:
             # A new token, while the assets that it opens are still being looked up.
             if at_once:
                 raise BlockingIOError(f"{grant.id}: is new")
-            self._look_at_grants()
+            self._update_grants()
 
     def _models(self, grant: Grant) -> Publication:
         growing = () if self.live is None else self.live.assets
@@ -226,10 +216,9 @@ class PublishedAssets:
         return BytesPublication(json.dumps({"models": [spec.to_json() for spec in specs]}).encode())
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
-        """See `Source.find_soon`: what takes long is done in a thread."""
         if namespace == MODELS_NAMESPACE and (position := position_in(track)) is not None:
             if grant.token_sha256 not in self._readers and self.renewed(grant) is not None:
-                await asyncio.to_thread(self._look_at_grants)
+                await asyncio.to_thread(self._update_grants)
             reader = self._readers.get(grant.token_sha256)
             return None if reader is None else reader.log.follow(position)
         try:
@@ -238,7 +227,7 @@ class PublishedAssets:
             return await asyncio.to_thread(self.find, grant, namespace, track)
 
     def _read(self, sha256: str, read: Callable[[], bytes], at_once: bool) -> BytesPublication:
-        """Return a file, which ``read`` reads unless it is cached; raise `BlockingIOError` if that must not be."""
+        """Return a file from the cache, or read it with ``read``; `BlockingIOError` instead if ``at_once``."""
         with self._cache_lock:
             cached = self._cached.get(sha256)
         if cached is not None:
@@ -252,17 +241,17 @@ class PublishedAssets:
 
     def _view(self, grant: Grant) -> AssetView:
         reader = self._readers.get(grant.token_sha256)
-        return _NOTHING if reader is None else reader.view  # withdrawn a moment ago
+        return _EMPTY_VIEW if reader is None else reader.view  # withdrawn a moment ago
 
     def _changed(self) -> None:
-        """Make publications and views anew, and say what changed; grants that may read the same share one view."""
+        """Update publications and views, and report removals; grants of the same assets share one view."""
         assets, before, known = self._index.oldest_first, self._readers, self._levels
         self._levels = {
             asset: known.get(asset)
-            or {name: LevelPublication(asset, name, self._doubt) for name in asset.catalog.published}
+            or {name: LevelPublication(asset, name, self._suspects.append) for name in asset.catalog.published}
             for asset in assets
         }
-        self._flipped.intersection_update(assets)
+        self._damaged.intersection_update(assets)
         live = () if self.live is None else self.live.assets
         shared: dict[tuple[str, ...], AssetView] = {}
         lost: dict[tuple[int, int], list[str]] = {}
@@ -272,34 +261,28 @@ class PublishedAssets:
             key = tuple(asset.name for asset in seen)
             if key not in shared:
                 shared[key] = AssetView.of(seen)
-            old = before.get(grant.token_sha256) or _Reader(grant, _NOTHING, ChangeLog())
+            old = before.get(grant.token_sha256) or _Reader(grant, _EMPTY_VIEW, ChangeLog())
             new = readers[grant.token_sha256] = _Reader(grant, shared[key], old.log)
             both = id(old.view), id(new.view)
             if both not in lost:
                 spaces = (space for space, asset in old.view.assets.items() if new.view.assets.get(space) is not asset)
                 lost[both] = list(map(mark_of, spaces))
-            named = ((one.namespace, one.name, one.namespace.model) for one in live)
-            closed = [space for space, *name in named if old.grant.may_read(*name) and not grant.may_read(*name)]
+            growing = ((one.namespace, one.name, one.namespace.model) for one in live)
+            closed = [space for space, *name in growing if old.grant.may_read(*name) and not grant.may_read(*name)]
             news.append((new.log, [*lost[both], *map(mark_of, closed)]))
         self._readers = readers
-        self._forget_all_but({name for asset in assets for name in (asset.catalog_sha256, asset.catalog.profile)})
-        for log, marks in news:
-            log.add(marks)
-        self._tell()
-
-    def _forget_all_but(self, named: AbstractSet[str | None]) -> None:
-        """Forget catalogs and profiles of assets that are gone."""
+        named = {name for asset in assets for name in (asset.catalog_sha256, asset.catalog.profile)}
         with self._cache_lock:
             for sha256 in [sha256 for sha256 in self._cached if sha256 not in named]:
                 del self._cached[sha256]
+        for log, marks in news:
+            log.add(marks)
+        self._notify()
 
-    def _doubt(self, asset: Asset, group: int, track: str) -> None:
-        self._doubted.append((asset, group, track))
-
-    def _look_at_grants(self) -> None:
+    def _update_grants(self) -> None:
         with self._lock:
             self._changed()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()

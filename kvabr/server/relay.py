@@ -1,8 +1,8 @@
-"""A relay: a cache between an origin and the players near by, which a `Server` serves in place of an origin's library.
+"""A relay: a cache between an origin and nearby players, which a `Server` serves.
 
-Everyone who may enter the relay may read what the relay's own token opens at the origin. The relay asks the origin to
-tell what it takes back (`kvabr.server.changes`), and drops that, even while no player asks for anything. If the origin
-refuses the relay's token, its players lose their connections, so that relays among them learn of it too.
+Everyone admitted to the relay may read all that the relay's own token opens at the origin. The relay follows the
+origin's reports of removed assets (`kvabr.server.changes`) and drops those, even while no player is connected. If the
+origin refuses the relay's token, the relay closes its players' connections, so that relays among them notice as well.
 """
 
 from __future__ import annotations
@@ -50,23 +50,22 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 MEMORY_BYTES = 1 << 30
-"""Default bound on the memory of groups."""
 _TRANSIT_SHARE = 1 / 4
-"""Share of that bound for groups that are on their way or being read; the rest is the cache."""
+"""Share of that bound for groups that are arriving or being read; the rest is the cache."""
 _CATALOGS_SHARE = 1 / 8
-"""Bound on catalogs and lookups as a share of that bound, in addition to it."""
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-"""Pauses before the origin is asked again to tell of changes, after a failure; doubled each time."""
-_BREATH_S = 0.01
-"""Pause after an answer, so that an origin cannot keep the relay busy with answers."""
+"""Bound on catalogs and lookups, in addition, as a share of that bound."""
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
+"""Pauses after a failed subscription to the origin's changes; doubled each time."""
+_ANSWER_PAUSE_S = 0.01
+"""Pause after a report, so that an origin cannot keep the relay busy with reports."""
 _REFUSED = "the origin refuses the relay's token"
 _NO_CHANGES_S = 60.0
-"""Pause after an answer of a peer that tells of none."""
-_NOT_TOLD = (Reason.UNSUPPORTED, Reason.WRONG)
+"""Pause if the origin does not report changes."""
+_NO_CHANGES = (Reason.UNSUPPORTED, Reason.WRONG)
 
 
 class Relay:
-    """What a relay serves; a `kvabr.server.publication.Source`. Use it as an async context manager."""
+    """The `kvabr.server.publication.Source` of a relay. Use it as an async context manager."""
 
     def __init__(
         self,
@@ -80,19 +79,12 @@ class Relay:
         token: str | None = None,
         prompts: SeenPrompts | None = None,
     ) -> None:
-        """Prepare an empty cache, or open the one on disk.
+        """Start with an empty cache, or open the one on disk.
 
-        Args:
-            upstream: the connection to the origin; it should redial by itself, as `kvabr.link.moqt.connect` does. It is
-                not closed with the relay.
-            log: receives events.
-            metrics: receives counts; the downloads' metrics are registered with it.
-            memory_bytes: bound on groups in memory. Catalogs and lookups take up to an eighth of it in addition, at
-                least `LEAST_BYTES`.
-            disk: folder or object store for groups that memory has no room for, see `StoreTier`; None: there is none.
-            disk_bytes: bound on that.
-            token: token that players must show; None: everyone may enter.
-            prompts: hears which assets are looked up and taken back, for KV events.
+        ``upstream`` should redial by itself, as `kvabr.link.moqt.connect` does, and is not closed here. Catalogs and
+        lookups take up to an eighth of ``memory_bytes`` in addition, at least `LEAST_BYTES`. ``disk`` is a folder or an
+        object store for groups beyond that, see `StoreTier`. Without ``token`` everyone is admitted. ``prompts``
+        receives the assets that are looked up and removed, for KV events.
         """
         self._log, self._metrics, self._upstream = log, metrics, upstream
         self._grants = None if token is None else _players(token)
@@ -103,10 +95,10 @@ class Relay:
         self.prompts = prompts or SeenPrompts(0)
         below = None if disk is None else StoreTier(disk, disk_bytes, self._store_failed)
         self.store = GroupCache(memory_bytes - transit_bytes, below, executor=decoders(), on_change=self._show)
-        """Groups that are kept."""
+        """Groups that are complete."""
         self._client_metrics = ClientMetrics(metrics.registry)
         self.groups = RelayGroups(upstream, self.store, self._client_metrics, transit_bytes, self._failed)
-        """Groups on their way."""
+        """Groups that are arriving."""
         self.catalogs = Catalogs(
             upstream,
             log,
@@ -115,18 +107,15 @@ class Relay:
             on_revoked=self._revoked,
             on_known=lambda facts: self.prompts.saw(facts.namespace),
         )
-        """Catalogs, lookups and profiles."""
         self.live = LiveRelay(upstream, self.catalogs, self.groups, log, self._live_gone)
-        """Assets that are being prefilled."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """Begin to listen to the origin."""
         self._following = asyncio.get_running_loop().create_task(self._follow())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End all transfers, write what waits for the disk, and forget what is in memory."""
+        """End all transfers, write pending groups to disk, and clear the memory."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
@@ -141,7 +130,7 @@ class Relay:
         return EVERYTHING if self._grants is None else self._grants.check(token)
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """See `Source.renewed`; nobody may stay where the origin refuses the relay itself."""
+        """Return the current grant of a token; None for all if the origin refuses the relay itself."""
         if self.catalogs.revoked:
             return None
         return EVERYTHING if self._grants is None else self._grants.renewed(grant)
@@ -153,12 +142,12 @@ class Relay:
         self._listeners.append(changed)
 
     def regrant(self, token: str) -> None:
-        """Replace the token that players must show; those with another lose their connections."""
+        """Replace the token that players must send; connections with another one end."""
         self._grants = _players(token)
-        self._tell()
+        self._notify()
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
-        """See `Source.find`; a relay can only answer at once what it was told a moment ago."""
+        """Return a track, or raise `BlockingIOError` unless the origin has answered recently."""
         del grant, at_once
         if track.startswith(CHANGES_TRACK):
             raise BlockingIOError(f"{track}: must be waited for")
@@ -167,7 +156,7 @@ class Relay:
             return found
         answer = self.catalogs.fresh(namespace, track if is_small(track) else CATALOG_TRACK)
         if answer is None and (asset is None or is_small(track)):
-            raise BlockingIOError(f"{track}: must be asked for")
+            raise BlockingIOError(f"{track}: must be requested")
         found = None if answer is None else self._track(answer, track)
         return asset.track(track) if found is None and asset is not None else found
 
@@ -186,7 +175,7 @@ class Relay:
         except NotFoundError:
             if is_small(track) or track == EDGE_TRACK:
                 return None
-        with suppress(NotFoundError):  # a level of an asset that has no ordinary catalog
+        with suppress(NotFoundError):  # a level of an asset without an ordinary catalog
             return (await self.live.begin(namespace)).track(track)
         return None
 
@@ -197,40 +186,39 @@ class Relay:
         return RelayedTrack(self.groups, facts, track) if facts is not None and track in facts.sizes else None
 
     def _failed(self, request: GroupRequest, error: TransportError) -> None:
-        """A group was refused or wrong: find out what the origin says of the asset now."""
+        """Check the catalog of an asset after one of its groups was refused or wrong."""
         if is_unauthorized(error):
             self.catalogs.revoke()
         elif isinstance(error, NotFoundError) or (isinstance(error, RequestError) and error.reason == Reason.WRONG):
             self._log.warning("group refused", track=request.track, group=request.group, why=str(error))
-            self.catalogs.doubt(request.namespace)
+            self.catalogs.distrust(request.namespace)
 
     def _dropped(self, facts: AssetFacts) -> None:
-        why = "the asset was removed or replaced; ask for its catalog again"
+        why = "the asset was removed or replaced; request its catalog again"
         gone = facts.all_digests() - self.catalogs.named(facts.firsts())
         self._drop(gone, NotFoundError(why, reason=Reason.MISSING))
-        self.prompts.take_back([facts.mark])
+        self.prompts.remove([facts.mark])
         self._changes.add([facts.mark])
-        self._tell()
+        self._notify()
 
     def _live_gone(self, asset: RelayedAsset) -> None:
-        """An asset that grew was removed: drop what came of it, and pass that on to the relays behind this one."""
+        """Drop a growing asset that was removed, and report that to relays of this one."""
         frames = {level.frame(group).digest for level in asset.levels.values() for group in range(level.groups)}
         kept = self.catalogs.named({level.frame(0).digest for level in asset.levels.values() if level.groups})
         why = NotFoundError("the asset was removed or replaced", reason=Reason.MISSING)
         self._drop({digest for digest in frames if digest} - kept, why)
         self._changes.add([mark_of(asset.namespace)])
-        self._tell()
+        self._notify()
 
     def _revoked(self) -> None:
         self.prompts.clear()
-        self.live.taken_back(lambda _: True)
+        self.live.remove(lambda _: True)
         self._drop(None, UnauthorizedError(_REFUSED))
         self._changes.add(everything=True)
-        self._tell()
+        self._notify()
 
     async def _follow(self) -> None:
-        """Hear from the origin what it takes back, for as long as this relay runs."""
-        position, pauses = 0, Backoff(_PAUSE_S, _LONGEST_PAUSE_S)
+        position, pauses = 0, Backoff(_MIN_PAUSE_S, _MAX_PAUSE_S)
         while True:
             try:
                 changes = await self._next_changes(position)
@@ -239,36 +227,35 @@ class Relay:
                 if is_unauthorized(error):
                     self.catalogs.revoke()
                 elif position:
-                    pass  # it told of some before, so it has restarted, or is about to
-                elif isinstance(error, FormatError | NotFoundError) or getattr(error, "reason", None) in _NOT_TOLD:
+                    pass  # it has reported changes before, so it has restarted, or is about to
+                elif isinstance(error, FormatError | NotFoundError) or getattr(error, "reason", None) in _NO_CHANGES:
                     pause_s = _NO_CHANGES_S
-                    self._log.debug("the origin tells of no changes", why=str(error), again_s=pause_s)
+                    self._log.debug("the origin does not report changes", why=str(error), again_s=pause_s)
                 await asyncio.sleep(pause_s)
             else:
                 self.catalogs.revoked = False
-                if position:  # otherwise there is nothing yet that it could tell of
-                    self._take_back(changes)
+                if position:  # the first answer only has the position
+                    self._remove(changes)
                 position = changes.position
                 pauses.reset()
-                await asyncio.sleep(_BREATH_S)
+                await asyncio.sleep(_ANSWER_PAUSE_S)
 
     async def _next_changes(self, position: int) -> Changes:
         request = GroupRequest(MODELS_NAMESPACE, changes_track(position), 0, MAX_CHANGES_BYTES, live=True)
         return Changes.loads(await read_all(self._upstream.request(request, 128)))
 
-    def _take_back(self, changes: Changes) -> None:
-        """Drop what the origin has taken back, and pass that on to the relays behind this one."""
+    def _remove(self, changes: Changes) -> None:
         if changes.everything:
             self.prompts.clear()
-            self.catalogs.doubt_everything()
-        self.prompts.take_back(changes.marks)
+            self.catalogs.distrust_all()
+        self.prompts.remove(changes.marks)
         self.catalogs.withdraw(changes.marks)
-        for asset in self.live.taken_back(lambda asset: mark_of(asset.namespace) in changes.marks):
+        for asset in self.live.remove(lambda asset: mark_of(asset.namespace) in changes.marks):
             self._live_gone(asset)
         self._changes.add(changes.marks, everything=changes.everything)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()
 
@@ -287,7 +274,7 @@ class Relay:
 
 
 class RelayedTrack(CatalogLevel):
-    """One level of an asset, as its catalog describes it."""
+    """One level of an asset, according to its catalog."""
 
     dear = True
 
@@ -305,7 +292,7 @@ class RelayedTrack(CatalogLevel):
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         if self.facts.withdrawn:
-            raise AssetError("the asset was removed or replaced; ask for its catalog again")
+            raise AssetError("the asset was removed or replaced; request its catalog again")
         request = GroupRequest(self.facts.namespace, self.name, group, self.size(group))
         digest = self.facts.digest(self.name, group)
         return self._relayed.open(request, digest, self.objects(group), priority, on_more)

@@ -1,8 +1,8 @@
-"""Small tracks of a relay: catalogs, lookups, profiles, models. One fetch from the origin serves everyone who asks.
+"""The small tracks of a relay: catalogs, lookups, profiles, models. One fetch from the origin serves all readers.
 
-Catalogs and lookups may change, so they are asked for again after a moment; while the origin is away its last answer
-stands. Nothing is kept of names that do not exist. What the origin takes back goes with all that depends on it: at once
-where the origin tells of it, otherwise when it is asked again.
+Catalogs and lookups may change, so they are requested again after a moment; while the origin is away its last answer
+is used. Names without a track take no memory. An asset that the origin removes is dropped with all that depends on
+it: when the origin reports it, or else when it is requested again.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 << 20
 """Smallest bound on the memory of small tracks."""
 _OVERHEAD_BYTES = 4096
-"""Memory of an entry besides its data, about: names, objects, dictionaries."""
+"""Approximate memory of an entry in addition to its data: names, objects, dictionaries."""
 _URGENT = 0
-_MAX_ASKING = 4096
+_MAX_REQUESTS = 4096
 _MAX_FRESH_S = 30.0
 _FRESH_PER_FETCH = 20.0
-"""An answer is fresh for at least this multiple of the time that fetching it took, so that asking again costs at most
-5 % of the way to the origin."""
+"""An answer is fresh for at least this multiple of the time that fetching it took, so that refreshing it takes at most
+5 % of the path to the origin."""
 _BUSY_S = 1.0
 _LIMITS = {PROFILE_TRACK: MAX_PROFILE_BYTES, MODELS_TRACK: MAX_MODELS_BYTES}
-"""Bytes of small tracks that are no catalogs."""
+"""Bytes of small tracks that are not catalogs."""
 _AWAY = (Reason.TIMEOUT, Reason.AWAY, Reason.BUSY, Reason.INTERNAL)
-"""Codes of an origin that cannot answer now, which say nothing about what it has."""
+"""Reasons of an origin that cannot answer now, not about its assets."""
 
 _Name = tuple[TrackNamespace, str]
 
@@ -73,44 +73,41 @@ def is_small(track: str) -> bool:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class AssetFacts:
-    """What a relay must know of an asset's groups, in little memory."""
+    """The part of a catalog that a relay needs, in little memory."""
 
     namespace: TrackNamespace
     sha256: str
-    """Of the catalog, hex."""
     spec: KVSpec
     tokens: int
     sizes: dict[str, array[int]]
     """By track, bytes of each group."""
     digests: dict[str, bytes]
-    """By track, digest of each group without its mark, end to end."""
+    """By track, the digests of its groups without their kind, concatenated."""
     digest_kind: str
-    """See `kvabr.types.digests`."""
     withdrawn: bool = False
-    """Whether the origin has taken the asset back, so that nothing more of it may be sent."""
+    """Whether the origin has removed the asset, so that sending must stop."""
     mark: str = field(init=False)
-    """See `kvabr.server.changes.mark_of`."""
 
     def __post_init__(self) -> None:
         self.mark = mark_of(self.namespace)
 
     def digest(self, track: str, group: int) -> str:
-        """Return the digest of a group."""
+
         return from_raw(self.digests[track][RAW_BYTES * group : RAW_BYTES * (group + 1)], self.digest_kind)
 
     def firsts(self) -> set[str]:
-        """Return the digests of the first groups of its tracks."""
+        """Return the digests of the first groups of all tracks."""
         return {self.digest(track, 0) for track, sizes in self.sizes.items() if sizes}
 
     def all_digests(self) -> set[str]:
-        """Return the digest of every group."""
+        """Return the digests of all groups."""
         return {self.digest(track, group) for track, sizes in self.sizes.items() for group in range(len(sizes))}
 
 
 def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFacts | None:
-    """Check the only group of a small track against its name; return what it says if it is a catalog.
+    """Check the only group of a small track against its name; return the facts of a catalog.
 
-    A long prompt's catalog takes long. Raises `FormatError` for what does not belong to its name.
+    Takes long for a long prompt's catalog. Raises `FormatError` if it does not match its name.
     """
     digest = hashlib.sha256(data).hexdigest()
     if track == PROFILE_TRACK:
@@ -130,7 +127,7 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
 
 
 def check_live(namespace: TrackNamespace, track: str, data: bytes) -> TrackNamespace:
-    """Check a live catalog against the name it was asked for by; return its own. Raises `FormatError`."""
+    """Check a live catalog against the name that was requested; return its own. Raises `FormatError`."""
     catalog = LiveCatalog.loads(data).catalog
     _check_name(catalog, namespace, whole=track == LIVE_TRACK)
     require(catalog.digest_kind)
@@ -146,22 +143,19 @@ def _check_name(catalog: Catalog, namespace: TrackNamespace, *, whole: bool) -> 
 
 @dataclass(slots=True)
 class Answer:
-    """A small track, and when the origin last gave it as an answer."""
+    """A small track as the origin last sent it."""
 
     publication: BytesPublication
     facts: AssetFacts | None
-    """What it says, if it is a catalog."""
-    asked_s: float
+    received_s: float
     took_s: float
-    """Seconds that fetching it took."""
-    doubted: bool = False
-    """Whether something that came later contradicts it."""
+    distrusted: bool = False
+    """Whether something that arrived later contradicts it."""
     live: TrackNamespace | None = None
-    """Of which asset it is, if it is a live catalog."""
 
     @property
     def memory(self) -> int:
-        """Bytes that this takes, about."""
+        """Its bytes, approximately."""
         facts = self.facts
         digests = () if facts is None else facts.digests.values()
         return _OVERHEAD_BYTES + self.publication.open(0).size + sum(64 + len(one) * 5 // 4 for one in digests)
@@ -171,11 +165,11 @@ class Catalogs:
     """The small tracks of an origin, within a bound."""
 
     FRESH_S = 2.0
-    """Seconds for which an answer is repeated without asking the origin."""
+    """Seconds to repeat an answer without a request to the origin."""
     PATIENCE_S = 0.5
-    """Seconds that the origin may take to answer again, before its last answer is repeated."""
+    """Seconds to wait for a new answer of the origin before its last answer is repeated."""
     AWAY_S = 1.0
-    """Seconds that a first answer may take while the connection to the origin is known to be lost."""
+    """Seconds to wait for a first answer while the connection to the origin is lost."""
 
     def __init__(
         self,
@@ -187,71 +181,65 @@ class Catalogs:
         on_revoked: Callable[[], None] = lambda: None,
         on_known: Callable[[AssetFacts], None] = lambda _: None,
     ) -> None:
-        """Start empty.
+        """Keep at most ``limit`` bytes; as many may be arriving.
 
-        Args:
-            upstream: the connection to the origin.
-            log: receives events.
-            limit: bound on what is kept, bytes; as much may be on its way.
-            on_dropped: hears what was known of an asset that the origin has removed or replaced.
-            on_revoked: hears that the origin refuses the relay's token; everything is forgotten by then.
-            on_known: hears of an asset whose catalog has come.
+        ``on_known`` is called with the facts of each catalog that arrives, ``on_dropped`` with those of an asset that
+        the origin has removed or replaced, ``on_revoked`` after everything was dropped for a refused token.
         """
         self._upstream, self._log, self._limit = upstream, log, limit
         self._on_dropped, self._on_revoked, self._on_known = on_dropped, on_revoked, on_known
         self._answers: ByteLru[_Name, Answer] = ByteLru(limit, lambda answer: answer.memory)
         self._known: WeakSet[AssetFacts] = WeakSet()
-        """Also of catalogs that had to make room, as long as something of them is being sent."""
-        self._asking: dict[_Name, asyncio.Task[Answer]] = {}
-        self._coming = 0
+        """Including facts of evicted catalogs that tracks still use."""
+        self._requests: dict[_Name, asyncio.Task[Answer]] = {}
+        self._arriving = 0
         self._away = upstream.trouble is not None
         self.revoked = False
-        """Whether the origin's last word was that it refuses our token."""
+        """Whether the origin currently refuses the relay's token."""
         self._withdrawals = self._revocations = 0
-        """How often it took something back, so that what was asked before and arrives later is not believed."""
+        """Counts, to distrust answers that were requested before a withdrawal and arrive later."""
 
     @property
     def bytes(self) -> int:
-        """Memory that is used, about."""
+        """Approximate memory in use."""
         return int(self._answers.currsize)
 
     def __len__(self) -> int:
-        """Return how many names take memory: those that are kept, and those that are being asked for."""
-        return len(self._answers) + len(self._asking)
+        return len(self._answers) + len(self._requests)
 
     def fresh(self, namespace: TrackNamespace, track: str) -> Answer | None:
-        """Return a small track that need not be asked for; None if it must be."""
+        """Return a small track that need not be requested again, or None."""
         answer = self._answers.get((namespace, track))
         if answer is None or track == PROFILE_TRACK:
             return answer
-        age_s = asyncio.get_running_loop().time() - answer.asked_s
+        age_s = asyncio.get_running_loop().time() - answer.received_s
         fresh_s = max(self.FRESH_S, min(_MAX_FRESH_S, _FRESH_PER_FETCH * answer.took_s))
-        return None if answer.doubted or age_s >= fresh_s else answer
+        return None if answer.distrusted or age_s >= fresh_s else answer
 
     def last(self, namespace: TrackNamespace, track: str) -> Answer | None:
-        """Return the last answer, which may be old."""
+        """Return the last answer, which may be old, or None."""
         return self._answers.peek((namespace, track))
 
     async def get(self, namespace: TrackNamespace, track: str) -> Answer:
-        """Return a small track as the origin has it now; its last answer while the origin is away.
+        """Return a small track as the origin currently has it, or its last answer while the origin is away.
 
         Raises:
-            NotFoundError: there is none.
-            RequestError: the origin is away (`Reason.AWAY`) and has never answered this, or it refuses.
-            TransportError: the origin does not answer.
+            NotFoundError: There is none.
+            RequestError: The origin refuses, or it is away (`Reason.AWAY`) and has never answered this.
+            TransportError: The origin does not answer.
         """
         if (found := self.fresh(namespace, track)) is not None:
             return found
         name, first_s = (namespace, track), 0.0 if is_live(track) else self.AWAY_S
         last = self._answers.get(name)
-        if last is None and not first_s and self._upstream.trouble is not None and self._asking:
-            raise self._unknown(name)  # nothing grows meanwhile; live tracks ask only if nothing else does
-        task = self._asking.get(name) or self._ask(name)
+        if last is None and not first_s and self._upstream.trouble is not None and self._requests:
+            raise self._unknown(name)  # no asset grows meanwhile, so a live track waits only if it is the first to
+        task = self._requests.get(name) or self._request(name)
         while not task.done():
             lost = self._upstream.trouble is not None
             if last is None:
                 patience_s = first_s if lost else self.PATIENCE_S
-            elif last.doubted:  # not worth repeating while the origin may still answer
+            elif last.distrusted:  # not worth repeating while the origin may still answer
                 patience_s = None
             else:
                 patience_s = 0 if lost or self._away else self.PATIENCE_S
@@ -271,13 +259,13 @@ class Catalogs:
         why = f"{name[1][:80]}: the relay's origin is away, and the relay does not have this yet"
         return RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S)
 
-    def doubt(self, namespace: TrackNamespace) -> None:
-        """Ask again for an asset whose groups are not what was said of it; until then it is the best there is."""
+    def distrust(self, namespace: TrackNamespace) -> None:
+        """Request an asset's catalogs again because its groups differ; use the old ones until then."""
         for _, answer in self._entries():
-            answer.doubted |= answer.facts is not None and answer.facts.namespace == namespace
+            answer.distrusted |= answer.facts is not None and answer.facts.namespace == namespace
 
     def revoke(self) -> None:
-        """Forget everything: it was fetched with a token that the origin no longer accepts."""
+        """Drop everything, as the origin no longer accepts the token under which it was fetched."""
         if self.revoked:
             return
         self._log.warning("the origin refuses the relay's token; everything fetched under it was dropped")
@@ -295,33 +283,33 @@ class Catalogs:
         self._drop_live(lambda namespace: mark_of(namespace) in marks)
 
     def forget_live(self, namespace: TrackNamespace) -> None:
-        """Ask again for the live catalog of a name."""
+        """Request the live catalog of a name again."""
         self._drop_live(lambda other: other == namespace)
 
-    def doubt_everything(self) -> None:
-        """Ask again for everything before it is next used, as long as the origin answers."""
+    def distrust_all(self) -> None:
+        """Request everything again before it is next used, if the origin answers."""
         self._withdrawals += 1
         for _, answer in self._entries():
-            answer.doubted = True
+            answer.distrusted = True
 
     def close(self) -> None:
-        """Stop asking, and forget everything."""
-        for task in list(self._asking.values()):
+        """Cancel all requests, and drop everything."""
+        for task in list(self._requests.values()):
             task.cancel()
-        self._asking.clear()
+        self._requests.clear()
         self._answers.clear()
 
-    def _ask(self, name: _Name) -> asyncio.Task[Answer]:
-        if len(self._asking) >= _MAX_ASKING:
+    def _request(self, name: _Name) -> asyncio.Task[Answer]:
+        if len(self._requests) >= _MAX_REQUESTS:
             why = f"{name[1][:80]}: too many lookups at a time"
             raise RequestError(why, reason=Reason.BUSY, retry_after_s=_BUSY_S)
-        task = self._asking[name] = asyncio.get_running_loop().create_task(self._fetch(name))
-        task.add_done_callback(lambda done: self._asked(name, done))
+        task = self._requests[name] = asyncio.get_running_loop().create_task(self._fetch(name))
+        task.add_done_callback(lambda done: self._fetched(name, done))
         return task
 
-    def _asked(self, name: _Name, task: asyncio.Task[Answer]) -> None:
-        if self._asking.get(name) is task:
-            del self._asking[name]
+    def _fetched(self, name: _Name, task: asyncio.Task[Answer]) -> None:
+        if self._requests.get(name) is task:
+            del self._requests[name]
         if task.cancelled():
             return
         error = task.exception()
@@ -343,7 +331,7 @@ class Catalogs:
         withdrawals, revocations = self._withdrawals, self._revocations
         try:
             data = bytes(await self._received(name))
-        except ConnectionLostError:  # everybody waits for it, and the next connection may be there already
+        except ConnectionLostError:  # try once more, as the next connection may be open already
             if self._upstream.closed:
                 raise
             data = bytes(await self._received(name))
@@ -357,9 +345,9 @@ class Catalogs:
             raise RequestError(f"{track[:80]}: {error}", reason=Reason.WRONG) from error
         if revocations != self._revocations:
             raise RequestError("the origin refuses the relay's token", reason=Reason.UNAUTHORIZED)
-        doubted = withdrawals != self._withdrawals
+        distrusted = withdrawals != self._withdrawals
         facts = found if isinstance(found, AssetFacts) else None
-        answer = Answer(publication, facts, loop.time(), loop.time() - start_s, doubted)
+        answer = Answer(publication, facts, loop.time(), loop.time() - start_s, distrusted)
         if isinstance(found, TrackNamespace):
             answer.live = found
             self._answers.replace((found, LIVE_TRACK), answer)
@@ -368,7 +356,7 @@ class Catalogs:
             catalog = facts.namespace, CATALOG_TRACK
             known = self._answers.peek(catalog)
             if known is not None and known.facts is not None:
-                if known.facts.sha256 == facts.sha256:  # so that equal answers take memory once
+                if known.facts.sha256 == facts.sha256:  # equal answers share memory
                     answer.publication, answer.facts = known.publication, known.facts
                 else:
                     self._drop(lambda other: other.namespace == facts.namespace, "asset replaced")
@@ -386,14 +374,14 @@ class Catalogs:
         try:
             while part := await download.read():
                 counted += len(part)
-                self._coming += len(part)
-                if self._coming > self._limit:
-                    why = f"{track[:80]}: the relay has no room for it now; give it more --memory"
+                self._arriving += len(part)
+                if self._arriving > self._limit:
+                    why = f"{track[:80]}: the relay has no memory for it now; increase --memory"
                     raise RequestError(why, reason=Reason.BUSY, retry_after_s=_BUSY_S)
             return download.data
         finally:
             download.cancel()
-            self._coming -= counted
+            self._arriving -= counted
 
     def _drop(self, chosen: Callable[[AssetFacts], bool], event: str) -> None:
         gone = [facts for facts in self._known if not facts.withdrawn and chosen(facts)]
@@ -412,9 +400,9 @@ class Catalogs:
                 del self._answers[name]
 
     def named(self, firsts: set[str]) -> set[str]:
-        """Return the digests of groups of assets whose first group has one of these digests.
+        """Return the digests of all groups of the assets with one of these as their first group.
 
-        Assets share groups only as parts of a common prefix, so those that share any have the same first group.
+        Assets share groups only as parts of a common prefix, so if they share any they have the same first group.
         """
         others = [one for one in self._known if not one.withdrawn and not firsts.isdisjoint(one.firsts())]
         return {digest for one in others for digest in one.all_digests()}
@@ -424,22 +412,22 @@ class Catalogs:
 
     def _missed(self, name: _Name, last: Answer | None) -> None:
         if not self._away:
-            age_s = None if last is None else round(asyncio.get_running_loop().time() - last.asked_s, 1)
+            age_s = None if last is None else round(asyncio.get_running_loop().time() - last.received_s, 1)
             why = self._upstream.trouble or "it does not answer"
-            hint = "players get what the relay has kept"
+            hint = "players get the relay's copies"
             self._log.warning("origin away", why=why, track=name[1][:80], model=name[0].model, age_s=age_s, hint=hint)
         self._away = True
 
 
 def is_unauthorized(error: BaseException | None) -> bool:
-    """Return whether an error says that the origin refuses our token."""
+    """Return whether the origin refuses our token."""
     if isinstance(error, RequestError):
         return error.reason in (Reason.UNAUTHORIZED, Reason.EXPIRED_TOKEN)
     return isinstance(error, UnauthorizedError)
 
 
 def _is_away(error: BaseException | None) -> bool:
-    """Return whether an error says no more than that the origin cannot answer now."""
+    """Return whether an error only means that the origin cannot answer now."""
     if isinstance(error, RequestError):
         return error.reason in _AWAY
     return isinstance(error, TransportError) and not isinstance(error, UnauthorizedError)

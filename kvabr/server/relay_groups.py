@@ -1,11 +1,11 @@
-"""Groups on their way through a relay: from its disk or its origin to everyone who waits for them.
+"""Groups that pass through a relay, from its disk or its origin to all of their readers.
 
-A group is fetched once, at the priority of its most urgent reader, until the last has left. It can be read as it comes,
-except for the last part, which waits for the check of the digest: a wrong group breaks off and never looks complete.
+A group is fetched once, at the priority of its most urgent reader, until the last reader leaves. Readers get its bytes
+as they arrive, except for the last part, which waits for the digest check: a wrong group never looks complete.
 
-Assets with a prefix in common have groups in common, which are fetched under the name of one of them. If the origin
-refuses that one, or sends something else under its name, the others' readers get the group under another name: so no
-asset can do harm to another by being removed, or by a catalog that lies.
+Assets with a common prefix have common groups, which are fetched under the name of one asset. If the origin refuses
+that one, or sends other bytes, readers of the other assets get the group under another name, so that an asset that is
+removed or has a wrong catalog does no harm to another.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kvabr.types.errors import ConnectionLostError, Reason, RequestError, Transp
 from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
-"""Seconds without progress after which a group fails because the origin is away."""
+"""Seconds without progress until a group fails because the origin is away."""
 AWAY_S = 1.0
-"""The same if the connection to the origin is known to be lost: players can then say so within their deadlines."""
+"""The same while the connection to the origin is lost: players can then react within their deadlines."""
 SILENCE_S = 2.0
-"""Seconds without a byte on the whole connection after which a group is asked for again."""
+"""Seconds without a byte on the whole connection until a group is requested again."""
 IDLE_READ_S = 10.0
-"""Seconds without a read after which a complete group gives up its memory, if others wait for room."""
+"""Seconds without a read until a complete group gives up its memory if others wait for it."""
 MOST_EXPECTED = 256
-"""Groups that are expected at a time, of all assets."""
+"""Groups of all assets to expect at a time."""
 _EXPECTED_SHARE = 1 / 4
-"""Share of the bound on transfers that these may come to together."""
+"""Their share of the bound on transfers."""
 _PAUSE_S = 0.1
 _BUSY_S = 1.0
 _URGENT, _LEAST_URGENT = 0, 255
@@ -47,37 +47,35 @@ _Place = tuple[TrackNamespace, str, int]
 
 
 class RelayTransfer(GroupTransfer):
-    """One group on its way; it is complete once it was checked."""
+    """A group that is arriving; it is complete once its digest was checked."""
 
     readers: list[TransferReader]  # type: ignore[assignment]
 
     def __init__(self, groups: RelayGroups, request: GroupRequest, digest: str) -> None:
-        """Begin without readers; ``request`` says under whose name it is fetched."""
+        """``request`` has the name under which it is fetched."""
         super().__init__(request)
         self.digest = digest
         self.upstream: GroupReader | None = None
-        """What comes from the origin."""
         self.task: asyncio.Task[None] | None = None
         self.read_s = 0.0
-        """When somebody last read from it."""
         self._groups = groups
 
     @property
     def size(self) -> int:
-        """Bytes of the whole group."""
+
         return self.request.limit
 
     @property
     def key(self) -> _Key:
-        """What those who join it have in common."""
+        """Identifies transfers that readers can share."""
         return self.digest, self.size
 
     def other_name(self, but: Collection[TrackNamespace]) -> GroupRequest | None:
-        """Return the request of a reader of an asset that is not one of these."""
+        """Return the request of a reader of an asset that is not one of ``but``."""
         return next((reader.request for reader in self.readers if reader.request.namespace not in but), None)
 
     def begin_again(self, request: GroupRequest, error: TransportError) -> None:
-        """Fetch it under another name; break off those who have read what came so far, which may be wrong."""
+        """Fetch it under another name; fail readers that have read bytes, which may be wrong."""
         self.request, self.data = request, memoryview(b"")
         for reader in [reader for reader in self.readers if reader.has_read]:
             reader.fail(error)
@@ -93,7 +91,7 @@ class RelayTransfer(GroupTransfer):
         self._groups.forget(self)
 
     def leave(self, reader: TransferListener) -> None:
-        """See `GroupTransfer.leave`; what was over already gives room to others."""
+        """Remove a reader; if it was the last one of a complete transfer, release the memory."""
         if reader in self.readers:
             super().leave(reader)
             if not self.readers and self.over:
@@ -102,11 +100,11 @@ class RelayTransfer(GroupTransfer):
 
 @dataclass(eq=False)
 class TransferReader(ArrivingGroup, TransferListener):
-    """One player's view of a group on its way."""
+    """One player's view of a group that is arriving."""
 
     transfer: RelayTransfer
     request: GroupRequest
-    """The reader's own; the transfer's may be that of another asset."""
+    """The reader's own; the transfer may use that of another asset."""
     objects: tuple[ObjectSpan, ...]
     priority: int
     more: Callable[[], None]
@@ -115,7 +113,7 @@ class TransferReader(ArrivingGroup, TransferListener):
         self.digest, self.size = self.transfer.digest, self.transfer.size
         self.has_read = False
         self._error: TransportError | None = None
-        self.memory = 0 if self.transfer.readers else self.size  # which counts for the player that came first
+        self.memory = 0 if self.transfer.readers else self.size  # counts for the first player
 
     @property
     def wire_priority(self) -> int:
@@ -137,7 +135,7 @@ class TransferReader(ArrivingGroup, TransferListener):
         return self.transfer.data[begin:end]
 
     def fail(self, error: TransportError) -> None:
-        """Break off this reader alone."""
+        """Fail this reader only."""
         self._error = error
         self.more()
 
@@ -146,12 +144,12 @@ class TransferReader(ArrivingGroup, TransferListener):
         self.transfer.reprioritise()
 
     def close(self) -> None:
-        """See `ArrivingGroup.close`; the last reader to leave ends the transfer."""
+        """Leave the transfer, which ends with its last reader."""
         self.transfer.leave(self)
 
 
 class RelayGroups:
-    """All groups on their way through a relay, and the store of those that have come."""
+    """All groups that are arriving at a relay, and the store of complete ones."""
 
     def __init__(
         self,
@@ -161,34 +159,28 @@ class RelayGroups:
         limit: int,
         on_failed: Callable[[GroupRequest, TransportError], None] = lambda _request, _error: None,
     ) -> None:
-        """Start empty.
+        """Limit the bytes of groups that are arriving or being read; a larger group may be alone.
 
-        Args:
-            upstream: the connection to the origin.
-            store: what is kept.
-            metrics: counts downloads.
-            limit: bound on groups that are on their way or being read, bytes; one larger group may be alone.
-            on_failed: hears of groups that the origin refuses, or sends wrong.
+        ``store`` has the complete groups; ``on_failed`` is called for groups that the origin refuses, or sends wrong.
         """
         self._upstream, self._store, self.metrics, self._limit = upstream, store, metrics, limit
         self._on_failed = on_failed
         self._transfers: dict[_Key, RelayTransfer] = {}
-        """Those that can be joined. Also by their size: a catalog may lie about it."""
+        """Transfers that readers can join. The key includes the size because catalogs may have a wrong one."""
         self._admitted: set[RelayTransfer] = set()
-        """Those that count towards the bound: on their way, or complete and still read."""
+        """Transfers that count towards the bound: arriving, or complete and still read."""
         self._waiting: dict[RelayTransfer, asyncio.Future[None]] = {}
         self._expected: dict[_Place, GroupReader] = {}
-        """Groups that the origin has not published yet, and that come by subscriptions."""
+        """Groups that the origin has not published yet, and will send by subscription."""
         self._looking: asyncio.TimerHandle | None = None
         self.bytes = 0
-        """Bytes of groups that are on their way or being read."""
+        """Bytes of groups that are arriving or being read."""
 
     def __len__(self) -> int:
-        """Return how many groups are on their way, being read, or waiting for room."""
         return len(self._admitted) + len(self._waiting)
 
     def has(self, digest: str, size: int) -> bool:
-        """Return whether a group is in memory, or on its way."""
+        """Return whether a group is in memory, or arriving."""
         return (digest, size) in self._transfers or self._store.held(digest) is not None
 
     def open(
@@ -199,9 +191,9 @@ class RelayGroups:
         priority: int,
         on_more: Callable[[], None],
     ) -> ArrivingGroup:
-        """Return a group that is in memory, or join its transfer, or start that.
+        """Return a group that is in memory, or join its transfer, or start one.
 
-        ``request`` has the group's exact size, ``digest`` is its own; otherwise as `Publication.open`.
+        ``request`` must have the group's exact size, ``digest`` is the group's; otherwise as `Publication.open`.
         """
         held = self._store.held(digest)
         if held is not None:
@@ -216,46 +208,46 @@ class RelayGroups:
         return reader
 
     def expect(self, request: GroupRequest) -> None:
-        """Wait for a group of which neither size nor digest is known, if there is room."""
+        """Subscribe to a group with unknown size and digest, if there is memory for it."""
         place = _place(request)
         if (before := self._expected.get(place)) is not None:
-            if not _failed(before):
+            if not _is_unusable(before):
                 return
-            self._unexpect(place)
+            self._cancel_expected(place)
         taken = sum(one.transfer.request.limit for one in self._expected.values() if one.transfer is not None)
         if len(self._expected) < MOST_EXPECTED and request.limit <= int(_EXPECTED_SHARE * self._limit) - taken:
             self._expected[place] = self._upstream.request(request, _URGENT)
 
-    def take_over(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
-        """Take over a group that was expected and is published by now; arguments as of `open`.
+    def receive_expected(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
+        """Receive an expected group that is published by now; arguments as of `open`.
 
-        It is received and kept even without a reader: it is on its way already.
+        It is stored even without a reader, as it is arriving already.
         """
         place = _place(request)
         if place not in self._expected:
             return
         if self.has(digest, request.limit):
-            self._unexpect(place)
+            self._cancel_expected(place)
             return
-        reader = self.open(request, digest, objects, _LEAST_URGENT, lambda: self._brought(reader))
+        reader = self.open(request, digest, objects, _LEAST_URGENT, lambda: self._close_when_done(reader))
 
-    def expect_no_more(self, namespace: TrackNamespace, track: str | None = None) -> None:
-        """Wait for no more groups of an asset, or of one of its tracks."""
+    def stop_expecting(self, namespace: TrackNamespace, track: str | None = None) -> None:
+        """Cancel the expected groups of an asset, or of one of its tracks, unless they are being received."""
         for place in [place for place in self._expected if place[0] == namespace and track in (None, place[1])]:
             if not any(_place(transfer.request) == place for transfer in self._transfers.values()):
-                self._unexpect(place)
+                self._cancel_expected(place)
 
     def forget(self, transfer: RelayTransfer) -> None:
         """End a transfer without readers."""
         self._forget(transfer)
-        self._waiting.pop(transfer, None)  # at once: room that others give up in this very turn is not for it
+        self._waiting.pop(transfer, None)  # at once, so that it does not get memory released in this turn
         if transfer.task is not None and not transfer.task.done():
             transfer.task.cancel()
         else:
             self.release(transfer)
 
     async def drop(self, digests: Iterable[str] | None, error: TransportError) -> None:
-        """Break off transfers with an error, and delete kept groups: those of some digests, or all."""
+        """Fail transfers with an error, and delete stored groups, of some digests or all."""
         chosen = None if digests is None else set(digests)
         for transfer in list(self._transfers.values()):
             if chosen is None or transfer.digest in chosen:
@@ -267,7 +259,7 @@ class RelayGroups:
     async def close(self) -> None:
         """End all transfers."""
         for place in list(self._expected):
-            self._unexpect(place)
+            self._cancel_expected(place)
         tasks = [one.task for one in (*self._admitted, *self._waiting) if one.task is not None]
         for task in tasks:
             task.cancel()
@@ -290,16 +282,16 @@ class RelayGroups:
                 self._on_failed(transfer.request, error)
             transfer.fail(error)
         finally:
-            # Later requests find it in the store, or start anew.
+            # Later requests find it in the store, or start again.
             self._forget(transfer)
-            self._unexpect(_place(transfer.request))
+            self._cancel_expected(_place(transfer.request))
             if not transfer.complete or not transfer.readers:
                 self.release(transfer)
 
     async def _from_origin(self, transfer: RelayTransfer) -> memoryview:
         """Download a group, again if the connection is lost: groups do not change."""
         loop = asyncio.get_running_loop()
-        heard_s = loop.time()
+        progress_s = loop.time()
         refused: set[TrackNamespace] = set()
         while True:
             before = len(transfer.data)
@@ -316,19 +308,19 @@ class RelayGroups:
                 transfer.begin_again(other, error)
             except (ConnectionLostError, TimeoutError) as error:
                 if len(transfer.data) > before:
-                    heard_s = loop.time()
+                    progress_s = loop.time()
                 patience_s = PATIENCE_S if self._upstream.trouble is None else AWAY_S
-                if self._upstream.closed or loop.time() > heard_s + patience_s:
+                if self._upstream.closed or loop.time() > progress_s + patience_s:
                     why = f"{transfer.request.track[:80]}, group {transfer.request.group}: the relay's origin is away"
                     raise RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S) from error
                 await asyncio.sleep(_PAUSE_S)
 
     async def _download(self, transfer: RelayTransfer) -> memoryview:
-        """Download a group once, check it, and keep it.
+        """Download a group once, check it, and store it.
 
         Raises:
-            TransportError: it failed, or is a wrong one.
-            TimeoutError: the origin has fallen silent.
+            TransportError: It failed, or its digest is wrong.
+            TimeoutError: The origin has fallen silent.
         """
         size, result, received = transfer.size, "failed", 0
         download, expected = self._begin(transfer)
@@ -337,7 +329,7 @@ class RelayGroups:
             while received < size and (part := await self._read(download)):
                 received += len(part)
                 self.metrics.downloaded_bytes_total.inc(len(part))
-                # A download that began again is behind what was available already, and must not take that back.
+                # A restarted download must not withdraw bytes that were available already.
                 if len(transfer.data) < received < size:
                     transfer.show(download.data[:received])
             result, data = "damaged", download.data
@@ -350,7 +342,7 @@ class RelayGroups:
         except RequestError as error:
             if not expected or received:
                 raise
-            raise TimeoutError from error  # the subscription has ended, and it must be fetched
+            raise TimeoutError from error  # the subscription has ended, so it must be fetched
         finally:
             transfer.upstream = None
             download.cancel()
@@ -359,17 +351,17 @@ class RelayGroups:
 
     @staticmethod
     async def _check(transfer: RelayTransfer, download: GroupReader) -> None:
-        """Raise a `RequestError` unless a group is the one that was expected."""
+        """Raise a `RequestError` if a group has a wrong size or digest."""
         loop, right = asyncio.get_running_loop(), len(download.data) == transfer.size
         if not right or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
             why = "the origin sent a group whose digest is not the one in its catalog"
             raise RequestError(why, reason=Reason.WRONG)
 
     def _begin(self, transfer: RelayTransfer) -> tuple[GroupReader, bool]:
-        """Return the download of a group, and whether a subscription brings it."""
+        """Return the download of a group, and whether it is a subscription."""
         request = transfer.request
         if (expected := self._expected.pop(_place(request), None)) is not None:
-            if not _failed(expected):
+            if not _is_unusable(expected):
                 expected.prioritise(transfer.priority)
                 return expected, True
             expected.cancel()
@@ -377,7 +369,7 @@ class RelayGroups:
         return self._upstream.fetch(*name, priority=transfer.priority, limit=transfer.size, exact=True), False
 
     async def _read(self, download: GroupReader) -> memoryview:
-        """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
+        """Read from a download; raise `TimeoutError` when the whole connection is silent."""
         reading = asyncio.ensure_future(download.read())
         try:
             while True:
@@ -392,7 +384,7 @@ class RelayGroups:
             reading.cancel()
 
     async def _admit(self, transfer: RelayTransfer) -> None:
-        """Wait for room; the most urgent transfer that waits goes first."""
+        """Wait for memory; the most urgent transfer goes first."""
         if not self._waiting and self._take(transfer):
             return
         waiter = self._waiting[transfer] = asyncio.get_running_loop().create_future()
@@ -404,7 +396,6 @@ class RelayGroups:
             self._waiting.pop(transfer, None)
 
     def _take(self, transfer: RelayTransfer) -> bool:
-        """Give a transfer room if there is any; one that is larger than the bound may be alone."""
         fits = not self._admitted or self.bytes + transfer.size <= self._limit
         if fits:
             self._admitted.add(transfer)
@@ -412,7 +403,7 @@ class RelayGroups:
         return fits
 
     def release(self, transfer: RelayTransfer) -> None:
-        """Give the room of a transfer to others."""
+        """Release the memory of a transfer to others."""
         if transfer in self._admitted:
             self._admitted.remove(transfer)
             self.bytes -= transfer.size
@@ -423,7 +414,7 @@ class RelayGroups:
             self._waiting.pop(first).set_result(None)
 
     def _look(self) -> None:
-        """While groups wait for room, take it from complete groups whose readers do not read them."""
+        """While groups wait for memory, take it from complete groups with idle readers."""
         loop = asyncio.get_running_loop()
         idle_s = loop.time() - IDLE_READ_S
         slow = RequestError("read too slowly", reason=Reason.BUSY, retry_after_s=_BUSY_S)
@@ -433,8 +424,7 @@ class RelayGroups:
                 reader.fail(slow)
         self._looking = loop.call_later(1.0, self._look) if self._waiting else None
 
-    def _brought(self, reader: ArrivingGroup) -> None:
-        """Close the reader of a group that was expected, once it has come."""
+    def _close_when_done(self, reader: ArrivingGroup) -> None:
         try:
             done = reader.available == reader.size
         except TransportError:
@@ -442,7 +432,7 @@ class RelayGroups:
         if done:
             asyncio.get_running_loop().call_soon(reader.close)
 
-    def _unexpect(self, place: _Place) -> None:
+    def _cancel_expected(self, place: _Place) -> None:
         if (expected := self._expected.pop(place, None)) is not None:
             expected.cancel()
 
@@ -455,7 +445,7 @@ def _place(request: GroupRequest) -> _Place:
     return request.namespace, request.track, request.group
 
 
-def _failed(expected: GroupReader) -> bool:
-    """Return whether a group that was expected has ended without a byte."""
+def _is_unusable(expected: GroupReader) -> bool:
+    """Return whether an expected group has ended without a byte."""
     transfer = expected.transfer
     return transfer is None or (transfer.over and not transfer.received)

@@ -1,8 +1,8 @@
-"""Assets that grow at a relay's origin: the relay subscribes to each of their tracks once, for all who play them here.
+"""Assets that grow at a relay's origin. The relay subscribes to each of their tracks once, for all of its players.
 
-It follows the news of an asset for as long as somebody plays it, and subscribes to the levels that its players
-subscribe to. So a group comes through the relay without a round trip of its own, and its bytes come once; they are
-passed on as they arrive. Groups are checked by the news, and kept as those of other assets are.
+It follows the news of an asset while a player does, and subscribes to the levels that its players subscribe to. So
+groups arrive without a round trip, only once, and are forwarded while they arrive. Their digests are in the news, and
+they are stored like those of other assets.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 IDLE_S = 60.0
-"""Seconds without a request after which an asset is forgotten."""
+"""Seconds without a request until an asset is forgotten."""
 MOST_LIVE = 64
-"""Assets that are followed at a time."""
 _AHEAD_GROUPS = 64
-"""Groups that are waited for at a time, of one level."""
+"""Groups of one level to expect at a time."""
 _SLACK = 4
-"""How much larger than expected such a group may be."""
+"""Limit on such a group, as a multiple of its expected bytes."""
 _SLACK_BYTES = 64 << 10
-_REMOVED = "the asset was removed or replaced; ask for its catalog again"
+_REMOVED = "the asset was removed or replaced; request its catalog again"
 
 
 class RelayedAsset(GrowingAsset):
@@ -45,11 +44,11 @@ class RelayedAsset(GrowingAsset):
     dear = True
 
     def __init__(self, text: BytesPublication, groups: RelayGroups, now_s: float) -> None:
-        """Begin without groups; takes time, and raises as `LiveCatalog.loads`."""
+        """Takes long, and raises as `LiveCatalog.loads`."""
         super().__init__(LiveCatalog.loads(bytes(text.open(0).data)), text)
         self._groups = groups
-        self.asked_s = now_s
-        """When somebody asked for something of it last."""
+        self.used_s = now_s
+        """When a player last requested it."""
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
         if self.gone:
@@ -62,17 +61,17 @@ class RelayedAsset(GrowingAsset):
         return 0 if self._groups.has(frame.digest, frame.size) else frame.size
 
     def subscribed(self, level: LiveLevel) -> None:
-        """Subscribe to a level at the origin, too."""
+        """Subscribe to the level at the origin, too."""
         if not self.over:
             for group in range(level.groups, min(level.groups + _AHEAD_GROUPS, len(level.expected))):
                 limit = _SLACK * level.expected[group] + _SLACK_BYTES
                 self._groups.expect(GroupRequest(self.namespace, level.name, group, limit, live=True))
 
     def unsubscribed(self, level: LiveLevel) -> None:
-        self._groups.expect_no_more(self.namespace, level.name)
+        self._groups.stop_expecting(self.namespace, level.name)
 
     def take(self, message: EdgeMessage) -> None:
-        """See `GrowingAsset.take`; keep what is on its way, even without a player."""
+        """Process the next message; receive expected groups even without a player."""
         before = [(level, level.groups) for level in self.levels.values()]
         super().take(message)
         for level, groups in before:
@@ -81,23 +80,23 @@ class RelayedAsset(GrowingAsset):
             for group in filter(level.has, range(groups, level.groups)):
                 frame = level.frame(group)
                 request = GroupRequest(self.namespace, level.name, group, frame.size)
-                self._groups.take_over(request, frame.digest, level.objects(group))
+                self._groups.receive_expected(request, frame.digest, level.objects(group))
         if self.over:
-            self._groups.expect_no_more(self.namespace)
+            self._groups.stop_expecting(self.namespace)
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
-        self._groups.expect_no_more(self.namespace)
+        self._groups.stop_expecting(self.namespace)
 
 
 class LiveRelay:
-    """All assets that grow and that players of this relay ask for."""
+    """All growing assets that players of this relay request."""
 
     def __init__(
         self, upstream: Connection, catalogs: Catalogs, groups: RelayGroups, log: FilteringBoundLogger,
         on_gone: Callable[[RelayedAsset], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """Begin without any; ``on_gone`` hears of those that the origin has taken back."""
+        """``on_gone`` is called with assets that no longer exist at the origin."""
         self._upstream, self._catalogs, self._groups, self._log = upstream, catalogs, groups, log
         self._on_gone = on_gone
         self._assets: dict[TrackNamespace, RelayedAsset] = {}
@@ -105,25 +104,25 @@ class LiveRelay:
         self._beginning: dict[TrackNamespace, asyncio.Task[RelayedAsset]] = {}
 
     def __len__(self) -> int:
-        """Return how many assets are known."""
+
         return len(self._assets)
 
     def find(self, namespace: TrackNamespace) -> RelayedAsset | None:
-        """Return an asset that is followed, or that ended while followed and has not been begun again."""
+        """Return an asset that is followed, or that ended while followed and has not been started again."""
         asset = self._assets.get(namespace)
-        if asset is not None and asset.over and self._begun_again(asset):
+        if asset is not None and asset.over and self._restarted(asset):
             self._forget(asset)
             return None
         if asset is not None:
-            asset.asked_s = asyncio.get_running_loop().time()
+            asset.used_s = asyncio.get_running_loop().time()
         return asset
 
     async def begin(self, namespace: TrackNamespace) -> RelayedAsset:
-        """Return an asset that is followed from now on.
+        """Return an asset, and follow it from now on.
 
         Raises:
-            NotFoundError: the origin has none of that name.
-            TransportError: it does not answer, or refuses; or there are too many.
+            NotFoundError: The origin has no such asset.
+            TransportError: The origin does not answer, or refuses; or too many assets are followed.
         """
         if (asset := self.find(namespace)) is not None:
             return asset
@@ -133,8 +132,8 @@ class LiveRelay:
             task.add_done_callback(lambda done: self._begun(namespace, done))
         return await asyncio.shield(task)
 
-    def taken_back(self, chosen: Callable[[RelayedAsset], bool]) -> list[RelayedAsset]:
-        """Drop assets that the origin has taken back, and return them."""
+    def remove(self, chosen: Callable[[RelayedAsset], bool]) -> list[RelayedAsset]:
+        """Drop and return assets that the origin has removed."""
         found = [asset for asset in self._assets.values() if chosen(asset)]
         for asset in found:
             asset.gone = True
@@ -143,7 +142,7 @@ class LiveRelay:
         return found
 
     async def close(self) -> None:
-        """Follow nothing any more."""
+        """Stop following all assets."""
         tasks = [*self._following.values(), *self._beginning.values()]
         for task in tasks:
             task.cancel()
@@ -153,8 +152,7 @@ class LiveRelay:
             asset.abandon("the relay is going away")
         self._assets.clear()
 
-    def _begun_again(self, asset: RelayedAsset) -> bool:
-        """Return whether the origin has named another production of an asset since."""
+    def _restarted(self, asset: RelayedAsset) -> bool:
         answer = self._catalogs.last(asset.namespace, LIVE_TRACK)
         if answer is None or answer.publication is asset.text:
             return False
@@ -163,14 +161,14 @@ class LiveRelay:
     def _begun(self, namespace: TrackNamespace, task: asyncio.Task[RelayedAsset]) -> None:
         self._beginning.pop(namespace, None)
         if not task.cancelled():
-            task.exception()  # those who wait for it hear of it, if there are any left
+            task.exception()  # reported to those who wait, if there are any left
 
     async def _begin(self, namespace: TrackNamespace) -> RelayedAsset:
         loop = asyncio.get_running_loop()
         self._forget_idle()
         if len(self._assets) >= MOST_LIVE:
             raise RequestError("too many live assets at a time", reason=Reason.BUSY, retry_after_s=1.0)
-        # Its news show whether the live catalog is still that of the production under way.
+        # The news will show whether an old live catalog is still that of the current production.
         answer = self._catalogs.last(namespace, LIVE_TRACK) or await self._catalogs.get(namespace, LIVE_TRACK)
         asset = await loop.run_in_executor(decoders(), RelayedAsset, answer.publication, self._groups, loop.time())
         self._assets[namespace] = asset
@@ -180,10 +178,9 @@ class LiveRelay:
         return asset
 
     async def _follow(self, asset: RelayedAsset) -> None:
-        """Take the news of an asset until it has ended, or nobody plays it."""
         news, loop = News(self._upstream, asset.namespace, len(asset.levels)), asyncio.get_running_loop()
         try:
-            while not asset.over and (asset.watched or loop.time() - asset.asked_s < IDLE_S):
+            while not asset.over and (asset.watched or loop.time() - asset.used_s < IDLE_S):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_S):
                         messages = await news.after(asset.order.messages)
@@ -198,7 +195,7 @@ class LiveRelay:
         error = None if task.cancelled() else task.exception()
         if error is None:
             if not asset.over:
-                asset.abandon("no player has asked for it for a while")
+                asset.abandon("no player has requested it for a while")
                 self._forget(asset)
             return
         where = {"model": asset.namespace.model, "prompt": asset.namespace.prompt[:16]}
@@ -209,7 +206,7 @@ class LiveRelay:
         self._forget(asset)
         asset.gone = isinstance(error, NotFoundError) and asset.chunks > 0
         lost = isinstance(error, NotFoundError)
-        asset.abandon(f"{'the origin has it no more' if lost else 'its news are wrong'}: {error}")
+        asset.abandon(f"{'the origin no longer has it' if lost else 'its news are wrong'}: {error}")
         if asset.gone:
             self._on_gone(asset)
 
@@ -221,5 +218,5 @@ class LiveRelay:
 
     def _forget_idle(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        for asset in [one for one in self._assets.values() if one.over and now_s - one.asked_s >= IDLE_S]:
+        for asset in [one for one in self._assets.values() if one.over and now_s - one.used_s >= IDLE_S]:
             self._forget(asset)

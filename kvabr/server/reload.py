@@ -1,6 +1,6 @@
-"""Files that a server reads again when they change, and on SIGHUP: tokens and certificates.
+"""Reload files when they change, and on SIGHUP: tokens and certificates.
 
-A file that cannot be used is logged once, and what was read before stays in use.
+A file that is invalid is logged once, and its previous contents stay in use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvabr.types.errors import KvabrError
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-LOOK_S = 0.1
-"""Seconds between looks at the files; one look is a `stat` of each."""
+CHECK_S = 0.1
+"""Seconds between checks of the files; a check is a `stat` of each."""
 
 _Versions = tuple[FileVersion | None, ...]
 
@@ -31,9 +31,7 @@ class _Watched:
     what: str
     paths: Sequence[Path]
     load: Callable[[], object]
-    settles: bool
     loaded: _Versions
-    """Those that were loaded last, or refused."""
     seen: _Versions
 
     def versions(self) -> _Versions:
@@ -41,10 +39,9 @@ class _Watched:
 
 
 class Reloads:
-    """Looks at files regularly, in a thread; an async context manager, to be entered in the main thread for SIGHUP."""
+    """Checks files regularly, in a thread. An async context manager; enter it in the main thread to handle SIGHUP."""
 
-    def __init__(self, log: FilteringBoundLogger, *, every_s: float = LOOK_S) -> None:
-        """Begin without files."""
+    def __init__(self, log: FilteringBoundLogger, *, every_s: float = CHECK_S) -> None:
         self._log, self._every_s = log, every_s
         self._watched: list[_Watched] = []
         self._hung_up = asyncio.Event()
@@ -52,37 +49,32 @@ class Reloads:
         self._before: Any = signal.SIG_DFL
 
     def add(self, what: str, paths: Sequence[Path], load: Callable[[], object]) -> None:
-        """Watch files, which have been read already.
+        """Watch files that have been read already; ``what`` names them in the log.
 
-        Args:
-            what: what they are, for the log.
-            paths: the files. Of several, none is read before all have stayed the same for one look, so that a
-                certificate is not read with the key of the one before it.
-            load: reads them and puts them into use, in any thread; a `KvabrError` says why it cannot.
+        Several files are only read after none has changed between two checks, so that a certificate is not combined
+        with an older key. ``load`` puts them into use, in any thread; it raises `KvabrError` if they are invalid.
         """
-        watched = _Watched(what, paths, load, len(paths) > 1, (), ())
+        watched = _Watched(what, paths, load, (), ())
         watched.loaded = watched.seen = watched.versions()
         self._watched.append(watched)
 
-    def look(self, *, anyway: bool = False) -> None:
-        """Look once, and load what has changed, or everything ``anyway``."""
+    def check(self, *, anyway: bool = False) -> None:
+        """Load the files that have changed, or with ``anyway`` all."""
         for watched in self._watched:
             versions = watched.versions()
-            settled = versions == watched.seen or not watched.settles
+            settled = versions == watched.seen or len(versions) == 1
             watched.seen = versions
-            if anyway or (versions != watched.loaded and settled):
-                self._load(watched, versions)
-
-    def _load(self, watched: _Watched, versions: _Versions) -> None:
-        watched.loaded = versions
-        try:
-            watched.load()
-        except (KvabrError, OSError) as error:
-            # A slip of the editor must neither open nor close everything.
-            hint = "what was read before stays in use"
-            self._log.error(f"{watched.what} not read again", error=str(error), hint=hint)
-        else:
-            self._log.info(f"{watched.what} read again")
+            if not (anyway or (versions != watched.loaded and settled)):
+                continue
+            watched.loaded = versions
+            try:
+                watched.load()
+            except (KvabrError, OSError) as error:
+                # A mistake in a file must neither open nor close the whole server.
+                hint = "the previous contents stay in use"
+                self._log.error(f"{watched.what} not read again", error=str(error), hint=hint)
+            else:
+                self._log.info(f"{watched.what} read again")
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -106,6 +98,6 @@ class Reloads:
             anyway = self._hung_up.is_set()
             self._hung_up.clear()
             try:
-                await asyncio.to_thread(self.look, anyway=anyway)
-            except Exception:  # noqa: BLE001  # a server that no longer notices revoked tokens would be worse
+                await asyncio.to_thread(self.check, anyway=anyway)
+            except Exception:  # noqa: BLE001  # a server that stops noticing revoked tokens would be worse
                 self._log.exception("cannot look for what changed")

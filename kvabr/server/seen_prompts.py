@@ -1,7 +1,7 @@
-"""The prompts that a relay can tell routers of: those that were looked up through it.
+"""The prompts that a relay announces to routers, after they were looked up through it.
 
-It learns their tokens from its origin's KV events. What is told can be had through
-here as long as the origin has it; groups that were dropped since come from the origin again.
+It learns their tokens from its origin's KV events. The relay can serve an announced prompt for as long as its origin
+can; evicted groups are fetched again.
 """
 
 from __future__ import annotations
@@ -19,86 +19,86 @@ from kvabr.types.naming import TrackNamespace
 
 _MAX_TOKEN_BYTES = 64 << 20
 _OVERHEAD_BYTES = 256
-_MOST_SEEN = 1 << 16
-_PARTS = 4
-"""Prompts of which more parts may come have a fourth of the bytes of all; longer ones are not told."""
+_MAX_SEEN = 1 << 16
+_PARTIAL_SHARE = 4
+"""Incomplete prompts have a fourth of the memory; longer ones are not announced."""
 
 
 class SeenPrompts:
-    """Prompts within a bound; all methods may be called in any thread."""
+    """A bounded set of prompts; all methods may be called in any thread."""
 
     def __init__(self, max_bytes: int = _MAX_TOKEN_BYTES) -> None:
-        """Begin empty, and keep tokens of at most ``max_bytes``."""
+        """Keep tokens of at most ``max_bytes``."""
         size = _OVERHEAD_BYTES
         self._tokens: ByteLru[str, array[int]] = ByteLru(max_bytes, lambda one: size + 4 * len(one))
-        """By the digest of the prompt; digests name tokens, so this does not get old."""
+        """By the digest of the prompt, which identifies its tokens, so entries do not become outdated."""
         self._parts: ByteLru[str, tuple[object, array[int]]] = ByteLru(
-            max_bytes // _PARTS, lambda one: size + 4 * len(one[1])
+            max_bytes // _PARTIAL_SHARE, lambda one: size + 4 * len(one[1])
         )
-        """By the digest, the name of the last block that came of a prompt, and its tokens so far."""
+        """By the digest, the name of a prompt's last received block, and its tokens so far."""
         self._seen: OrderedDict[str, TrackNamespace] = OrderedDict()
-        """Assets that were looked up and not taken back since, by their marks (`mark_of`); the oldest first."""
-        self._told: dict[str, AnnouncedPrompt] = {}
-        """What `assets` returned last, so that it returns the same again."""
+        """Assets that were looked up and not removed since, by their marks (`mark_of`); the oldest first."""
+        self._announced: dict[str, AnnouncedPrompt] = {}
+        """The last result of `assets`, so that it returns equal prompts as the same objects."""
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` when there may be other prompts."""
+        """Call ``changed`` when prompts were added or removed."""
         self._listeners.append(changed)
 
     def assets(self) -> Mapping[str, AnnouncedPrompt]:
-        """Return what can be told, by the digest; the publisher's thread alone calls it."""
+        """Return the prompts to announce, by digest; only the publisher's thread calls this."""
         with self._lock:
             seen = list(self._seen.values())
-        before, self._told = self._told, {}
+        before, self._announced = self._announced, {}
         for space in seen:
-            with self._lock:  # for a moment each: the event loop wants it, too
+            with self._lock:  # briefly for each, as the event loop needs it, too
                 tokens = self._tokens.peek(space.prompt)
             if tokens is not None:
-                told = before.get(space.prompt)
-                if told is None or told.tokens is not tokens or told.model != space.model:
-                    told = AnnouncedPrompt(space.model, space.prompt, tokens)
-                self._told[space.prompt] = told
-        return dict(self._told)
+                prompt = before.get(space.prompt)
+                if prompt is None or prompt.tokens is not tokens or prompt.model != space.model:
+                    prompt = AnnouncedPrompt(space.model, space.prompt, tokens)
+                self._announced[space.prompt] = prompt
+        return dict(self._announced)
 
     def saw(self, namespace: TrackNamespace) -> None:
-        """Note an asset that was looked up."""
+        """Add an asset that was looked up."""
         if not self._tokens.maxsize:
-            return  # nobody wants events
+            return  # no events are published
         mark = mark_of(namespace)
         with self._lock:
             new = mark not in self._seen
             self._seen[mark] = namespace
             self._seen.move_to_end(mark)
-            while len(self._seen) > _MOST_SEEN:
+            while len(self._seen) > _MAX_SEEN:
                 self._seen.popitem(last=False)
         if new:
-            self._tell()
+            self._notify()
 
-    def hear(self, _topic: str, events: Sequence[KVEvent]) -> None:
+    def receive(self, _topic: str, events: Sequence[KVEvent]) -> None:
         """Learn tokens from an origin's events."""
         with self._lock:
             stored = [one for one in events if isinstance(one, KVBlocksStored) and one.kvabr_asset and one.block_hashes]
             news = [self._take(one, one.kvabr_asset or "") for one in stored]
         if any(news):
-            self._tell()
+            self._notify()
 
-    def take_back(self, marks: Collection[str]) -> None:
-        """Forget assets that an origin has removed or replaced, by their marks (`kvabr.server.changes.mark_of`)."""
+    def remove(self, marks: Collection[str]) -> None:
+        """Remove assets that an origin has removed or replaced, by their marks (`kvabr.server.changes.mark_of`)."""
         with self._lock:
             gone = [self._seen.pop(mark, None) for mark in marks]
         if any(gone):
-            self._tell()
+            self._notify()
 
     def clear(self) -> None:
-        """Forget all assets until they are looked up again."""
+        """Remove all assets until they are looked up again."""
         with self._lock:
             self._seen.clear()
-        self._tell()
+        self._notify()
 
     def _take(self, event: KVBlocksStored, prompt: str) -> bool:
-        """Take some of a prompt's tokens; return whether they were not known."""
+        """Add some of a prompt's tokens; return whether any are new."""
         last, tokens = self._parts.pop(prompt, (None, array("I")))
         if event.parent_block_hash is None:
             tokens = array("I")
@@ -106,15 +106,12 @@ class SeenPrompts:
             return False
         tokens.extend(event.token_ids)
         self._parts.add(prompt, (event.block_hashes[-1], tokens))
-        return self._learn(prompt, tokens)
-
-    def _learn(self, prompt: str, tokens: array[int]) -> bool:
         known = self._tokens.get(prompt)
         new = known is None or len(known) < len(tokens)
         if new:
             self._tokens.replace(prompt, tokens[:])
         return new
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()

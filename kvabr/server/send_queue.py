@@ -1,8 +1,7 @@
-"""The send queue of one connection: answers in the order of their priorities, handed to the transport piece by piece.
+"""The send queue of one connection: it passes answers to the transport in pieces, by priority.
 
-QUIC libraries keep what they are given until it is acknowledged, and share the path evenly among streams; TCP sends
-what it is given in order. So they get little at a time, always of the most urgent answer that has something to send:
-that is what makes priorities hold.
+QUIC libraries buffer data until it is acknowledged, and share the path evenly among streams; TCP sends in order. So
+the queue gives them little data at a time, always of the most urgent answer that is ready.
 """
 
 from __future__ import annotations
@@ -29,26 +28,21 @@ Piece = bytes | memoryview
 
 @dataclass(eq=False)
 class TrackRequest:
-    """A FETCH or SUBSCRIBE of one track, while it is answered."""
+    """A FETCH or SUBSCRIBE of one track while it is being answered."""
 
     number: int
     publication: Publication
     grant: Grant
-    """Under which it was requested."""
     track: str
-    """For metrics."""
     priority: int
-    """0 (most urgent) to 255."""
     descending: bool
-    """Whether the groups come in descending order."""
+    """Whether groups are sent in descending order."""
     dense: bool
-    """Number objects 0, 1, 2 in each group, for receivers that take a gap between IDs for a loss."""
+    """Number the objects of each group 0, 1, 2, for receivers that take a gap between IDs for a loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Payload:
-    """Bytes of a group that come next on a stream."""
-
     group: int
     begin: int
     end: int
@@ -56,32 +50,32 @@ class _Payload:
 
 @dataclass(eq=False)
 class Sending:
-    """The answer to one FETCH, or one group of a subscription, written as fast as its turn comes, when it is opened.
+    """The answer to one FETCH, or one group of a subscription, which is opened when it is first in the queue.
 
-    A `Holder` of `kvabr.server.budgets`: its group may be closed in between, and is opened again when it goes on.
+    A `Holder` of `kvabr.server.budgets`: its group may be closed in between, and is opened again to continue.
     """
 
     request: TrackRequest
     ranges: Sequence[GroupRange]
-    """Which objects, in order."""
+    """Groups and their objects, in order."""
     room: Room
-    """Where groups in memory are accounted for."""
+    """Accounts for groups in memory."""
     wake: Callable[[], None]
     """Called when `ready` may have become true."""
     accept: Callable[[], int] | None = None
-    """Accepts a FETCH, and returns its stream, once there is something to send."""
+    """Accepts a FETCH when there is something to send, and returns its stream."""
     stream: int | None = None
     """None before the request is accepted."""
     subgroup: SubgroupHeader | None = None
-    """The header of the stream, which is written already, for a group of a subscription; None for a FETCH."""
+    """For a group of a subscription, the header of its stream, which was written already; None for a FETCH."""
     sent: int = field(default=0, init=False)
-    """Bytes that the transport has been given."""
+    """Bytes passed to the transport."""
 
     def __post_init__(self) -> None:
         self.requested_s = time.monotonic()
         self._group: ArrivingGroup | None = None
         self._waits = False
-        """Whether `on_more` will be called before there is anything to send."""
+        """Whether `on_more` will be called before it becomes ready."""
         self._writer: FetchWriter | SubgroupWriter
         if self.subgroup is None:
             self._writer = FetchWriter(descending=self.request.descending)
@@ -89,25 +83,25 @@ class Sending:
             self._writer = SubgroupWriter(self.subgroup)
         self._parts = self._cut()
         self._next: bytes | _Payload | None = next(self._parts, None)
-        """What comes next on the stream; None: nothing. Empty payload: a group that must be opened."""
+        """Next on the stream; None at its end. An empty payload means that a group must be opened."""
 
     @property
-    def turn(self) -> tuple[int, int, int]:
-        """Its place among others: by priority, then by request, then by group."""
+    def order(self) -> tuple[int, int, int]:
+        """Sort key among answers: by priority, then by request, then by group."""
         request, group = self.request, 0 if self.subgroup is None else self.ranges[0].group
         return request.priority, request.number, -group if request.descending else group
 
     @property
     def finished(self) -> bool:
-        """Whether the last piece was the end."""
+        """Whether the last piece was taken."""
         return self._next is None
 
     def ready(self) -> bool:
-        """Return whether there is a piece to send now; start to fetch the group if it is not there.
+        """Return whether there is a piece to send now; start to fetch the group if necessary.
 
         Raises:
-            AssetError: the group's file is gone or damaged.
-            TransportError: the group cannot be fetched, or is not what its catalog says.
+            AssetError: The group's file is missing or damaged.
+            TransportError: The group cannot be fetched, or does not match its catalog.
         """
         while not self._waits and isinstance(part := self._next, _Payload):
             if not self._open(part.group) or self._opened.available < min(part.begin + 1, self._opened.size):
@@ -119,7 +113,7 @@ class Sending:
         return not self._waits
 
     def piece(self, most: int) -> Piece:
-        """Return the next bytes of the stream, at most about ``most``, once it is `ready`; raises as that."""
+        """Return the next bytes of the stream, about ``most`` at the most, once it is `ready`; raises as that."""
         part = self._next
         piece: Piece = b""
         if isinstance(part, bytes):
@@ -132,24 +126,24 @@ class Sending:
         return piece
 
     def on_more(self) -> None:
-        """Note that there may be something to send, or room for a group."""
+        """Continue: there may be something to send, or memory for a group."""
         self._waits = False
         self.wake()
 
     def reprioritise(self) -> None:
-        """Pass on the request's new priority to what is being fetched."""
+        """Apply the request's new priority to the group that is being fetched."""
         if self._group is not None:
             self._group.prioritise(self.request.priority)
 
     def close(self) -> None:
-        """Stop fetching what has not arrived. May be called twice."""
+        """Stop fetching. May be called twice."""
         if self._group is not None:
             self._group.close()
             self._group = None
         self.room.leave(self)
 
     def rest(self) -> None:
-        """Close the group's file while others are sent."""
+        """Close the group's file while other answers are sent."""
         if not self.request.publication.dear:
             self.close()
 
@@ -161,11 +155,11 @@ class Sending:
 
     @property
     def _opened(self) -> ArrivingGroup:
-        assert self._group is not None  # noqa: S101  # `_open` said so
+        assert self._group is not None  # noqa: S101  # `_open` has set it
         return self._group
 
     def _open(self, number: int) -> bool:
-        """Open a group unless it is open; return False if it must wait for room."""
+        """Open a group unless it is open; return False if it must wait for memory."""
         if self._group is None:
             publication, room = self.request.publication, self.room
             loads = publication.loads(number)
@@ -182,9 +176,9 @@ class Sending:
         return self._writer.header(group, number, size, properties)
 
     def _cut(self) -> Iterator[bytes | _Payload]:
-        """Yield headers and payloads. Nothing here refers to a group, which may be closed in between."""
+        """Yield headers and payloads, without references to a group, which may be closed in between."""
         for part in self.ranges:
-            self.request.publication.asked(part.group)
+            self.request.publication.requested(part.group)
             yield _Payload(part.group, 0, 0)
             size, digest, objects = self._opened.size, self._opened.digest, self._opened.objects
             properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (_DIGESTS[kind_of(digest)], raw(digest)))
@@ -198,24 +192,18 @@ class Sending:
 
 
 class SendQueue:
-    """All answers that one connection has to send."""
+    """All answers of one connection."""
 
     def __init__(
         self, send: Callable[[Sending, Sequence[Piece]], bool], may_send: Callable[[Sending], bool] = lambda _: True
     ) -> None:
-        """Create an empty queue.
-
-        Args:
-            send: gives the transport pieces of an answer; returns False if its stream is gone.
-            may_send: whether an answer that is ready may be sent; accepts its request.
-        """
+        """``send`` returns False if the stream is gone; ``may_send`` also accepts the request of an answer."""
         self._send, self._may_send = send, may_send
         self._jobs: dict[int, list[Sending]] = {}
-        """By the number of the request."""
         self._order: list[Sending] | None = None
         self._size = 0
         self._last: Sending | None = None
-        """The only answer that keeps a file open."""
+        """The only answer with an open file."""
 
     def __len__(self) -> int:
         return self._size
@@ -224,11 +212,11 @@ class SendQueue:
         return chain.from_iterable(self._jobs.values())
 
     def of(self, number: int) -> list[Sending]:
-        """Return the answers to a request."""
+
         return list(self._jobs.get(number, ()))
 
     def add(self, job: Sending) -> None:
-        """Add an answer."""
+
         self._jobs.setdefault(job.request.number, []).append(job)
         self._size += 1
         self._order = None
@@ -251,13 +239,9 @@ class SendQueue:
         job.close()
 
     def feed(self, room: int, most: int) -> tuple[list[Sending], list[tuple[Sending, Exception]]]:
-        """Give the transport what it can use now: the most urgent answer first, among equals the oldest request.
+        """Give the transport about ``room`` bytes, ``most`` at a time, of the most urgent answers.
 
-        Args:
-            room: bytes that it is given, about.
-            most: bytes that it is given at a time.
-
-        Returns and removes answers that are complete, and those that broke off, with their errors.
+        Return and remove complete answers, and failed ones with their errors.
         """
         done: list[Sending] = []
         broken: list[tuple[Sending, Exception]] = []
@@ -266,9 +250,9 @@ class SendQueue:
         return done, broken
 
     def _send_next(self, most: int, done: list[Sending], broken: list[tuple[Sending, Exception]]) -> int | None:
-        """Send some pieces of the answer whose turn it is, and return their bytes; None if no answer can be sent."""
+        """Send some pieces of the first answer that is ready, and return their bytes; None if none is ready."""
         if self._order is None:
-            self._order = sorted(self, key=lambda job: job.turn)
+            self._order = sorted(self, key=lambda job: job.order)
         for job in self._order:
             try:
                 if not job.ready() or not self._may_send(job):
@@ -281,7 +265,7 @@ class SendQueue:
                     pieces.append(job.piece(most - size))
                     size += len(pieces[-1])
                 alive = self._send(job, pieces)
-            except Exception as error:  # noqa: BLE001  # a damaged asset must not take the connection with it
+            except Exception as error:  # noqa: BLE001  # a damaged asset must not end the connection
                 broken.append((job, error))
                 self.remove(job)
                 return 0

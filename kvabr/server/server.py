@@ -1,4 +1,4 @@
-"""The server of origins and relays: MoQT over QUIC and over QMux on TCP, and its life as a process."""
+"""The server of origins and relays: MoQT over QUIC and over QMux on TCP, and how its process starts and stops."""
 
 from __future__ import annotations
 
@@ -43,22 +43,20 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 Tcp = Literal["tls", "off"]
-"""What a server accepts on TCP; see `Server`."""
 _HALF_OPEN = 64
-"""Handshakes at a time before new clients must validate their address; also how many connections beyond the limit are
-let in far enough to be told that there are too many."""
+"""Handshakes at a time before new clients must validate their address, and connections beyond the limit that are
+admitted far enough to learn the reason for their refusal."""
 PATIENCE_S = 0.5
 """Most seconds to drain after Ctrl-C."""
-_GOODBYE_S = 0.2
+_CLOSE_S = 0.2
 """Seconds for the last packets to leave."""
-_SAY_S = 60.0
-"""Seconds between log lines on refused connections."""
+_REFUSAL_LOG_S = 60.0
 TICK_S = 0.1
 """Seconds between checks whether tokens have expired."""
-WATCH_S, MOST_WATCH_S, _WATCH_SHARE = 0.2, 2.0, 0.02
-"""Seconds between checks of the assets: at least, at most, and the share of the time that checking may take."""
-_TRIES = 16
-"""Free ports to try until one is free for UDP and TCP."""
+WATCH_S, MAX_WATCH_S, _WATCH_SHARE = 0.2, 2.0, 0.02
+"""Seconds between checks of the assets, at least and at most, and the share of time that checks may take."""
+_PORT_TRIES = 16
+"""Free ports to try until one is free for both UDP and TCP."""
 INTERRUPTED = 130
 """Exit status after a second signal."""
 
@@ -81,31 +79,29 @@ class Server(Host[ClientConnection]):
         drafts: tuple[Draft, ...] = DRAFTS,
         shared: bool = False,
     ) -> None:
-        """Prepare; nothing is bound before `start`.
+        """Prepare; `start` binds the address. Port 0 takes a free one.
 
         Args:
-            source: what to serve, and who may read it: an origin's `PublishedAssets`, or a `Relay`.
-            host: name or address to bind.
-            port: UDP and TCP port to bind; 0 takes a free one.
-            tls: certificate and key, already checked by `kvabr.server.certificates.check`.
-            limits: what peers may take.
-            log: receives events.
-            metrics: receives counts.
-            quic: QUIC library; ``auto`` takes the fastest that is installed. `TransportError` if this one is not.
+            source: An origin's `PublishedAssets`, or a `Relay`.
+            host: Name or address to bind.
+            port: UDP and TCP port.
+            tls: Certificate and key, already checked by `kvabr.server.certificates.check`.
+            limits: Limits on peers.
+            log: Receives events.
+            metrics: Receives counts.
+            quic: QUIC library; ``auto`` takes the fastest installed one. `TransportError` if it is not installed.
             tcp: ``tls`` or ``off``.
-            drafts: drafts to speak, preferred first.
-            shared: other processes of this user serve at the same address: the system gives each a part of the
-                connections.
+            drafts: Drafts to support, preferred first.
+            shared: Whether other processes of this user serve the same address; the system distributes connections.
         """
         super().__init__(source, limits, log, metrics)
         source.listen(self._source_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._outdated = False
-        """Whether the source has changed since `reconsider` ran."""
+        """Whether the source has changed since the last `reconsider`."""
         self.host, self.port, self.tls = host, port, tls
         self.backend = installed_libraries(quic)[0]
-        """``aioquic`` or ``qh3``."""
         self._lib = library(self.backend)
         self._drafts = drafts
         self.tcp, self._shared = tcp, shared
@@ -113,21 +109,20 @@ class Server(Host[ClientConnection]):
         self._listener: TcpListener | None = None
         self._tcp_context: SSLContext
         self._streams: weakref.WeakKeyDictionary[QmuxTransport, None] = weakref.WeakKeyDictionary()
-        """Connections over TCP that may have their socket still, the oldest first."""
+        """Connections over TCP that may still have a socket, the oldest first."""
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
-        self._say_s = -math.inf
-        """When a log line on refused connections may follow the last one."""
+        self._next_refusal_s = -math.inf
 
     async def start(self) -> None:
-        """Bind the address and serve; `TransportError` if the address is in use, or not one of this machine."""
+        """Bind the address and serve; `TransportError` if it is in use, or not an address of this machine."""
         configuration = self._configured()
         loop = self._loop = asyncio.get_running_loop()
         socks: list[socket.socket] = []
         try:
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]
-            socks = _bound(family, address, tcp=self.tcp != "off", shared=self._shared)
+            socks = _bind(family, address, tcp=self.tcp != "off", shared=self._shared)
             cls = protocol_class(self._lib, lambda _: self._admit())
             self._transport, self._server = await self._lib.open_server(socks[0], configuration, cls)
             if self.tcp != "off":
@@ -136,11 +131,11 @@ class Server(Host[ClientConnection]):
         except OSError as error:
             for sock in socks:
                 sock.close()
-            raise _not_bound(self.host, self.port, error, tcp=self.tcp != "off") from error
+            raise _bind_error(self.host, self.port, error, tcp=self.tcp != "off") from error
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port that are bound."""
+        """Bound host and port."""
         if self._transport is None:
             return self.host, self.port
         name = self._transport.get_extra_info("sockname")
@@ -161,7 +156,7 @@ class Server(Host[ClientConnection]):
         await self.close()
 
     async def close(self) -> None:
-        """End every connection now; may be called twice, and while `drain` waits."""
+        """Close all connections; may be called twice, and during `drain`."""
         transport, self._transport = self._transport, None
         if transport is None:
             return
@@ -171,9 +166,9 @@ class Server(Host[ClientConnection]):
             peer.say_goodbye()
         if self._listener is not None:
             self._listener.close()
-        await asyncio.sleep(_GOODBYE_S if self.peers else 0)
+        await asyncio.sleep(_CLOSE_S if self.peers else 0)
         for peer in list(self.peers):
-            peer.say_goodbye()  # also to one that has come meanwhile: it would wait for silence to last `IDLE_S`
+            peer.say_goodbye()  # also to new ones, which would otherwise wait for their idle timeout
             peer.ended("the server closes", 0)
         for stream in list(self._streams):
             stream.drop()
@@ -187,12 +182,12 @@ class Server(Host[ClientConnection]):
         await self.close()
 
     def renew_certificates(self) -> None:
-        """Use the certificate and key as they are in their files now, for new connections; raises as `start`."""
+        """Reload the certificate and key for new connections; raises as `start`."""
         if self._server is not None:
             self._lib.replace_configuration(self._server, self._configured())
 
     def reconsider(self, now_s: float | None = None) -> None:
-        """Break off what peers may no longer read, at a time in seconds since 1970; None: now."""
+        """End requests and connections that are no longer allowed at a time in seconds since 1970; None: now."""
         now_s = time.time() if now_s is None else now_s
         self._outdated = False
         for peer in list(self.peers):
@@ -221,7 +216,7 @@ class Server(Host[ClientConnection]):
                 self._loop.call_soon_threadsafe(self.reconsider)
 
     def _tick(self) -> None:
-        """Look whether a token has expired. By the clock on the wall, which may jump, so no timer is set for it."""
+        """Check whether a token has expired. Regularly instead of by a timer, because wall clocks may jump."""
         now_s = time.time()
         for peer in list(self.peers):
             if peer.expires_s <= now_s:
@@ -229,22 +224,22 @@ class Server(Host[ClientConnection]):
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _admit(self) -> ClientConnection:
-        """Take a connection; if there are too many, in the place of the oldest over TCP that has only begun."""
-        if len(self.peers) >= self.limits.connections and (begun := self._begun()):
-            begun[0].abandon("another connection takes its place")
+        """Accept a connection; at the limit, in place of the oldest TCP connection with an unfinished handshake."""
+        if len(self.peers) >= self.limits.connections and (unfinished := self._unfinished()):
+            unfinished[0].abandon("another connection takes its place")
         peer = self.make_peer()
         self.peers.add(peer)
         self._guard()
         return peer
 
     def _accepted(self, sock: socket.socket) -> None:
-        """Take a TCP connection, unless three quarters of all places are its address's that have only begun."""
+        """Accept a TCP connection, unless its address has three quarters of all places in unfinished handshakes."""
         most, site = self.limits.connections, site_of(address_of(sock))
-        begun = self._begun()
-        own = sum(site_of(stream.address) == site for stream in begun)
-        full = len(self.peers) >= most + _HALF_OPEN and not begun
+        unfinished = self._unfinished()
+        own = sum(site_of(stream.address) == site for stream in unfinished)
+        full = len(self.peers) >= most + _HALF_OPEN and not unfinished
         if full or own >= max(1, 3 * most // 4):
-            self._say_refused(site, own, full=full)
+            self._log_refusal(site, own, full=full)
             sock.close()
             return
         stream = QmuxTransport(
@@ -254,28 +249,26 @@ class Server(Host[ClientConnection]):
         self._streams[stream] = None
         stream.start()
 
-    def _say_refused(self, site: str, own: int, *, full: bool) -> None:
-        """Log that TCP connections are refused, once in a while."""
+    def _log_refusal(self, site: str, own: int, *, full: bool) -> None:
         now_s = time.monotonic()
-        if now_s < self._say_s:
+        if now_s < self._next_refusal_s:
             return
-        self._say_s = now_s + _SAY_S
+        self._next_refusal_s = now_s + _REFUSAL_LOG_S
         hint = (
             "raise the limit of connections" if full
-            else "somebody there opens connections and says nothing; its own TCP plays are kept out, others are not"
+            else "a client there opens connections and sends nothing; TCP plays from that address are refused"
         )  # fmt: skip
         self.log.warning("a TCP connection is refused", address=site, waiting=own, open=len(self.peers), hint=hint)
 
-    def _begun(self) -> list[QmuxTransport]:
-        """Return the connections over TCP that have only begun, the oldest first."""
+    def _unfinished(self) -> list[QmuxTransport]:
         return [stream for stream in self._streams if stream.begins]
 
     def _guard(self) -> None:
-        """Decide what new clients must prove before any state is kept for them."""
+        """Choose how new clients must validate their address before any state is kept for them."""
         if self._server is None:
             return
         if len(self.peers) >= self.limits.connections + _HALF_OPEN:
-            # Up to there new clients are let in far enough to be told why they cannot stay.
+            # Up to this number new clients are admitted far enough to learn the reason for their refusal.
             self._lib.demand_proof(self._server, self._no_tokens)
         elif sum(peer.session is None for peer in self.peers) > _HALF_OPEN:
             self._lib.demand_proof(self._server, self._retry_tokens)
@@ -285,9 +278,10 @@ class Server(Host[ClientConnection]):
 
 @contextmanager
 def claimed(host: str, port: int, *, tcp: bool) -> Iterator[None]:
-    """Keep an address for processes that share it; raise `TransportError` if others serve there, or it is not ours.
+    """Reserve an address for processes that share it; `TransportError` if others serve there, or it is not ours.
 
-    As those cannot bind what is bound for one alone, the claim is a name, which the system releases with this process.
+    These processes cannot bind a socket that is bound exclusively, so the reservation is a name, which the system
+    releases with this process.
     """
     with socket.socket(socket.AF_UNIX) as claim:
         try:
@@ -295,26 +289,26 @@ def claimed(host: str, port: int, *, tcp: bool) -> Iterator[None]:
             family, _, _, _, address = found
             if sys.platform == "linux":
                 claim.bind(f"\0kvabr-serve-{address[0]}-{port}")
-            for sock in _bound(family, address, tcp=tcp, shared=False):
+            for sock in _bind(family, address, tcp=tcp, shared=False):
                 sock.close()
         except OSError as error:
-            raise _not_bound(host, port, error, tcp=tcp) from error
+            raise _bind_error(host, port, error, tcp=tcp) from error
         yield
 
 
-def _not_bound(host: str, port: int, error: OSError, *, tcp: bool) -> TransportError:
+def _bind_error(host: str, port: int, error: OSError, *, tcp: bool) -> TransportError:
     if error.errno == errno.EADDRINUSE:
-        hint = "another server is running there; stop it, or give another --bind HOST:PORT"
+        hint = "another server runs there; stop it, or give another --bind HOST:PORT"
         if tcp:
-            hint += ", or --tcp off if it has the TCP port alone"
+            hint += ", or --tcp off if it only uses the TCP port"
     else:
         hint = "give an address of this machine with --bind HOST:PORT"
     return TransportError(f"{host}:{port}: cannot be bound ({error.strerror or error}); {hint}")
 
 
-def _bound(family: int, address: Any, *, tcp: bool, shared: bool) -> list[socket.socket]:
-    """Return a socket for UDP, and one for TCP on the same port, bound; raises `OSError`."""
-    for left in range(_TRIES - 1, -1, -1):
+def _bind(family: int, address: Any, *, tcp: bool, shared: bool) -> list[socket.socket]:
+    """Return bound sockets: for UDP, and with ``tcp`` for TCP on the same port; raises `OSError`."""
+    for left in range(_PORT_TRIES - 1, -1, -1):
         socks = [socket.socket(family, socket.SOCK_DGRAM)]
         try:
             socks[0].setblocking(False)
@@ -330,14 +324,14 @@ def _bound(family: int, address: Any, *, tcp: bool, shared: bool) -> list[socket
             for sock in socks:
                 sock.close()
             if address[1] or not left:
-                raise  # only a port that is free for UDP alone is worth another try
+                raise  # try again only if a free UDP port was in use for TCP
         else:
             return socks
     raise AssertionError("unreachable")
 
 
 class Watcher:
-    """Looks for new, replaced and removed assets regularly, in a thread, and follows those that are being prefilled.
+    """Checks regularly, in a thread, for new, replaced and removed assets, and follows assets that are being prefilled.
 
     An async context manager.
     """
@@ -345,7 +339,7 @@ class Watcher:
     def __init__(
         self, library: PublishedAssets, log: FilteringBoundLogger, metrics: Metrics, *, every_s: float = WATCH_S
     ) -> None:
-        """Prepare to look at the assets of ``library``, less often if that takes long."""
+        """Check the assets of ``library`` every ``every_s`` seconds, less often if that takes long."""
         self._library, self._log, self._metrics = library, log, metrics
         self._every_s = max(every_s, library.look_every_s)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -362,14 +356,14 @@ class Watcher:
             task.cancel()
         await asyncio.wait(self._tasks)
 
-    def look(self) -> float:
-        """Look once, and return the seconds of processor time that it took."""
+    def check(self) -> float:
+        """Check once, and return the processor time in seconds."""
         start_s = time.thread_time()
         try:
             self._library.refresh()
         except (OSError, KvabrError) as error:
             self._log.warning("cannot look for assets", error=str(error))
-        self._library.look_at_bytes()
+        self._library.check_suspects()
         self._count()
         return time.thread_time() - start_s
 
@@ -378,11 +372,11 @@ class Watcher:
         while True:
             await asyncio.sleep(pause_s)
             try:
-                took_s = await asyncio.to_thread(self.look)
-            except Exception:  # noqa: BLE001  # a server that no longer notices removed assets would be worse
+                took_s = await asyncio.to_thread(self.check)
+            except Exception:  # noqa: BLE001  # a server that stops noticing removed assets would be worse
                 self._log.exception("cannot look for what changed")
             else:
-                pause_s = max(self._every_s, min(MOST_WATCH_S, took_s / _WATCH_SHARE))
+                pause_s = max(self._every_s, min(MAX_WATCH_S, took_s / _WATCH_SHARE))
 
     def _count(self) -> None:
         self._metrics.assets.set(len(self._library.assets))
@@ -397,18 +391,11 @@ async def run_until_signal(
     metrics: Metrics,
     started: Callable[[], None] = lambda: None,
 ) -> int:
-    """Start a server, serve until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
+    """Start a server, serve until SIGTERM or SIGINT, then drain it; a second signal stops it at once.
 
-    Args:
-        server: not started yet; `TransportError` if its address cannot be bound.
-        grace_s: seconds that draining may take; after SIGINT, which comes from a person who waits, at most
-            `PATIENCE_S`.
-        log: receives events.
-        metrics: its ``draining`` is set.
-        started: called once the server is up.
-
-    Returns:
-        Exit status: 0, or 130 after a second signal.
+    Draining takes at most ``grace_s`` seconds, after SIGINT, when a user waits, at most `PATIENCE_S`. ``started`` is
+    called once the server is up; `TransportError` if its address cannot be bound. Return the exit status: 0, or 130
+    after a second signal.
     """
     with _signals() as signals:
         await server.start()
@@ -417,7 +404,7 @@ async def run_until_signal(
             name = await signals.get()
             if name == signal.SIGINT.name:
                 grace_s = min(grace_s, PATIENCE_S)
-            log.info("signal", name=name, draining_s=grace_s, hint="another one ends it at once")
+            log.info("signal", name=name, draining_s=grace_s, hint="another one stops it at once")
             metrics.draining.set(1)
             drained = asyncio.create_task(server.drain(grace_s))
             again = asyncio.create_task(signals.get())
@@ -430,7 +417,7 @@ async def run_until_signal(
             drained.cancel()
             with suppress(asyncio.CancelledError):
                 await drained
-            log.warning("stopped", hint="what was under way was cut off")
+            log.warning("stopped", hint="unfinished requests were cut off")
             return INTERRUPTED
         finally:
             await server.close()
@@ -438,7 +425,7 @@ async def run_until_signal(
 
 @contextmanager
 def _signals() -> Iterator[asyncio.Queue[str]]:
-    """Yield a queue of the signals that end the process."""
+    """Yield a queue of the names of received signals."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[str] = asyncio.Queue()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -1,52 +1,48 @@
-"""What a store, or a folder of stores, holds; whether it is undamaged; and copies of it."""
+"""Inventory, checks and copies of a store or a folder of stores."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 
-from kvabr.store.asset import Asset, is_damage
+from kvabr.store.asset import Asset, is_damage, object_sizes
 from kvabr.store.asset_store import AssetStore
-from kvabr.store.blocking import each
 from kvabr.store.names import CATALOGS, GROUPS
 from kvabr.store.pages import page_kind
 from kvabr.store.removing import Progress, objects_of, read_catalogs, remove_assets, silent
-from kvabr.store.store import listing
+from kvabr.store.store import StoredObject, listing
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, KvabrError, MissingAssetError, NotFoundError, UsageError, VersionError
 
 REPAIR = "remove it with --repair, and publish it again"
-_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """An asset that a store holds."""
+    """An asset in a store."""
 
     name: str
     """Path of its store below the location, and its prompt digest."""
     model: str
     tokens: int
     created_s: float
-    """When it was published, by the store's clock, seconds since 1970."""
+    """Time of publication by the store's clock, seconds since 1970."""
     measured: bool
-    """Whether its losses were measured, as `kvabr encode` does, which is expensive."""
+    """Whether its losses were measured, which is expensive, as by `kvabr encode`."""
     objects: Mapping[str, int]
-    """Bytes of its objects, by their path below the location; assets may share them."""
+    """Bytes of its objects, by path below the location; assets may share objects."""
     tracks: Mapping[str, int]
-    """Bytes of each track."""
 
     @property
     def bytes(self) -> int:
-        """All its bytes, with those that it shares with other assets."""
+        """All its bytes, including shared ones."""
         return sum(self.objects.values())
 
 
 def total_bytes(holdings: Iterable[Holding]) -> int:
-    """Return the bytes of assets together; what they share counts once."""
+    """Return the bytes of assets together; shared bytes count once."""
     shared: dict[str, int] = {}
     for holding in holdings:
         shared.update(holding.objects)
@@ -55,49 +51,41 @@ def total_bytes(holdings: Iterable[Holding]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a store holds."""
+    """The content of a store."""
 
     holdings: tuple[Holding, ...]
-    """Its assets, by name."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Assets that cannot be read, and why."""
     unreferenced_bytes: int = 0
-    """Bytes of frames that no catalog names: of a publisher at work, of a cache of groups, or garbage."""
+    """Bytes of frames that no catalog names: of a running publisher, of a cache of groups, or garbage."""
 
 
 def inventory(tree: StoreTree, progress: Progress = silent) -> Inventory:
-    """Return what there is; lists all frames and reads all catalogs."""
+    """List all frames and read all catalogs."""
     found, damaged = tree.find()
     held, unreferenced = list[Holding](), 0
     for label, store in found.items():
-        catalogs, bad, times, sizes = store.store.blocked(_survey(store, progress))
+        objects = store.store
+        listed = objects.blocked(listing(objects, CATALOGS))
+        prompts = [name.removeprefix(CATALOGS) for name in listed]
+        prompts = [prompt for prompt in prompts if store.only in (None, prompt)]
+        catalogs, bad = objects.blocked(read_catalogs(objects, prompts, progress))
         damaged |= {label + prompt: why for prompt, why in bad.items()}
-        held += [_holding(label, catalog, *times[prompt]) for prompt, catalog in catalogs.items()]
+        held += [_holding(label, catalog, listed[CATALOGS + prompt]) for prompt, catalog in catalogs.items()]
         named = {name for catalog in catalogs.values() for name in objects_of(catalog)}
-        unreferenced += sum(size for name, size in sizes.items() if name not in named)
+        frames = objects.blocked(listing(objects, GROUPS))
+        unreferenced += sum(one.size for name, one in frames.items() if name not in named)
     return Inventory(tuple(sorted(held, key=lambda one: one.name)), damaged, unreferenced)
 
 
-async def _survey(
-    store: AssetStore, progress: Progress
-) -> tuple[dict[str, Catalog], dict[str, str], dict[str, tuple[float, int]], dict[str, int]]:
-    listed = {name.removeprefix(CATALOGS): one for name, one in (await listing(store.store, CATALOGS)).items()}
-    wanted = [prompt for prompt in listed if store.only in (None, prompt)]
-    catalogs, bad = await read_catalogs(store.store, wanted, progress)
-    sizes = {name: one.size for name, one in (await listing(store.store, GROUPS)).items()}
-    return catalogs, bad, {prompt: (one.modified_s, one.size) for prompt, one in listed.items()}, sizes
-
-
-def _holding(label: str, catalog: Catalog, created_s: float, size: int) -> Holding:
-    prompt = catalog.namespace.prompt
-    objects = {label + name: own for name, own in objects_of(catalog).items()} | {f"{label}{CATALOGS}{prompt}": size}
+def _holding(label: str, catalog: Catalog, found: StoredObject) -> Holding:
+    objects = {label + name: size for name, size in (objects_of(catalog) | {found.name: found.size}).items()}
     tracks = {track.name: track.total_bytes for track in catalog.tracks}
-    measured = not catalog.estimated
-    return Holding(label + prompt, catalog.spec.model, catalog.tokens, created_s, measured, objects, tracks)
+    name, measured = label + catalog.namespace.prompt, not catalog.estimated
+    return Holding(name, catalog.spec.model, catalog.tokens, found.modified_s, measured, objects, tracks)
 
 
 def full_name(names: Collection[str], text: str) -> str:
-    """Return the name of an asset that ``text`` names or begins; `NotFoundError` if none does, or several do."""
+    """Return the only asset name that begins with ``text``; raise `NotFoundError` if there is none, or several."""
     found = [text] if text in names else [name for name in names if name.startswith(text)]
     if len(found) != 1:
         what = "no asset" if not found else f"{len(found)} assets"
@@ -106,13 +94,13 @@ def full_name(names: Collection[str], text: str) -> str:
 
 
 def names_in(tree: StoreTree) -> dict[str, AssetStore]:
-    """Return the names of all assets, and the store of each."""
+    """Return the names of all assets with their stores."""
     stores, _ = tree.find()
-    return {label + prompt: store for label, store in stores.items() for prompt in store.list().versions}
+    return {label + prompt: store for label, store in stores.items() for prompt in store.list()}
 
 
 def remove(tree: StoreTree, names: Collection[str], *, unreferenced: bool = False, progress: Progress = silent) -> int:
-    """Remove assets by their names; return the bytes that this frees. Otherwise as `remove_assets`."""
+    """Remove assets by name, and return the freed bytes; otherwise as `remove_assets`."""
     freed, stores = 0, tree.find()[0]
     for label, store in stores.items():
         own = [name.removeprefix(label) for name in names if name.startswith(label) and "/" not in name[len(label) :]]
@@ -127,7 +115,7 @@ def remove(tree: StoreTree, names: Collection[str], *, unreferenced: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is wrong with an asset."""
+    """A damaged or unreadable asset."""
 
     name: str
     what: str
@@ -136,28 +124,27 @@ class Damage:
 
 
 def find_damage(tree: StoreTree, *, deep: bool = False, progress: Progress = silent) -> list[Damage]:
-    """Return what is wrong with the assets; ``deep`` also reads all frames.
+    """Check all assets, and return the bad ones; ``deep`` also reads all frames.
 
     Raises `AssetError` if the store cannot be reached.
     """
-    assets, done = names_in(tree), count(1)
+    assets, sizes = names_in(tree), dict[AssetStore, dict[str, int]]()
     bad = [Damage(name, why, "it may be undamaged") for name, why in sorted(tree.find()[1].items())]
-
-    def check(name: str) -> Damage | None:
+    for number, name in enumerate(sorted(assets), 1):
+        store = assets[name]
         try:
-            asset = assets[name].open(name.rpartition("/")[2])
-            asset.check_parts()
+            asset = store.open(name.rpartition("/")[2])
+            if store not in sizes:
+                sizes[store] = object_sizes(store.store)
+            asset.check_parts(sizes[store])
             if deep:
                 asset.check_frames()
         except MissingAssetError:
-            return None  # it was removed meanwhile
+            pass  # removed meanwhile
         except KvabrError as error:
-            return Damage(name, str(error), _advice(error))
-        finally:
-            progress("checking", next(done), len(assets))
-        return None
-
-    return bad + [damage for damage in each(_AT_ONCE, check, sorted(assets)) if damage is not None]
+            bad.append(Damage(name, str(error), _advice(error)))
+        progress("checking", number, len(assets))
+    return bad
 
 
 def _advice(error: KvabrError) -> str:
@@ -171,16 +158,14 @@ def _advice(error: KvabrError) -> str:
 
 @dataclass(slots=True)
 class Copied:
-    """What was copied."""
+    """Result of copying."""
 
     assets: list[str] = field(default_factory=list)
-    """Names in the source."""
     kept: list[str] = field(default_factory=list)
-    """Those that were there already."""
+    """Names of assets that the target had."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Those that are damaged, or could not be written, and why."""
+    """Errors of assets that are damaged or could not be written."""
     bytes: int = 0
-    """Bytes of the frames that were copied."""
 
 
 def copy_assets(
@@ -191,16 +176,9 @@ def copy_assets(
     model: str | None = None,
     progress: Progress = silent,
 ) -> Copied:
-    """Copy assets, each frame checked against its catalog. What is there already stays unless it lacks a part.
+    """Copy assets, by full name or all, perhaps of one model; check each frame.
 
-    Args:
-        source: where they are.
-        target: where they go, by the digest of their prompt.
-        names: in the source, whole; none: all of them.
-        model: only assets of this model.
-        progress: is called as the work goes on.
-
-    Raises `UsageError` if the source has no asset of one of these names.
+    Complete assets of the target stay. Raises `UsageError` if the source has no asset of one of these names.
     """
     done, there = Copied(), names_in(source)
     if missing := set(names) - there.keys():
@@ -226,7 +204,7 @@ def copy_assets(
 
 
 def _held(store: AssetStore, prompt: str) -> bool | None:
-    """Return whether what a store has of an asset is damaged; None if it has nothing. Frames are not read."""
+    """Return whether the target's copy of an asset is damaged, without reading frames; None if there is none."""
     if not store.has(prompt):
         return None
     try:
@@ -237,7 +215,6 @@ def _held(store: AssetStore, prompt: str) -> bool | None:
 
 
 def _copy(asset: Asset, target: AssetStore, *, force: bool) -> int:
-    """Copy one asset; return the bytes of its frames."""
     catalog, size = asset.catalog, 0
     with target.writer(catalog.namespace.prompt, force=force) as writer:
         whole = catalog.passage is None and not catalog.position
@@ -253,7 +230,7 @@ def _copy(asset: Asset, target: AssetStore, *, force: bool) -> int:
                     frame = asset.frame(group, track.name)
                     writer.frame(group, track.name, frame, track.digests[group])
                     size += len(frame)
-        with suppress(AssetError):  # only a publisher's own folder has them
+        with suppress(AssetError):  # only a publisher's folder has them
             writer.prompt(asset.prompt())
         writer.commit(catalog)
     return size

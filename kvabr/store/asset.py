@@ -1,6 +1,6 @@
-"""One published cache in a store: its catalog, its frames, its codec profile, and perhaps the token ids of its prompt.
+"""A published cache in a store: its catalog, frames, codec profile, and perhaps the token ids of its prompt.
 
-Everything that is read is checked against the catalog before it is used.
+All data is checked against the catalog before it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvabr.store.names import GROUPS, FramePlace, catalog_name, profile_name, pr
 from kvabr.store.pages import placed
 from kvabr.store.prompt import MAX_PROMPT_BYTES, Prompt
 from kvabr.store.removing import objects_of
-from kvabr.store.store import Store
+from kvabr.store.store import Store, exists, listing
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import TITLES, has_digest
 from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, TransportError, VersionError
@@ -30,9 +30,9 @@ from kvabr.types.naming import chain, prefix_key
 from kvabr.types.passage import passage_chain
 
 LOADED_BYTES = 64 << 10
-"""Smaller frames are read at once; larger ones piece by piece, from a file that stays open."""
+"""Smaller frames are read at once, larger ones piece by piece from an open file."""
 _POOLED_BYTES = 256 << 10
-"""Pieces from this size on are read into memory that was used before: fresh memory costs several times the reading."""
+"""Pieces of at least this size are read into pooled memory: fresh memory costs several times the reading."""
 _AGAIN = "encode the asset again"
 
 
@@ -41,18 +41,17 @@ class AssetVersion(NamedTuple):
 
     size: int
     modified_s: float
-    """When it was published, seconds since 1970; of two assets with one name the newer is served."""
+    """Time of publication, seconds since 1970; of two assets with one name the newer is served."""
 
 
 class FrameReader(ABC):
-    """The bytes of one frame: in memory, or in a file that stays open until this is closed."""
+    """The bytes of a frame, in memory or in a file that stays open until `close`."""
 
     size: int
-    """Bytes of the frame."""
 
     @abstractmethod
     def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes ``begin`` to ``end``, both within the frame; `AssetError` if they cannot be read any more."""
+        """Return bytes ``begin`` to ``end`` of the frame; raise `AssetError` if they can no longer be read."""
 
     def close(self) -> None:  # noqa: B027  # only files need it
         """Stop reading. May be called twice."""
@@ -62,7 +61,6 @@ class LoadedFrame(FrameReader):
     """A frame in memory."""
 
     def __init__(self, data: memoryview) -> None:
-        """Take the bytes."""
         self.data, self.size = data, len(data)
 
     def read(self, begin: int, end: int) -> memoryview:
@@ -70,10 +68,9 @@ class LoadedFrame(FrameReader):
 
 
 class FrameFile(FrameReader):
-    """A frame in a file. It is not mapped into memory: then a file that is cut short would end the process (SIGBUS)."""
+    """A frame in a file. It is not mapped into memory: truncating a mapped file would end the process (SIGBUS)."""
 
     def __init__(self, path: str, file: BufferedReader, place: FramePlace) -> None:
-        """Take over the open file."""
         self._path, self._file, self._first = path, file, place.first
         self.size = place.last - place.first
 
@@ -96,16 +93,16 @@ class FrameFile(FrameReader):
 
 
 class FrameStore(Protocol):
-    """Keeps frames while they are made and measured."""
+    """Stores frames while they are made and measured."""
 
     def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
-        """Say what will be written, see `kvabr.store.asset_writer.AssetWriter.begin`."""
+        """Describe the asset, see `kvabr.store.asset_writer.AssetWriter.begin`."""
 
     def frame(self, group: int, track: str, frame: bytes, digest: str) -> None:
-        """Write the frame of one group on one published track, and with that digest."""
+        """Write the frame of a group on a published track; ``digest`` is the frame's."""
 
     def read_frame(self, group: int, track: str) -> bytes | memoryview:
-        """Read back what `frame` wrote."""
+        """Return a written frame."""
 
     def profile(self, data: bytes) -> None:
         """Write the codec profile, if a track needs one."""
@@ -124,13 +121,9 @@ class Asset:
     """One version of a published cache. Assets compare by identity."""
 
     def __init__(self, store: Store, name: str, prompt: str, version: AssetVersion) -> None:
-        """Read the catalog.
+        """Read the catalog of a prompt or passage digest.
 
-        Args:
-            store: where it is.
-            name: of the asset for its users: with the path of its store below the folder that is served.
-            prompt: prompt digest, or passage digest, that names the catalog.
-            version: found before the catalog was read.
+        ``name`` is for users; ``version`` was found before the catalog is read.
 
         Raises:
             AssetError: the catalog cannot be read.
@@ -155,11 +148,11 @@ class Asset:
 
     @cached_property
     def prefix_keys(self) -> tuple[bytes, ...]:
-        """The part of each group's digest that the name of a lookup has; `FormatError` if one is no digest."""
+        """The key of each group's digest in names of lookups; raise `FormatError` for an invalid digest."""
         return tuple(map(prefix_key, self.catalog.chunks))
 
     def is_current(self) -> bool:
-        """Return whether a folder still has this version, at once; of other stores, True."""
+        """Return whether a folder still has this version; always True for other stores."""
         return not isinstance(self.store, LocalStore) or version_in(self.store, self.prompt_digest) == self.version
 
     @property
@@ -173,11 +166,9 @@ class Asset:
         return objects_of(self.catalog)
 
     def check_parts(self, sizes: Mapping[str, int] | None = None) -> None:
-        """Check that everything the catalog names exists with the right size, and the profile with the right digest.
+        """Check that all objects of the catalog have the right size, and the profile has the right digest.
 
-        Frames are not read: players check their digests. ``sizes`` are those of the store's objects with frames, if
-        they were listed already.
-
+        Frames are not read: players check their digests. ``sizes`` are those of all objects with frames, if known.
         Raises `AssetError` for frames, `FormatError` for the profile.
         """
         if sizes is None:
@@ -189,13 +180,13 @@ class Asset:
         self.profile_bytes()
 
     def check_frames(self) -> None:
-        """Read all frames, and check them against the catalog; errors as `frame`. Takes long."""
+        """Read all frames and check their digests, which takes long; errors as `frame`."""
         for track in self.catalog.published.values():
             for group in range(len(track.bytes)):
                 self.frame(group, track.name)
 
     def place(self, group: int, track: str) -> FramePlace:
-        """Return where the frame of a group on a published track is.
+        """Return the place of a frame.
 
         Raises `FormatError` if there is no such track, `IndexError` if it has no such group.
         """
@@ -217,11 +208,11 @@ class Asset:
             return LoadedFrame(self._read(place))
 
     def frame(self, group: int, track: str) -> memoryview:
-        """Return the frame of one group on one track, as they are published, checked against the catalog.
+        """Return a published frame, checked against the catalog.
 
         Raises:
             AssetError: the frame is missing, or cannot be read.
-            FormatError: it is truncated or damaged; or there is no such track.
+            FormatError: it is truncated or damaged, or there is no such track.
         """
         place = self.place(group, track)
         with as_asset_errors():
@@ -241,7 +232,7 @@ class Asset:
         return data
 
     def catalog_bytes(self) -> bytes:
-        """Return the catalog's bytes; `AssetError` if the catalog is gone, or is no longer the one of this version."""
+        """Return the catalog's bytes; raise `AssetError` if it is gone or replaced."""
         name = catalog_name(self.prompt_digest)
         with as_asset_errors():
             data = bytes(self.store.blocked(self.store.get(name, limit=MAX_CATALOG_BYTES)))
@@ -252,7 +243,7 @@ class Asset:
     def profile_bytes(self) -> bytes | None:
         """Return the codec profile's bytes; None if no track needs a profile.
 
-        Raises `AssetError` if the profile is missing, `FormatError` if it is not the one that the catalog names.
+        Raises `AssetError` if the profile is missing, `FormatError` if it has another digest.
         """
         expected, size = self.catalog.profile, self.catalog.profile_bytes
         if expected is None:
@@ -267,9 +258,9 @@ class Asset:
         return data
 
     def prompt(self) -> Prompt:
-        """Return the token ids of the prompt and of what followed it; `FormatError` if they are damaged or another's.
+        """Return the token ids of the prompt and its continuation.
 
-        Raises `AssetError` if they are missing, as in an asset that was fetched.
+        Raises `AssetError` if they are missing, as in a fetched asset, and `FormatError` if they are damaged.
         """
         name = prompt_name(self.prompt_digest)
         where = self.store.where(name)
@@ -282,26 +273,22 @@ class Asset:
         except FormatError as error:
             raise type(error)(f"{where}: {error}") from error
         if not self._is_ours(prompt):
-            raise FormatError(f"{where}: not the prompt that the catalog's digests name; {_AGAIN}")
+            raise FormatError(f"{where}: not the prompt of the catalog's digests; {_AGAIN}")
         return prompt
 
     def has_prompt(self) -> bool:
-        """Return whether the token ids are there; those of what an engine published, or of a copy, are not."""
-        name = prompt_name(self.prompt_digest)
+        """Return whether token ids are stored; assets of engines, and copies, have none."""
         try:
-            self.store.blocked(self.store.get(name, 0, 1, limit=1))
-        except NotFoundError:
-            return False
+            return self.store.blocked(exists(self.store, prompt_name(self.prompt_digest)))
         except TransportError:
             return True
-        return True
 
     def _is_ours(self, prompt: Prompt) -> bool:
         spec, tokens = self.catalog.spec, prompt.tokens
         if len(tokens) != self.catalog.tokens:
             return False
         if prompt.seal is not None:
-            # The digests are salted, and the salt is not kept here.
+            # The digests are salted, and the salt is not stored.
             return prompt.is_sealed_for(self.prompt_digest)
         named = chain if self.catalog.passage is None else passage_chain
         digests = named(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
@@ -309,7 +296,7 @@ class Asset:
 
 
 def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
-    """Open a frame in a folder, or read it if it is small; `AssetError` if it is not all there."""
+    """Open a frame in a folder, or read a small one; raise `AssetError` if it is incomplete."""
     with as_asset_errors():
         file = store.open(place.name)
     size, where = os.fstat(file.fileno()).st_size, store.where(place.name)
@@ -324,17 +311,13 @@ def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
 
 
 def object_sizes(store: Store) -> dict[str, int]:
-    """Return the bytes of all objects with frames; `AssetError` if the store cannot be listed."""
-
-    async def listed() -> dict[str, int]:
-        return {found.name: found.size async for found in store.list(GROUPS)}
-
+    """Return the bytes of all objects with frames; raise `AssetError` if the store cannot be listed."""
     with as_asset_errors():
-        return store.blocked(listed())
+        return {name: found.size for name, found in store.blocked(listing(store, GROUPS)).items()}
 
 
 def version_in(store: LocalStore, prompt: str) -> AssetVersion | None:
-    """Return the version of an asset in a folder, at once; None if there is none, or it may not be looked at."""
+    """Return the version of an asset in a folder; None if there is none, or it cannot be accessed."""
     try:
         found = Path(store.folder, catalog_name(prompt)).stat()
     except OSError:
@@ -343,7 +326,7 @@ def version_in(store: LocalStore, prompt: str) -> AssetVersion | None:
 
 
 def is_damage(error: KvabrError) -> bool:
-    """Return whether an asset that failed a check is damaged; else it cannot be read here or now, and may be good."""
+    """Return whether a failed check means damage; otherwise the asset cannot be read here or now."""
     if isinstance(error, VersionError):
         return False
     return not isinstance(error.__cause__, TransportError) or isinstance(error.__cause__, NotFoundError)

@@ -1,7 +1,7 @@
-"""Which assets a store holds, and which of them answers a name.
+"""Indexes the assets of a store, and resolves names to assets.
 
-`AssetView` answers from the assets that one reader may see, and from nothing else: what is missing and what is
-forbidden take the same steps, so neither the answer nor its timing tells of assets that the reader may not see.
+`AssetView` uses only the assets that one reader may see: missing and forbidden assets take the same steps, so neither
+the answer nor its timing reveals assets that the reader may not see.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
-from kvabr.store.asset import Asset, AssetVersion, object_sizes, version_in
-from kvabr.store.asset_store import AssetListing, AssetStore
-from kvabr.store.local import LocalStore
+from kvabr.store.asset import Asset, AssetVersion, object_sizes
+from kvabr.store.asset_store import MAX_LISTED, AssetStore
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
 from kvabr.types.digests import TITLES, is_digest, kind_of
@@ -39,27 +38,26 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 _UNKNOWN = AssetVersion(0, 0.0)
-"""Stands for the version of what cannot be looked into."""
 
 
 class Shared(NamedTuple):
-    """What an asset has of a prompt that shares its groups up to one."""
+    """An asset that shares a prefix with a prompt."""
 
     playable: int
-    """Leading groups of these that can be played: fewer if there is no snapshot of a state behind the last."""
+    """Leading groups that can be played: fewer than shared if a state has no snapshot at the end."""
     group: int
     asset: Asset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssetView:
-    """The names that one reader may use, and the assets behind them."""
+    """The names that one reader may use, and their assets."""
 
     assets: dict[TrackNamespace, Asset] = field(default_factory=dict)
     profiles: dict[TrackNamespace, Asset] = field(default_factory=dict)
     prefixes: dict[TrackNamespace, dict[bytes, Shared]] = field(default_factory=dict)
-    """By namespace of the lookup (the first group's digest): for the key of each digest that any of the assets has, the
-    asset of which most can be played, of equals the newest. Passages are no prefixes."""
+    """By namespace of the lookup (the first group's digest), for the key of each group's digest: the asset with
+    the most playable groups, of equals the newest. Passages are no prefixes."""
 
     models: dict[bytes, KVSpec] = field(default_factory=dict)
     """Specs of the assets, by their digest."""
@@ -85,7 +83,7 @@ class AssetView:
         return view
 
     def find(self, namespace: TrackNamespace, track: str) -> Asset | None:
-        """Return the asset that answers a track's name: a level, catalog, profile or lookup; None if none does."""
+        """Return the asset of a track (level, catalog, profile or lookup), or None."""
         if track.startswith(PREFIX_TRACK):
             return self._longest(namespace, track)
         return (self.profiles if track == PROFILE_TRACK else self.assets).get(namespace)
@@ -96,14 +94,14 @@ class AssetView:
             keys = parse_prefix_track(track)
         except FormatError:
             return None
-        # The namespace is the first group's digest: everything in the table shares at least that group.
+        # The namespace is the first group's digest, which all assets in the table share.
         first = bytes.fromhex(namespace.prompt[:16])
         found = [table[key] for key in (first, *keys) if key in table]
         return max(found, key=lambda shared: shared[:2]).asset if found else None
 
 
 class AssetIndex:
-    """All good assets of a store, or of the stores in a folder. `refresh` and `renew` must not run at the same time."""
+    """All undamaged assets of a store or a folder of stores. Call `refresh` and `renew` in one thread at a time."""
 
     def __init__(
         self,
@@ -111,24 +109,24 @@ class AssetIndex:
         log: FilteringBoundLogger | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Create an empty index for `refresh` to fill; ``on_change`` is called after a change, before it is logged."""
+        """Create an empty index; ``on_change`` is called after a change, before it is logged."""
         self.stores = stores
         self.log: FilteringBoundLogger = structlog.get_logger() if log is None else log
         self._on_change = on_change
         self._assets: dict[str, Asset] = {}
         self._damaged: dict[str, tuple[AssetVersion, str]] = {}
-        """By name, the assets that are left out, and what was logged about each."""
+        """Version and logged reason of each asset that is left out, by name."""
         self._complete = True
 
     @property
     def assets(self) -> Sequence[Asset]:
-        """All good assets, by name."""
+        """All undamaged assets, by name."""
         assets = self._assets
         return [assets[name] for name in sorted(assets)]
 
     @property
     def oldest_first(self) -> Sequence[Asset]:
-        """All good assets, in the order in which `AssetView.of` takes them."""
+        """All undamaged assets, in the order for `AssetView.of`."""
         return sorted(self._assets.values(), key=lambda asset: (asset.version.modified_s, asset.name))
 
     @property
@@ -137,20 +135,20 @@ class AssetIndex:
         return len(self._damaged)
 
     def refresh(self) -> bool:
-        """Look for assets that are new, were replaced, or are gone; return whether anything changed."""
+        """Find new, replaced and removed assets; return whether any changed."""
         assets, damaged = dict[str, Asset](), dict[str, tuple[AssetVersion, str]]()
         found, unreadable = self.stores.find()
         complete = True
         for label, store in found.items():
             try:
-                listing = store.list()
+                listed = store.list()
             except AssetError as error:
                 if not label:
                     raise
                 unreadable[label.rstrip("/")] = str(error)
                 continue
-            complete = complete and listing.complete
-            assets |= self._refreshed(label, store, listing, damaged)
+            complete = complete and len(listed) < MAX_LISTED
+            assets |= self._refreshed(label, store, listed, damaged)
         for name, why in unreadable.items():
             damaged[name] = _UNKNOWN, why
             if self._damaged.get(name) != damaged[name]:
@@ -162,58 +160,38 @@ class AssetIndex:
         return self._replace(assets)
 
     def _refreshed(
-        self, label: str, store: AssetStore, listing: AssetListing, damaged: dict[str, tuple[AssetVersion, str]]
+        self,
+        label: str,
+        store: AssetStore,
+        listed: Mapping[str, AssetVersion],
+        damaged: dict[str, tuple[AssetVersion, str]],
     ) -> dict[str, Asset]:
-        """Return the good assets of one store, by name."""
+        """Return the undamaged assets of one store, by name; log each damaged one once."""
         assets: dict[str, Asset] = {}
         sizes: dict[str, int] | None = None
-        for prompt, version in listing.versions.items():
+        for prompt, version in listed.items():
             name = label + prompt
             asset = self._assets.get(name)
             if asset is None or asset.version != version:
                 sizes = object_sizes(store.store) if sizes is None else sizes
-                asset = self._open(store, prompt, name, version, sizes, damaged)
-            if asset is not None:
-                assets[name] = asset
+                try:
+                    asset = store.open(prompt, name, version)
+                    check_names(asset.catalog)
+                    _ = asset.prefix_keys
+                    asset.check_parts(sizes)
+                except (OSError, ValueError, AssetError, FormatError) as error:
+                    # Checked again at each refresh: a slow copy may write the catalog before the frames.
+                    damaged[name] = version, str(error)
+                    if self._damaged.get(name) != damaged[name]:
+                        self.log.warning("asset left out", asset=name, error=str(error))
+                    continue
+            assets[name] = asset
         return assets
 
     def renew(self, asset: Asset) -> None:
-        """Look again at one asset of a folder that is no longer current."""
-        if self._assets.get(asset.name) is not asset or not isinstance(asset.store, LocalStore):
-            return
-        assets, damaged = dict(self._assets), dict(self._damaged)
-        version = version_in(asset.store, asset.prompt_digest)
-        del assets[asset.name]
-        if version is not None:
-            store = AssetStore(asset.store)
-            renewed = self._open(store, asset.prompt_digest, asset.name, version, None, damaged)
-            if renewed is not None:
-                assets[asset.name] = renewed
-        self._damaged = damaged
-        self._replace(assets)
-
-    def _open(
-        self,
-        store: AssetStore,
-        prompt: str,
-        name: str,
-        version: AssetVersion,
-        sizes: Mapping[str, int] | None,
-        damaged: dict[str, tuple[AssetVersion, str]],
-    ) -> Asset | None:
-        """Open and check an asset that is new or has changed; a damaged one is noted, and logged once."""
-        try:
-            asset = store.open(prompt, name, version)
-            check_names(asset.catalog)
-            _ = asset.prefix_keys
-            asset.check_parts(sizes)
-        except (OSError, ValueError, AssetError, FormatError) as error:
-            # Checked again at each refresh: a slow copy may bring the catalog first and the frames later.
-            damaged[name] = version, str(error)
-            if self._damaged.get(name) != damaged[name]:
-                self.log.warning("asset left out", asset=name, error=str(error))
-            return None
-        return asset
+        """Refresh if an asset is still listed here that is no longer current."""
+        if self._assets.get(asset.name) is asset:
+            self.refresh()
 
     def _replace(self, assets: dict[str, Asset]) -> bool:
         before = self._assets
@@ -221,7 +199,7 @@ class AssetIndex:
             return False
         self._assets = assets
         self._on_change()
-        # Logged last: a reader of the log finds what it says.
+        # Logged last: readers of the log find the new assets.
         for name, asset in assets.items():
             if before.get(name) is not asset:
                 event = "asset replaced" if name in before else "asset added"
@@ -233,14 +211,14 @@ class AssetIndex:
 
 
 def check_names(catalog: Catalog) -> None:
-    """Raise `FormatError` if a catalog names what cannot be served."""
+    """Raise `FormatError` if a catalog has names that cannot be served."""
     space = catalog.namespace
     for track in catalog.published.values():
         if track.name in {CATALOG_TRACK, PROFILE_TRACK} or is_lookup(track.name) or is_live(track.name):
-            raise FormatError(f"catalog: no level may be called {track.name!r}, which names another track")
+            raise FormatError(f"catalog: no level may have the name {track.name!r}, which is reserved")
         if space.full_name_bytes(track.name) > MAX_FULL_TRACK_NAME:
             raise FormatError(f"catalog: full track names are longer than {MAX_FULL_TRACK_NAME} bytes")
-        # Not `all(map(...))`: one call for all of them would hold up the event loop.
+        # Not `all(map(...))`: a single call would block other threads for too long.
         if any(not is_digest(digest) or kind_of(digest) != catalog.digest_kind for digest in track.digests):
             title = TITLES[catalog.digest_kind]
             raise FormatError(f"catalog: track {track.name} has a digest that is not 64 hex digits of {title}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from kvabr.store.asset import Asset, AssetVersion, as_asset_errors, version_in
 from kvabr.store.asset_writer import AssetWriter
@@ -14,25 +13,15 @@ from kvabr.store.store import Store, exists, listing
 from kvabr.types.errors import AssetError, MissingAssetError, UsageError
 
 MAX_LISTED = 1 << 18
-"""Assets of a store that are looked at."""
+"""Most assets of a store that are listed."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True)
-class AssetListing:
-    """The assets of a store."""
-
-    versions: dict[str, AssetVersion]
-    """By name."""
-    complete: bool = True
-    """False if the store holds more than was looked at."""
 
 
 class AssetStore:
     """The assets of one store."""
 
     def __init__(self, store: Store, only: str | None = None) -> None:
-        """Take the store; nothing is requested yet. ``only``: a prompt digest, to use that asset alone."""
+        """Take the store, without any request. ``only``: the prompt digest of the only asset to use."""
         self.store, self.only = store, only
 
     @property
@@ -41,15 +30,15 @@ class AssetStore:
         return self.store.url if self.only is None else self.store.where(self.only)
 
     def prepare(self) -> None:
-        """Make the store if it does not exist, and check that assets can be published there.
+        """Create the store if it does not exist, and check that assets can be published there.
 
         Raises `UsageError` or `AssetError`.
         """
         with as_asset_errors():
             self.store.blocked(self.store.check_writable())
 
-    def list(self) -> AssetListing:
-        """Find all assets without reading them; `AssetError` if the store cannot be reached or listed."""
+    def list(self) -> dict[str, AssetVersion]:
+        """Return the first `MAX_LISTED` assets by name, without reading them; `AssetError` if this fails."""
         with as_asset_errors():
             found = self.store.blocked(listing(self.store, CATALOGS))
         versions: dict[str, AssetVersion] = {}
@@ -57,20 +46,17 @@ class AssetStore:
             prompt = each.name.removeprefix(CATALOGS)
             if DIGEST.fullmatch(prompt) and self.only in (None, prompt) and len(versions) < MAX_LISTED:
                 versions[prompt] = AssetVersion(each.size, each.modified_s)
-        return AssetListing(versions, complete=len(versions) < MAX_LISTED)
+        return versions
 
     def has(self, prompt: str) -> bool:
-        """Return whether there is an asset of this prompt digest; `AssetError` if the store cannot be reached."""
+        """Return whether there is an asset of this prompt digest; raise `AssetError` if the store is unreachable."""
         with as_asset_errors():
             return self.store.blocked(exists(self.store, catalog_name(prompt)))
 
     def open(self, prompt: str | None = None, name: str | None = None, version: AssetVersion | None = None) -> Asset:
-        """Open an asset; only its catalog is read.
+        """Open an asset by its prompt digest, or the only one of the store; only its catalog is read.
 
-        Args:
-            prompt: prompt digest; None: the only asset of the store.
-            name: what to call it; None: the digest.
-            version: as listed; None: found out.
+        ``name`` is for users (None: the digest), ``version`` is the listed one, if known.
 
         Raises:
             AssetError: there is no such asset, or there are several to choose from.
@@ -89,14 +75,10 @@ class AssetStore:
             raise
 
     def writer(self, prompt: str | None = None, *, force: bool = False, live: bool = False) -> AssetWriter:
-        """Return a writer of an asset, which replaces what is there only by ``force``; nothing is created yet.
+        """Return a writer of an asset with this prompt digest (None: its catalog's).
 
-        Args:
-            prompt: prompt digest; None: that of the catalog that will be written.
-            force: replace an asset that is there.
-            live: frames are objects of their own, which can be played before the asset is complete.
-
-        Raises `UsageError` if the asset is there already, `AssetError` if the folder cannot be written.
+        ``force`` replaces an existing asset; ``live`` stores each frame as an object, so that it can be played before
+        the asset is complete. Raises `UsageError` if the asset exists, `AssetError` if the folder cannot be written.
         """
         prompt = prompt or self.only
         if prompt is not None and not DIGEST.fullmatch(prompt):
@@ -112,7 +94,7 @@ class AssetStore:
         self.store.close()
 
     def _sole(self) -> str:
-        names = sorted(self.list().versions)
+        names = sorted(self.list())
         if len(names) == 1:
             return names[0]
         if not names:

@@ -1,8 +1,8 @@
-"""Publishes an asset: frames first, the catalog last, and nothing that is there is written again.
+"""Publishes an asset: frames first, the catalog last, and never an existing object again.
 
-Of several publishers of one page, the first wins, and the others list its frames: so the frames that a catalog names
-are those that the pages of the store name. Whatever a publisher leaves that ends before its catalog is written, no
-catalog names; `kvabr store rm --unreferenced` or a lifecycle rule removes it.
+Of several publishers of one page, the first wins, and the others list its frames, so catalogs and pages name the same
+frames. If a publisher ends before it writes its catalog, no catalog names its objects; `kvabr store rm --unreferenced`
+or a lifecycle rule removes them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvabr.types.errors import AssetError, FormatError, NotFoundError, Transport
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 
 _MOST_PUTS, _MOST_PUT_BYTES = 32, 256 << 20
-"""Objects that are on their way at the same time, and their bytes."""
+"""Most objects, and bytes, that are being written at the same time."""
 
 
 class AssetWriter:
@@ -51,19 +51,17 @@ class AssetWriter:
     """
 
     def __init__(self, store: Store, prompt: str | None, *, force: bool = False, live: bool = False) -> None:
-        """See `AssetStore.writer`."""
         self.store, self._prompt, self._force, self._live = store, prompt, force, live
         self._spec: KVSpec | None = None
         self._kind = ""
         self._chunks: Sequence[str] = ()
         self._packs: dict[str, int] = {}
-        """Groups per object, by published track."""
         self._sizes: dict[str, dict[int, int]] = {}
         self._digests: dict[str, dict[int, str]] = {}
         self._open: dict[tuple[str, int], dict[int, bytes | memoryview]] = {}
-        """Frames that wait until their pack is full, by published track and number of the pack."""
+        """Frames of incomplete packs, by published track and number of the pack."""
         self._shared: dict[int, Page | None] = {}
-        """Pages that another asset with this prefix has, by number, as far as they were looked for."""
+        """Pages that another asset with this prefix has, by number; None: looked for in vain."""
         self._puts: deque[tuple[Future[bool], int]] = deque()
         self._put_bytes = 0
         self._profile = b""
@@ -71,13 +69,13 @@ class AssetWriter:
         self._fresh = False
         self._entered = False
         self.catalog: Catalog | None = None
-        """The catalog as it was written, once it is: with what is taken over from other assets."""
+        """The written catalog, with frames taken over from other assets."""
         self.published = False
-        """Whether it is this writer's catalog that is in the store; another's may have been first."""
+        """Whether the store has this writer's catalog; another's may have been first."""
 
     @property
     def location(self) -> str:
-        """Path or URL of the asset; without the name that only its catalog gives it, of its store."""
+        """Path or URL of the asset, or of its store until a catalog names it."""
         return self.store.url if self._prompt is None else self.store.where(self._prompt)
 
     def __enter__(self) -> Self:
@@ -92,21 +90,18 @@ class AssetWriter:
         self._open.clear()
         self._entered = False
         if self._fresh and isinstance(self.store, LocalStore) and not (self.store.folder / CATALOGS).exists():
-            shutil.rmtree(self.store.folder, ignore_errors=True)  # nothing of it is an asset
+            shutil.rmtree(self.store.folder, ignore_errors=True)  # no asset was written
 
     def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
-        """Say what will be written.
+        """Describe the asset: its spec, and the chained prompt digests of its groups.
 
-        Args:
-            spec: of the cache.
-            chunks: chained prompt digests of its groups.
-            kind: that of its pages (`page_kind`); the groups of pages of this kind that are in the store already are
-                taken from there, and not written. Empty: none.
+        Groups in existing pages of the same ``kind`` (`page_kind`) are taken from the store instead of written; empty:
+        none.
         """
         self._spec, self._chunks, self._kind = spec, chunks, "" if has_states(spec) else kind
 
     def frame(self, group: int, track: str, frame: bytes | memoryview, digest: str) -> None:
-        """Write the frame of one group on one published track; ``digest`` is the frame's."""
+        """Write the frame of a group on a published track; ``digest`` is the frame's."""
         self._check_entered()
         if self._shares(group):
             return
@@ -119,7 +114,7 @@ class AssetWriter:
             self._write_pack(track, group // pack)
 
     def read_frame(self, group: int, track: str) -> memoryview:
-        """Return a frame that was written, or is taken from the store."""
+        """Return a frame that was written or is in the store."""
         page = self._shares(group)
         if page is not None:
             found = page.place(track, group)
@@ -144,11 +139,11 @@ class AssetWriter:
         self._profile = data
 
     def prompt(self, prompt: Prompt) -> None:
-        """Write the token ids; only folders keep them."""
+        """Write the token ids; only folders store them."""
         self._token_ids = prompt
 
     def commit(self, catalog: Catalog) -> None:
-        """Write the catalog. If another publisher's catalog of this prompt is there by now, it stays."""
+        """Write the catalog, unless another publisher's catalog of this prompt exists by now."""
         self._check_entered()
         prompt = catalog.namespace.prompt
         if self._prompt not in (None, prompt) and not self._live:
@@ -174,7 +169,9 @@ class AssetWriter:
                 raise UsageError("the profile that was written is not the one that the catalog names")
             self._put(profile_name(catalog.profile), self._profile)
         if isinstance(self.store, LocalStore) and self._token_ids is not None:
-            self._replace(prompt_name(prompt), self._token_ids.dumps().encode())
+            name = prompt_name(prompt)
+            self.store.blocked(self.store.delete([name]))
+            self.store.blocked(self.store.put_new(name, self._token_ids.dumps().encode()))
         self._put_model(catalog.spec)
         pages = [self._shared.get(number) or page for number, page in enumerate(pages_of(self._packed(catalog)))]
         self._wait(0)
@@ -189,7 +186,6 @@ class AssetWriter:
         self.published = self.store.blocked(self.store.put_new(catalog_name(prompt), made))
 
     def _put_pages(self, catalog: Catalog, pages: Sequence[Page]) -> list[Page]:
-        """Write the pages, and return those that the store has now."""
         states, found = has_states(catalog.spec), list[Page]()
         for page in pages:
             end = page is pages[-1] and states
@@ -208,7 +204,7 @@ class AssetWriter:
         return found
 
     def _winner(self, name: str, own: Page) -> Page:
-        """Return the page that another publisher has written, if it can take the place of ours."""
+        """Return another publisher's page if it can replace ours, else ours."""
         try:
             found = Page.loads(self.store.blocked(self.store.get(name, limit=MAX_PAGE_BYTES)))
         except (NotFoundError, FormatError):
@@ -218,20 +214,20 @@ class AssetWriter:
         return found if alike and same_packs and found.tracks[0].first == own.tracks[0].first else own
 
     def _put_model(self, spec: KVSpec) -> None:
-        """Write the spec under the first number that is free, unless it has one."""
+        """Write the spec under the first free number, unless it has one."""
         text = json.dumps({"models": [spec.to_json()]}).encode()
         for number in range(MAX_MODELS):
             name = model_name(number)
             if self.store.blocked(self.store.put_new(name, text)):
                 return
             try:
-                there = specs_from_json(bytes(self.store.blocked(self.store.get(name, limit=MAX_MODELS_BYTES))))
+                known = specs_from_json(bytes(self.store.blocked(self.store.get(name, limit=MAX_MODELS_BYTES))))
             except (FormatError, NotFoundError):
                 continue
-            if [found.digest() for found in there] == [spec.digest()]:
+            if [found.digest() for found in known] == [spec.digest()]:
                 return
         raise AssetError(
-            f"{self.store.url}: has {MAX_MODELS} models, and no room for another; publish into another prefix"
+            f"{self.store.url}: has {MAX_MODELS} models, the most that a store can have; publish into another prefix"
         )
 
     def _packed(self, catalog: Catalog) -> Catalog:
@@ -248,7 +244,7 @@ class AssetWriter:
         if not entries:
             return made
         listed = {page.first // PAGE_GROUPS: page for page in entries}
-        # What is taken from the store was never made, so its sizes and digests are those of its pages.
+        # Groups taken from the store have the sizes and digests of its pages.
         tracks = []
         for track in made.tracks:
             sizes, digests, loss = list(track.bytes), list(track.digests), list(track.loss)
@@ -266,9 +262,9 @@ class AssetWriter:
         return self._packs[track]
 
     def _shares(self, group: int) -> Page | None:
-        """Return the page in the store that a group is taken from; None: it has to be written.
+        """Return the page in the store that has a group, None if the group must be written.
 
-        Only of caches with one layer class.
+        Only caches with one layer class share pages.
         """
         number = group // PAGE_GROUPS
         chunks = self._chunks[number * PAGE_GROUPS : (number + 1) * PAGE_GROUPS]
@@ -280,7 +276,7 @@ class AssetWriter:
 
     def _look(self, number: int, chunks: Sequence[str]) -> Page | None:
         if number and self._shared.get(number - 1) is None:
-            return None  # it begins otherwise
+            return None  # the prefixes differ
         try:
             page = Page.loads(self.store.blocked(self.store.get(page_name(chunks[-1]), limit=MAX_PAGE_BYTES)))
         except (TransportError, FormatError):
@@ -288,17 +284,15 @@ class AssetWriter:
         if page.kind != self._kind or page.chunks != tuple(chunks) or not page.whole:
             return None
         packs = {track.name: page.pack_of(track.name) for track in page.tracks}
-        if (number and packs != self._packs) or not self._exists(page):
+        if number and packs != self._packs:
+            return None
+        try:  # a lifecycle rule may have removed its frames a little sooner
+            if not self.store.blocked(exists(self.store, min(page.base_objects))):
+                return None
+        except TransportError:
             return None
         self._packs = packs
         return page
-
-    def _exists(self, page: Page) -> bool:
-        """Return whether the frames of a page are there: a lifecycle rule may have removed them a little sooner."""
-        try:
-            return self.store.blocked(exists(self.store, min(page.base_objects)))
-        except TransportError:
-            return False
 
     def _write_pack(self, track: str, number: int) -> None:
         waiting = self._open.pop((track, number))
@@ -309,27 +303,23 @@ class AssetWriter:
         name = pack_name(digests)
         if self._force:
             with as_asset_errors():
-                self.store.blocked(self.store.delete([name]))  # what is there may be damaged
+                self.store.blocked(self.store.delete([name]))  # the existing object may be damaged
         with as_asset_errors():
             self._put(name, data)
 
     def _put(self, name: str, data: bytes | memoryview) -> None:
-        """Write an object, soon; raise what has failed before."""
+        """Write an object soon; raise errors of earlier writes."""
         self._wait(_MOST_PUT_BYTES - len(data))
         self._puts.append((self.store.started(self.store.put_new(name, data)), len(data)))
         self._put_bytes += len(data)
 
     def _wait(self, most_bytes: int) -> None:
-        """Wait until at most so many bytes are on their way; 0: all have arrived."""
+        """Wait until at most ``most_bytes`` are being written; 0: until all are written."""
         while self._puts and (self._put_bytes > most_bytes or len(self._puts) >= _MOST_PUTS or most_bytes <= 0):
             put, size = self._puts.popleft()
             self._put_bytes -= size
             with as_asset_errors():
                 put.result()
-
-    def _replace(self, name: str, data: bytes) -> None:
-        self.store.blocked(self.store.delete([name]))
-        self.store.blocked(self.store.put_new(name, data))
 
     def _check_entered(self) -> None:
         if not self._entered:

@@ -1,8 +1,7 @@
-"""Memory for large buffers: in huge pages where the system has them, and used again.
+"""Memory for large buffers, in huge pages if available, and reused.
 
-The system clears each page of fresh memory when it is first written. With pages of 4 KiB that takes the processor as
-long as hashing what is written. With huge pages it takes a quarter of that, unless the system has to move other pages
-to make room for them.
+The system clears each page of fresh memory when it is first written. With 4 KiB pages that takes as long as hashing the
+data, with huge pages a quarter of that, unless the system must first move other pages.
 """
 
 from __future__ import annotations
@@ -19,45 +18,44 @@ from functools import cache
 from typing import TypeVar
 
 _HUGE_BYTES = 2 << 20
-"""The size of a huge page on nearly every system."""
+"""Size of a huge page on nearly every system."""
 _MIN_HUGE_BYTES = 4 << 20
-"""Smaller memory is not rounded up to whole huge pages, which would waste too much of it."""
+"""Smaller memory is not rounded up to whole huge pages, which would waste too much."""
 _MIN_POOLED_BYTES = 256 << 10
-"""The system's allocator reuses smaller memory by itself."""
+"""The system's allocator reuses smaller memory itself."""
 _STEP_BYTES = 64 << 10
-"""Sizes of pooled memory are multiples of this, so that groups of almost the same size share it."""
+"""Sizes of pooled memory are multiples of this, so that groups of almost equal size share it."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class PinnedMemory(mmap.mmap):
-    """Memory whose pages the system never moves, so that a device copies from it by itself."""
+    """Memory with pages that the system never moves, so that a device can copy from it directly."""
 
     pinned = True
-    """How code that knows nothing of this module tells it, by the base of an array."""
+    """Identifies pinned memory by the base of an array, without importing this module."""
     undo: Callable[[], object] | None = None
-    """Unpins it."""
 
     def __del__(self) -> None:
-        # Not by `weakref.finalize`: that is called when the memory is no longer mapped, and perhaps somebody else's.
+        # Not by `weakref.finalize`, which runs when the memory is unmapped and perhaps reused.
         if self.undo is not None and not sys.is_finalizing():
             self.undo()
 
 
 _Map = TypeVar("_Map", bound=mmap.mmap)
 Pin = Callable[[int, int], Callable[[], object] | None]
-"""Pins memory, given its address and bytes; returns how that is undone, or None if it could not be done."""
+"""Pins memory, given its address and bytes; returns a function that unpins it, or None if that failed."""
 
 
 class BufferPool:
-    """Buffers that are used again once no view of them is left. Its methods may be called from several threads."""
+    """Buffers that are reused once no view of them is left. Thread-safe."""
 
     def __init__(self, most_spare_bytes: int) -> None:
-        """Begin without any; keep at most ``most_spare_bytes`` of unused memory, which the system may take back."""
+        """Keep at most ``most_spare_bytes`` of unused memory, which the system may reclaim."""
         self._most_spare_bytes = most_spare_bytes
         self.spare_bytes = 0
-        """Bytes of unused memory that it keeps."""
+        """Bytes of unused memory."""
         self.fresh_bytes = 0
-        """Bytes of pooled memory that it had to allocate so far."""
+        """Bytes of pooled memory allocated so far."""
         self._spare: list[mmap.mmap] = []
         """Unused memory, the longest unused first."""
         self._pin: Pin | None = None
@@ -66,10 +64,10 @@ class BufferPool:
         """Reentrant: collecting garbage within `take` may give memory back."""
 
     def take(self, size: int) -> memoryview:
-        """Return a writable buffer of ``size`` bytes with arbitrary contents; `MemoryError` if there is no memory."""
+        """Return a writable buffer of ``size`` bytes with arbitrary contents; raise `MemoryError` if there is none."""
         if size < _MIN_POOLED_BYTES:
             return memoryview(bytearray(size))
-        import numpy as np  # noqa: PLC0415  # loads slowly, and not every origin has groups as large
+        import numpy as np  # noqa: PLC0415  # loads slowly, and not every origin has large groups
 
         length = _rounded(size, _STEP_BYTES)
         memory = self._reused(length)
@@ -77,18 +75,18 @@ class BufferPool:
             memory = self._fresh(length)
             with self._lock:
                 self.fresh_bytes += len(memory)
-        # Views refer to the array, and arrays to the memory. When the array goes, the last view has gone.
+        # Views refer to the array, and the array to the memory: the array is freed after the last view.
         shown = np.frombuffer(memory, dtype=np.uint8, count=size)
         weakref.finalize(shown, self._give_back, memory).atexit = False
         return shown.data
 
     @property
     def pin(self) -> Pin | None:
-        """What pins the memory; None if it is not pinned."""
+        """Function that pins memory; None if memory is not pinned."""
         return self._pin
 
     def pin_with(self, pin: Pin, most_spare_bytes: int) -> None:
-        """Pin all memory that is allocated from now on, which takes long, and so keep more of it unused."""
+        """Pin all memory allocated from now on, which takes long, and so keep more of it unused."""
         with self._lock:
             if self._pin is None and not self._gave_up:
                 self._pin, self._most_spare_bytes, self._spare = pin, most_spare_bytes, []
@@ -111,7 +109,7 @@ class BufferPool:
             if undo is not None:
                 memory.undo = undo
                 return memory
-            self._pin, self._gave_up = None, True  # the system allows no more
+            self._pin, self._gave_up = None, True  # the system allows no more pinned memory
         return _fresh(length, mmap.mmap)
 
     def _give_back(self, memory: mmap.mmap) -> None:
@@ -120,7 +118,7 @@ class BufferPool:
             return
         if not pinned and len(memory) >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_FREE"):
             with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_FREE)  # costs nothing as long as the system has enough memory
+                memory.madvise(mmap.MADV_FREE)  # free of cost while the system has enough memory
         with self._lock:
             self._spare.append(memory)
             self.spare_bytes += len(memory)
@@ -129,9 +127,9 @@ class BufferPool:
 
 
 def _fresh(size: int, kind: type[_Map]) -> _Map:
-    """Return at least ``size`` bytes, in huge pages as far as these are full."""
+    """Return at least ``size`` bytes, in huge pages if large enough."""
     if size >= _MIN_HUGE_BYTES:
-        # Systems align memory to huge pages only if its size is a multiple of theirs.
+        # Systems align memory to huge pages only if its size is a multiple of them.
         size = _rounded(size, _HUGE_BYTES)
     try:
         memory = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -148,17 +146,16 @@ def _rounded(size: int, step: int) -> int:
 
 
 GROUPS = BufferPool(256 << 20)
-"""For encoded groups on their way from the network or a disk; those of one play that wait for the decoders of a fast
-link fit, as fresh memory costs more than all else that is done with them."""
+"""For encoded groups from the network or a disk; large enough for the groups of a play that wait for decoders on a fast
+link, since fresh memory costs more than all other work on them."""
 CACHES = BufferPool(512 << 20)
-"""For caches that plays fill. An engine keeps them as long as it needs them."""
+"""For caches that plays fill, which an engine keeps as long as it needs them."""
 
 
 def mapped(handle: int, size: int) -> memoryview:
-    """Return the first ``size`` bytes of an open file, mapped read-only as long as a view of them is left.
+    """Return the first ``size`` bytes of an open file, mapped read-only while a view of them is left.
 
-    The file must have them, and must not be cut short meanwhile. Unlike `mmap.mmap`, it keeps no file open. Raises
-    `OSError`.
+    The file must not be truncated meanwhile. Unlike `mmap.mmap`, this keeps no file open. Raises `OSError`.
     """
     libc = _libc()
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)

@@ -1,7 +1,7 @@
-"""A store in a bucket, or behind an HTTP cache, through obstore.
+"""A store in a bucket, or read-only through an HTTP cache, by obstore.
 
-Requests fail with subclasses of `TransportError` (`kvabr.store.failures`), after at most two retries. Reads wait 30
-seconds for the first byte and between two pieces; a caller with less time cancels them.
+Requests raise subclasses of `TransportError` (`kvabr.store.failures`), after at most two retries. Reads wait 30 seconds
+for the first byte and between two pieces; a caller with less time cancels them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -27,7 +26,6 @@ from kvabr.store.store import PART_BYTES, Store, StoredObject
 from kvabr.store.url import WEB, StoreUrl
 from kvabr.types.backoff import scattered
 from kvabr.types.errors import (
-    ConnectionLostError,
     NotFoundError,
     Reason,
     RequestError,
@@ -44,87 +42,54 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("kvabr.store")
 
-_AT_ONCE = 1000
-
-
-class Listing:
-    """The pages of a listing; after a failure it goes on behind the last key that came."""
-
-    def __init__(self, begin: Callable[[str | None, int], Any]) -> None:
-        """Begin: ``begin`` takes the key to go on behind, and how many objects a page may have."""
-        self._begin, self._at_once = begin, _AT_ONCE
-        self._after: str | None = None
-        self._stream: Any = None
-
-    async def more(self) -> Sequence[ObjectMeta]:
-        """Return the next page, empty behind the last; an object whose date cannot be one is left out."""
-        while True:
-            try:
-                if self._stream is None:
-                    self._stream = self._begin(self._after, self._at_once)
-                page: Sequence[ObjectMeta] | None = await anext(aiter(self._stream), None)
-                if page:
-                    self._after = page[-1]["path"]
-            except UNREADABLE:
-                if self._at_once == 1:
-                    LOG.warning("a store lists an object whose date is out of range; it is left out")
-                else:  # it fails its whole page, so look at each alone
-                    self._at_once, self._stream = 1, None
-            except Exception:
-                self._stream = None
-                raise
-            else:
-                return page or ()
-
-
 T = TypeVar("T")
 
+_AT_ONCE = 1000
 WAIT_S = 30
 """Seconds that a read waits for the first byte, and for each further one."""
 _CONNECT_S = 5
 _WRITE_BYTES_PER_S = 1 << 20
-"""A write may take as long as it takes at this rate, and `WAIT_S` more."""
+"""A write may take the time that it takes at this rate, and `WAIT_S` more."""
 _TRIES, _BACKOFF_S = 3, 0.1
 _RENEW_S = 1.0
-"""Seconds for which credentials that were just read are not read again."""
+"""Seconds for which credentials are not read again."""
 _DELETED_AT_ONCE = 1000
-_PROBERS = 6
 _SIGNED_FOR = timedelta(hours=1)
 IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {"a": "public, max-age=5", "i": "public, max-age=5", "probe": "no-store"}
 """`Cache-Control` by the first part of a name; `IMMUTABLE` for the others."""
 _PROBED: set[str] = set()
-"""URLs of stores that were seen to honour conditional writes."""
+"""URLs of stores that are known to honour conditional writes."""
 _LOCK = threading.Lock()
 
 
 class CloudStore(Store):
-    """A bucket, or a prefix in one; over plain HTTP for reading only."""
+    """A bucket, or a prefix in one; over plain HTTP read-only."""
 
     def __init__(self, url: str) -> None:
-        """Take a URL, see `kvabr.store.url`; nothing is requested yet.
+        """Take a URL, see `kvabr.store.url`, without any request.
 
-        Raises `UsageError` if it is not that of an object store, or obstore is not installed.
+        Raises `UsageError` for a malformed URL, or if obstore is not installed.
         """
         self.parsed = StoreUrl.parse(url)
         load_obstore()
         self.url, self.prefix = str(self.parsed), self.parsed.root
-        """The prefix comes before every name."""
+        """Prefix of every name."""
         self._stores: dict[int, ObstoreClient] = {}
-        """By the seconds that a request may take, 0 for reads."""
+        """Clients by the seconds that a request may take, 0 for reads."""
         self._sound = False
-        """Whether the store has said of an object that it is not there."""
+        """Whether the store has reported a missing object as missing."""
         self.made, self._made_s = 0, -math.inf
-        """How often the stores were made anew because credentials were refused, and when last."""
+        """How often, and when last, the clients were made anew because credentials were refused."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<CloudStore {self.url}>"
 
     def renew(self, made: int, failure: Failure) -> bool:
-        """Read credentials again that were refused; return whether the request is worth another try.
+        """Read refused credentials again, from a file or a service; return whether to try the request again.
 
-        They may have been replaced, in a file or by a service. ``made`` is what `made` was when the request began.
+        ``made`` is the value of `made` when the request began.
         """
         if not failure.refused:
             return False
@@ -168,13 +133,10 @@ class CloudStore(Store):
     async def stream(
         self, name: str, first: int, last: int, *, part_bytes: int = PART_BYTES
     ) -> AsyncGenerator[memoryview, None]:
-        tries = _Tries(self, 1)
-        while True:
-            try:
-                result = await _ask("get", self._reader(), self._path(name), options=_range(first, last))
-                break
-            except Exception as error:  # noqa: BLE001  # raised again unless the credentials may be new
-                tries.failed(name, "cannot be read", error)
+        path, options = self._path(name), _range(first, last)
+        result = await self._tried(
+            name, "cannot be read", lambda: _ask("get", self._reader(), path, options=options), tries=1
+        )
         self._check(name, result, first, last, last - first)
         due = result.range[1] - result.range[0]
         try:
@@ -183,18 +145,38 @@ class CloudStore(Store):
                 if due < 0:
                     break
                 yield memoryview(part)
-        except Exception as error:
-            raise self.failed(name, "cannot be read", error) from error
+        except Exception as error:  # noqa: BLE001  # raised again
+            self._raise(name, "cannot be read", error)
         if due:
             raise RequestError(f"{self.where(name)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
 
     async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        listing, empty = Listing(partial(self._listing, prefix)), True
-        while found := await self._tried(prefix, "cannot be listed", listing.more):
-            empty = False
-            for meta in found:
-                yield self._info(meta)
-        if empty:
+        after: str | None = None
+        at_once, pages = _AT_ONCE, None
+
+        async def more() -> Sequence[ObjectMeta]:
+            nonlocal at_once, pages
+            while True:
+                try:
+                    if pages is None:  # begin, or continue after the last key
+                        paths = self._path(prefix)
+                        pages = aiter(load_obstore().list(self._reader(), paths, offset=after, chunk_size=at_once))
+                    return await anext(pages, None) or ()
+                except UNREADABLE:
+                    if at_once == 1:
+                        LOG.warning("a store lists an object with an impossible date; it is left out")
+                    else:  # it fails its whole page: list one object at a time
+                        at_once, pages = 1, None
+                except Exception:
+                    pages = None
+                    raise
+
+        while page := await self._tried(prefix, "cannot be listed", more):
+            after = page[-1]["path"]
+            for meta in page:
+                name = meta["path"].removeprefix("/").removeprefix(self.prefix)
+                yield StoredObject(name, meta["size"], meta["last_modified"].timestamp())
+        if after is None:
             await self._check_answers()
 
     @property
@@ -208,10 +190,8 @@ class CloudStore(Store):
         path = self._path(key)
         if self.parsed.scheme in WEB or self.parsed.anonymous:
             return f"{self._plain()}/{quote(path)}"
-        try:
-            return str(await load_obstore().sign_async(self._reader(), "GET", path, _SIGNED_FOR))
-        except Exception as error:
-            raise self.failed(key, "cannot be read", error) from error
+        sign = load_obstore().sign_async
+        return await self._tried(key, "cannot be read", lambda: sign(self._reader(), "GET", path, _SIGNED_FOR), tries=1)
 
     def _plain(self) -> str:
         """Return the URL without TLS that keys are below; empty if there is none."""
@@ -246,25 +226,14 @@ class CloudStore(Store):
         if self.url in _PROBED:
             return
         if self.parsed.scheme in WEB:
-            raise UsageError(f"{self.url}: an HTTP cache can only be read; publish to the store behind it")
+            raise UsageError(f"{self.url}: an HTTP cache is read-only; publish to its store")
         await self._check_answers()
-        name, won, kept = "", list[int](), b""
-        for _ in range(_TRIES):
-            name = f"{PROBES}{secrets.token_hex(8)}"
-            told = await asyncio.gather(*(self.put_new(name, b"%d" % number) for number in range(_PROBERS)))
-            won = [number for number, written in enumerate(told) if written]
-            kept = bytes(await self.get(name, limit=64))
-            if won:
-                break  # if not, the winner's answer was lost, and its second try found what its first had written
-        else:
-            raise ConnectionLostError(
-                f"{self.url}: does not answer reliably; whether conditional writes work is unknown"
-            )
-        if await self.put_new(name, b"late") or len(won) != 1 or kept != b"%d" % won[0]:
+        name = f"{PROBES}{secrets.token_hex(8)}"
+        await self.put_new(name, b"first")  # False after a lost answer, if the first try was written
+        if await self.put_new(name, b"second") or bytes(await self.get(name, limit=64)) != b"first":
             raise StoreError(
-                f"{self.url}: the store does not honour conditional writes (If-None-Match: *): {len(won)} of "
-                f"{_PROBERS} writers of one object were told that theirs was written. Publishers would overwrite each "
-                "other; upgrade the store, or use another"
+                f"{self.url}: the store does not honour conditional writes (If-None-Match: *), so publishers would "
+                "overwrite each other; upgrade the store, or use another"
             )
         try:
             await self.delete([name])
@@ -277,9 +246,6 @@ class CloudStore(Store):
             _PROBED.add(self.url)
 
     # ------------------------------------------------------- one try
-
-    def _listing(self, prefix: str, after: str | None, at_once: int) -> Any:
-        return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=at_once)
 
     async def _put(self, key: str, data: bytes | memoryview) -> bool:
         control = _CACHE_CONTROL.get(key.partition("/")[0], IMMUTABLE)
@@ -296,9 +262,9 @@ class CloudStore(Store):
     # ------------------------------------------------------- checks and failures
 
     async def _check_answers(self) -> None:
-        """Raise `StoreError` if the store answers for an object that cannot be there.
+        """Raise `StoreError` if the server has an answer for an object that cannot exist.
 
-        A log-in page or another web server at its address does, and obstore reads such a page as an empty listing.
+        A log-in page or another web server does, and obstore reads such a page as an empty listing.
         """
         if self._sound:
             return
@@ -311,52 +277,59 @@ class CloudStore(Store):
             why = None
         except TransportError:
             return
-        told = f": {why}" if why else ""
+        reason = f": {why}" if why else ""
         raise StoreError(
-            f"{self.url}: no object store is there, but a server that answers for an object that does not exist{told}; "
-            "correct the URL or the endpoint"
+            f"{self.url}: this is no object store, but a server that answers for an object that does not exist{reason}"
+            "; correct the URL or the endpoint"
         )
 
     def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
-        """Check the range that an answer says it has."""
         first, last = result.range
         try:
             size = result.meta["size"]
         except UNREADABLE:
-            size = last  # a date that is none does not matter here; the bytes are checked by who wants them
+            size = last  # an invalid date does not matter here
         wanted = size if end is None else min(end, size)
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
-            told = f"{self.where(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came"
-            raise RequestError(told, reason=Reason.WRONG)
+            message = f"{self.where(key)}: the answer has bytes {first} to {last}, not {start} to {wanted}"
+            raise RequestError(message, reason=Reason.WRONG)
         self.check_size(key, last - first, limit)
 
     def _whole(self, key: str, result: GetResult, data: memoryview) -> memoryview:
         first, last = result.range
         if len(data) != last - first:
-            told = f"{self.where(key)}: truncated, {len(data)} of {last - first} bytes came"
-            raise RequestError(told, reason=Reason.WRONG)
+            message = f"{self.where(key)}: truncated, {len(data)} of {last - first} bytes were received"
+            raise RequestError(message, reason=Reason.WRONG)
         return data.toreadonly()
 
-    async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]]) -> T:
-        tries = _Tries(self)
+    async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]], *, tries: int = _TRIES) -> T:
+        """Try a request again after failures that may pass, and once more with credentials that were read again."""
+        made, renewed = self.made, False
         while True:
             try:
                 return await once()
             except Exception as error:  # noqa: BLE001  # raised again unless it may pass
-                delay_s = tries.failed(key, what, error)
-            await asyncio.sleep(delay_s)
+                failure = Failure.of(error)
+                if failure.exhausted:
+                    self.close()  # its idle connections may use up the descriptors
+                if not renewed and self.renew(made, failure):
+                    renewed = True
+                    continue
+                tries -= 1
+                if not tries or not failure.passes:
+                    self._raise(key, what, error)
+            await asyncio.sleep(scattered(_BACKOFF_S * 2.0 ** (_TRIES - tries)))
 
-    def failed(self, key: str, what: str, error: Exception) -> Exception:
-        """Return the error to raise where ``what`` has failed."""
-        if isinstance(error, UNREADABLE):
-            return RequestError(f"{self.where(key)}: {what}: the store tells a date or a number that cannot be one")
-        if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
-            return error  # ours, or a mistake
-        return Failure.of(error).error(self.where(key), what)
-
-    def _info(self, meta: ObjectMeta) -> StoredObject:
-        key = meta["path"].removeprefix("/").removeprefix(self.prefix)
-        return StoredObject(key, meta["size"], meta["last_modified"].timestamp())
+    def _raise(self, key: str, what: str, error: Exception) -> NoReturn:
+        try:
+            if isinstance(error, UNREADABLE):
+                message = f"{self.where(key)}: {what}: the store sent an impossible date or number"
+                raise RequestError(message) from error
+            if isinstance(error, OSError) or type(error).__module__.startswith("obstore"):
+                raise Failure.of(error).error(self.where(key), what) from error
+            raise error  # ours, or a bug
+        finally:
+            del error  # breaks a cycle with this frame, which would keep a store's connections
 
     def _path(self, key: str) -> str:
         return self.prefix + key
@@ -375,8 +348,8 @@ class CloudStore(Store):
         return self._store(wanted_s)
 
     def _store(self, most_s: int) -> ObstoreClient:
-        # obstore's own time limits: a read may take long as a whole, but not from one piece to the next. That limit
-        # would also end uploads, which have one for the whole.
+        # A read may take long as a whole, but not from one piece to the next. That limit of obstore would also end
+        # uploads, so they have a limit for the whole.
         with self._lock:
             if most_s not in self._stores:
                 limits: ClientConfig = {"connect_timeout": f"{_CONNECT_S}s"}
@@ -388,37 +361,10 @@ class CloudStore(Store):
             return self._stores[most_s]
 
 
-class _Tries:
-    """Tries of one request: of what may pass three, and one more with credentials that were read again."""
-
-    def __init__(self, bucket: CloudStore, tries: int = _TRIES) -> None:
-        """Begin a request of a bucket."""
-        self._bucket, self._left, self._made, self._renewed = bucket, tries, bucket.made, False
-
-    def failed(self, key: str, what: str, error: Exception) -> float:
-        """Return the seconds to wait before the next try; raise if there is none."""
-        failure = Failure.of(error)
-        if failure.exhausted:
-            self._bucket.close()  # its idle connections may be what there are too many of
-        if not self._renewed and self._bucket.renew(self._made, failure):
-            self._renewed = True
-            return 0.0
-        self._left -= 1
-        if self._left and failure.passes:
-            return scattered(_BACKOFF_S * 2.0 ** (_TRIES - self._left))
-        told = self._bucket.failed(key, what, error)
-        try:
-            if told is error:
-                raise error
-            raise told from error
-        finally:
-            del told, error  # they know this frame: the two would keep each other, and with them a store's connections
-
-
 def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
-    """Call a function of obstore's.
+    """Call a function of obstore.
 
-    No coroutine: an error would keep its frame, and with that a store's connections.
+    Not a coroutine: an error would keep its frame, and so a store's connections.
     """
     answer: Awaitable[Any] = getattr(load_obstore(), f"{what}_async")(*args, **options)
     return answer

@@ -1,9 +1,8 @@
-"""Ranges of objects over plain HTTP, received where they are wanted.
+"""Ranges of objects over plain HTTP, received into their final memory.
 
-obstore copies what comes, which takes the processor two to three times as long. Stores and caches in the same network,
-without TLS and without a proxy, are therefore read here, over a few connections that stay open; their requests are
-signed by obstore. An answer is believed only if it is of the very range that was asked for: what is in it, its reader
-checks.
+obstore copies received bytes, which takes two to three times the processor time. Stores and caches in the same network,
+without TLS and a proxy, are therefore read here over a few persistent connections; obstore signs the requests. Answers
+with another range than requested are refused; the reader checks the content.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from kvabr.types.errors import ConnectionLostError, Reason, RequestError, Transp
 
 _MOST_HEAD_BYTES = 16 << 10
 _MOST_IDLE = 8
-"""Connections that are kept open without a request."""
+"""Most connections that stay open without a request."""
 _SPARE = 1
-"""Connections without a request that are left for what is urgent."""
+"""Idle connections that are left for urgent requests."""
 _CONNECT_S = 5.0
 _STATUS = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
@@ -34,10 +33,10 @@ _NUMBER = re.compile(rb"\d{1,20}")
 
 
 class Sink(Protocol):
-    """Where the bytes of a range go."""
+    """Receives the bytes of a range."""
 
     def room(self) -> memoryview:
-        """Return memory for the bytes that come next, writable and not empty."""
+        """Return writable memory, not empty, for the next bytes."""
 
     def took(self, count: int) -> None:
         """Note that ``count`` bytes were written to the memory that `room` returned last."""
@@ -47,43 +46,42 @@ class DirectReader:
     """Reads one bucket, for one event loop."""
 
     def __init__(self, bucket: CloudStore) -> None:
-        """Connect to nothing yet; see `of`."""
+        """Prepare a reader without any connection; see `of`."""
         self._bucket = bucket
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
-        """Connections that wait for a request, by host and port: those never used first, the one used last at the end.
-        The server has seen how fast that one is, and sends more of an answer at once."""
+        """Idle connections by host and port: unused ones first, the most recently used last. The server knows the speed
+        of that one, and sends more of an answer at once."""
         self.dialled = 0
-        """Connections so far."""
 
     @classmethod
     def of(cls, bucket: Store) -> DirectReader | None:
-        """Return a reader of a bucket; None if it cannot be read without TLS, or behind a proxy."""
+        """Return a reader of a bucket; None if it needs TLS or a proxy."""
         return cls(bucket) if isinstance(bucket, CloudStore) and bucket.is_direct else None
 
     async def receive(
         self, key: str, begin: int, end: int, sink: Sink, *, part_bytes: int = PART_BYTES, urgent: bool = True
     ) -> None:
-        """Receive bytes ``begin`` to ``end`` of an object; cancelling it ends the request.
+        """Receive bytes ``begin`` to ``end`` of an object; cancelling this ends the request.
 
         Args:
             key: the object.
             begin: first byte.
             end: byte after the last one.
-            sink: takes them, in order.
-            part_bytes: bytes after which it is told each time, if they do not come faster.
-            urgent: take the connection that was used last. What is not takes the one used longest ago, and leaves
-                one, so that something urgent neither waits for a new connection nor has a slow start.
+            sink: receives the bytes in order.
+            part_bytes: bytes after which the sink is called, unless they arrive faster.
+            urgent: use the most recently used connection. Other requests use the oldest one, and leave one idle, so
+                that urgent requests neither wait for a connection nor have a slow start.
 
         Raises:
             NotFoundError: there is no such object.
             UnauthorizedError: the store refuses us.
             ConnectionLostError: the store cannot be reached, or the connection broke.
-            RequestError: the answer is another one than was asked for, or the store is too busy.
+            RequestError: the answer has another range, or the store is busy.
         """
         made = self._bucket.made
         try:
             await self._receive(key, begin, end, sink, part_bytes, urgent=urgent)
-        except UnauthorizedError:  # nothing has come
+        except UnauthorizedError:  # before any byte
             if not self._bucket.renew(made, Failure.of_status(403)):
                 raise
             await self._receive(key, begin, end, sink, part_bytes, urgent=urgent)
@@ -108,7 +106,7 @@ class DirectReader:
                 link.close()
                 if not used:
                     raise ConnectionLostError(f"{exchange.where}: the store closed the connection") from error
-                continue  # the store had closed it before it was used again
+                continue  # the store had closed the idle connection
             except OSError as error:
                 link.close()
                 raise ConnectionLostError(f"{exchange.where}: the connection broke ({error.strerror})") from error
@@ -122,7 +120,7 @@ class DirectReader:
             return
 
     async def warm(self, count: int) -> None:
-        """Open connections until ``count`` wait for requests, which then need no round trip for it; never raises."""
+        """Open connections until ``count`` are idle, to save round trips later; never raises."""
         with suppress(TransportError, ValueError):
             url = urlsplit(await self._bucket.address(""))
             host, port = url.hostname or "", url.port or 80
@@ -132,11 +130,11 @@ class DirectReader:
             idle[:0] = [link for link in made if isinstance(link, socket.socket)]
 
     async def close(self) -> None:
-        """Close the connections that are not in use; cancel what is received before."""
+        """Close idle connections; cancel all `receive` calls first."""
         self.relieve()
 
     def relieve(self) -> None:
-        """Close the connections that are not in use."""
+        """Close idle connections."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().close()
@@ -166,7 +164,7 @@ class DirectReader:
 
 
 def _open_one(idle: list[socket.socket], *, urgent: bool) -> socket.socket | None:
-    """Take a connection on which nothing has come; close those that the server has ended."""
+    """Take an idle connection; close those that the server has closed or written to."""
     while len(idle) > (0 if urgent else _SPARE):
         link = idle.pop(-1 if urgent else 0)
         try:
@@ -180,7 +178,7 @@ def _open_one(idle: list[socket.socket], *, urgent: bool) -> socket.socket | Non
 
 
 class _StaleError(Exception):
-    """A connection ended before anything of the answer came."""
+    """A connection ended before any byte of the answer."""
 
 
 class _Exchange:
@@ -201,7 +199,7 @@ class _Exchange:
         stays = self._check(head)
         left = self._end - self._begin
         if len(rest) > left:
-            raise self._wrong("more came than it said")
+            raise self._wrong("it has more bytes than announced")
         while rest:
             room = sink.room()
             count = min(len(room), len(rest))
@@ -210,7 +208,7 @@ class _Exchange:
             rest, left = rest[count:], left - count
         waits_for = 1
         while left:
-            # Woken up by every packet, the processor would do little else.
+            # One wake-up per packet would take most of the processor time.
             if (wanted := min(part_bytes, left)) != waits_for:
                 waits_for = wanted
                 self._wait_for(waits_for)
@@ -223,7 +221,7 @@ class _Exchange:
         return stays
 
     async def _head(self) -> tuple[bytes, memoryview]:
-        """Return the head of the answer, and what has come behind it."""
+        """Return the head of the answer, and the bytes received after it."""
         buffer, size = bytearray(_MOST_HEAD_BYTES), 0
         while size < len(buffer):
             try:
@@ -233,14 +231,14 @@ class _Exchange:
             if not count:
                 if not size:
                     raise _StaleError
-                raise ConnectionLostError(f"{self.where}: the store ended the connection within its answer")
+                raise ConnectionLostError(f"{self.where}: the store ended the connection within the head of its answer")
             end = buffer.find(b"\r\n\r\n", max(0, size - 3), size := size + count)
             if end >= 0:
                 return bytes(buffer[:end]), memoryview(buffer)[end + 4 : size]
         raise self._wrong(f"its head has more than {_MOST_HEAD_BYTES} bytes")
 
     def _check(self, head: bytes) -> bool:
-        """Check that an answer is of the range that was asked for; return whether the connection stays open."""
+        """Check that the answer has the requested range; return whether the connection stays open."""
         first, *lines = head.split(b"\r\n")
         status = _STATUS.fullmatch(first)
         if status is None:
@@ -260,17 +258,17 @@ class _Exchange:
         count = int(length) if _NUMBER.fullmatch(length) else None
         if count != size:
             ignored = "; it ignores ranges" if code == 200 else ""
-            raise self._wrong(f"{size} bytes were asked for, it has {'no length' if count is None else count}{ignored}")
+            raise self._wrong(f"it has {'no length' if count is None else count} instead of {size} bytes{ignored}")
         if code == 206:
-            came = _RANGE.fullmatch(fields.get(b"content-range", b""))
-            if came is None or (int(came[1]), int(came[2])) != (self._begin, self._end - 1):
-                raise self._wrong(f"bytes {self._begin} to {self._end} were asked for, others came")
+            served = _RANGE.fullmatch(fields.get(b"content-range", b""))
+            if served is None or (int(served[1]), int(served[2])) != (self._begin, self._end - 1):
+                raise self._wrong(f"it has another range than bytes {self._begin} to {self._end}")
         elif self._begin:
             raise self._wrong("it ignores ranges")
         return fields.get(b"connection", b"keep-alive").lower() == b"keep-alive"
 
     def _wait_for(self, size: int) -> None:
-        with suppress(OSError):  # a system that cannot: then every packet is told of
+        with suppress(OSError):  # not every system supports it
             self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _wrong(self, why: str) -> RequestError:
@@ -278,4 +276,4 @@ class _Exchange:
 
 
 _ONCE = frozenset((b"content-length", b"content-range", b"content-encoding", b"transfer-encoding", b"connection"))
-"""Fields that an answer may have once."""
+"""Fields that an answer may have only once."""

@@ -1,12 +1,12 @@
-"""Encryption at rest: a store whose objects another store keeps encrypted. See `docs/design/store.md`.
+"""Encryption at rest: a store that encrypts the objects of another store. See `docs/design/store.md`.
 
-An object is a header, then segments of 64 KiB, each with a tag of its own, so that a range costs what it carries:
+An object is a header, then segments of 64 KiB with a tag each, so that ranges can be read:
 
     "KVEN" | version (1 byte) | key id (4 bytes) | nonce prefix (7 bytes) | segments
 
-Segment ``n`` is AES-256-GCM of its bytes under the nonce ``prefix | n (4 bytes) | last (1 byte)``, the STREAM
-construction (Hoang, Reyhanitabar, Rogaway and Vizar, CRYPTO 2015), so segments cannot be moved, dropped or cut off. The
-object's name is authenticated with each.
+Segment ``n`` is AES-256-GCM under the nonce ``prefix | n (4 bytes) | last (1 byte)``, the STREAM construction (Hoang,
+Reyhanitabar, Rogaway and Vizar, CRYPTO 2015), so segments cannot be moved, dropped or truncated. The object's name is
+authenticated with each.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from pathlib import Path
-from typing import Any, TypeVar
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -26,8 +24,6 @@ from kvabr.store.buffers import GROUPS
 from kvabr.store.files import read_bytes
 from kvabr.store.store import PART_BYTES, Store, StoredObject
 from kvabr.types.errors import RequestError, UsageError
-
-T = TypeVar("T")
 
 KEY_BYTES = 32
 SEGMENT_BYTES = 64 << 10
@@ -43,19 +39,14 @@ class WrongKeyError(RequestError):
 
 
 class EncryptedStore(Store):
-    """Encrypts what is written to a store, and decrypts what is read."""
+    """Encrypts and decrypts the objects of a store."""
 
     def __init__(self, store: Store, key: bytes, previous: bytes | None = None) -> None:
-        """Wrap a store.
-
-        Args:
-            store: keeps the ciphertext.
-            key: 32 bytes; see `read_key`.
-            previous: the key before this one, for objects that were written with it.
+        """Encrypt with a key of 32 bytes (`read_key`), and decrypt also with the ``previous`` one.
 
         Raises `UsageError` if a key does not have 32 bytes.
         """
-        self.store, self.url = store, store.url
+        self.store, self.url, self.immediate = store, store.url, store.immediate
         self._keys: dict[bytes, AESGCM] = {}
         for each in (key, *(() if previous is None else (previous,))):
             if len(each) != KEY_BYTES:
@@ -66,7 +57,7 @@ class EncryptedStore(Store):
     async def get(
         self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """See `Store.get`. Raises `WrongKeyError` if a segment is not what was written under this name and key."""
+        """See `Store.get`. Raises `WrongKeyError` for a segment that was not written under this name and key."""
         begin = first // SEGMENT_BYTES
         if last is None:
             most = _sealed_size(first + limit + 1)
@@ -76,13 +67,13 @@ class EncryptedStore(Store):
             return plain
         if last <= first:
             return memoryview(b"")
-        # One segment more tells whether the last one that is wanted ends the object.
+        # A byte of the next segment shows whether the last requested one ends the object.
         end = -(-last // SEGMENT_BYTES)
         where = _HEADER_BYTES + begin * _SEALED_BYTES, _HEADER_BYTES + end * _SEALED_BYTES + 1
         if begin:
             head = await self.store.get(name, 0, _HEADER_BYTES, limit=_HEADER_BYTES, wait_s=wait_s)
             data = await self.store.get(name, *where, limit=where[1] - where[0], wait_s=wait_s)
-            if not data:  # it ends before
+            if not data:  # beyond the end
                 return data
         else:
             data = await self.store.get(name, 0, where[1], limit=where[1], wait_s=wait_s)
@@ -124,17 +115,11 @@ class EncryptedStore(Store):
     def close(self) -> None:
         self.store.close()
 
-    def blocked(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.store.blocked(work)
-
-    def started(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return self.store.started(work)
-
     def where(self, name: str) -> str:
         return self.store.where(name)
 
     def _opened(self, name: str, head: memoryview, data: memoryview, begin: int, *, ends: bool) -> memoryview:
-        """Return the plain bytes of consecutive segments; ``ends``: they are the last ones."""
+        """Return the plain bytes of consecutive segments; ``ends``: they include the last one."""
         if len(head) < _HEADER_BYTES or bytes(head[: len(_MAGIC)]) != _MAGIC:
             raise WrongKeyError(f"{self.where(name)}: is not encrypted, or is damaged; open the store without a key")
         key_id = bytes(head[len(_MAGIC) : len(_MAGIC) + _ID_BYTES])
@@ -145,18 +130,18 @@ class EncryptedStore(Store):
         plain, end = GROUPS.take(max(0, len(data) - count * _TAG_BYTES)), 0
         for number in range(count):
             last, segment = ends and number == count - 1, data[number * _SEALED_BYTES : (number + 1) * _SEALED_BYTES]
-            room = plain[end : end + max(0, len(segment) - _TAG_BYTES)]
+            target = plain[end : end + max(0, len(segment) - _TAG_BYTES)]
             try:
-                key.decrypt_into(_nonce(prefix, begin + number, last=last), segment, name.encode(), room)
+                key.decrypt_into(_nonce(prefix, begin + number, last=last), segment, name.encode(), target)
             except InvalidTag as error:
                 what = "is damaged, cut short, or another object under this name"
                 raise WrongKeyError(f"{self.where(name)}: {what}") from error
-            end += len(room)
+            end += len(target)
         return plain.toreadonly()
 
 
 def read_key(path: Path) -> bytes:
-    """Return the key in a file: 32 bytes, or their base64 or hex digits in a line; `UsageError` if it has none."""
+    """Return the key in a file: 32 bytes, or their base64 or hex digits; raise `UsageError` if there is none."""
     data = read_bytes(path, 1024, unreadable=UsageError)
     text = data.strip()
     if len(data) == KEY_BYTES:

@@ -1,8 +1,7 @@
-"""What a failed request to an object store means, and what to tell the user. No text of a peer's gets into messages."""
+"""Classifies failed requests to object stores. Text from a peer never gets into messages."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -36,9 +35,8 @@ Kind = Literal[
 ]
 
 UNREADABLE = (ValueError, OverflowError)
-"""What obstore raises of dates that Python does not have, such as those of the year 0."""
+"""Errors of obstore for dates that Python does not have, such as the year 0."""
 _STATUS = re.compile(r"status code: (\d{3})")
-_SYSTEM = re.compile(r"\(os error (\d{1,3})\)")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>|\(code: ([A-Za-z0-9]{1,64})\)")
 _KINDS_BY_CODE: dict[str, Kind] = {
     "NoSuchBucket": "bucket",
@@ -64,7 +62,7 @@ _KINDS_BY_CODE: dict[str, Kind] = {
         "rejected",
     ),
 }
-"""What stores' own words mean, whatever was asked for."""
+"""Kinds by the store's error code, for any request."""
 _CAUSES = {
     "ConnectionRefused": "connection refused",
     "dns error": "no such host",
@@ -73,7 +71,7 @@ _CAUSES = {
     "NetworkUnreachable": "network unreachable",
     "HostUnreachable": "host unreachable",
 }
-"""Why no connection was made, by what obstore's account of it contains."""
+"""Reasons for a failed connection, by words of obstore's debug text."""
 _NO_DESCRIPTORS = "this process has no file descriptors left"
 _EMFILE = re.compile(r"\bos error 2[34]\b|\bcode: 2[34]\b")
 _RANGE = ("Requested range", "Wanted range", "range")
@@ -85,52 +83,48 @@ _KINDS_BY_TYPE: dict[str, Kind] = {
     "PreconditionError": "conflict",
     "PermissionDeniedError": "denied",
     "UnauthenticatedError": "rejected",
-    "PermissionError": "denied",
 }
 _KINDS_BY_STATUS: dict[int | None, Kind] = {401: "rejected", 403: "denied", 404: "absent"}
 _UNAUTHORIZED: dict[Kind, str] = {
-    "clock": "this machine's clock is wrong{told}; set it, for example by NTP",
+    "clock": "this machine's clock is wrong{details}; set it, for example by NTP",
     "credentials": f"no credentials were found; {CREDENTIALS}",
-    "rejected": f"these credentials are wrong or have expired{{told}}; {CREDENTIALS}",
+    "rejected": f"these credentials are wrong or have expired{{details}}; {CREDENTIALS}",
 }
-"""What to tell of failures that concern everything that is asked for."""
+"""Messages for failures that affect all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a request failed of."""
+    """A failed request."""
 
     kind: Kind
     status: int | None = None
-    """Status of the HTTP answer; None if there was none."""
     code: str = ""
-    """The store's own word for it."""
     cause: str = ""
-    """Why there is no connection, or what the system says, if that is known."""
 
     @property
-    def told(self) -> str:
-        """Status and word, or the cause, for messages."""
+    def details(self) -> str:
+        """Status, code and cause, for messages."""
         return " ".join(str(part) for part in (self.status, self.code, self.cause) if part)
 
     @property
     def passes(self) -> bool:
-        """Whether the same request may succeed a moment later."""
+        """Whether the same request may soon succeed."""
         return self.kind in ("busy", "lost")
 
     @property
     def exhausted(self) -> bool:
-        """Whether this process has no descriptors left."""
+        """Whether this process has no file descriptors left."""
         return self.cause == _NO_DESCRIPTORS
 
     @property
     def refused(self) -> bool:
-        """Whether other credentials might have been accepted; an answer to a HEAD does not say more than 403."""
+        """Whether other credentials might be accepted; the answer to a HEAD is just 403."""
         return self.kind in ("rejected", "credentials") or (self.kind == "denied" and not self.code)
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Read an error of obstore's."""
+        """Classify an error of obstore."""
         text, _, account = str(error).partition("Debug source:")
         text = text[:8000]
         found, coded = _STATUS.search(text), _CODE.search(text)
@@ -142,51 +136,51 @@ class Failure:
             return cls("lost", None, "", _NO_DESCRIPTORS)
         if kind == "lost" and "kind: Connect" in account:
             cause = next((cause for word, cause in _CAUSES.items() if word in account[:8000]), "")
-        elif status is None and (refused := _SYSTEM.search(text)) is not None:
-            cause = os.strerror(int(refused[1]))  # of the disk behind file://
         return cls(kind, status, code, cause)
 
     @classmethod
     def of_status(cls, status: int) -> Failure:
-        """Return what an HTTP answer with a status says that is no success."""
+        """Classify the status of an unsuccessful HTTP answer."""
         return cls(_kind(ValueError(), "", status, ""), status)
 
     def error(self, where: str, what: str) -> TransportError:
-        """Return the error to raise: ``what`` failed, for example "cannot be read", at the URL ``where``."""
-        told = f" ({self.told})" if self.told else ""
+        """Return the error to raise: ``what`` failed, such as "cannot be read", at the URL ``where``."""
+        details = f" ({self.details})" if self.details else ""
         if self.kind == "absent":
             return NotFoundError(f"{where}: there is no such object", reason=Reason.MISSING)
         if self.kind == "bucket":
-            return StoreError(f"{where}: the bucket does not exist{told}; make it, or correct the URL or the endpoint")
+            return StoreError(
+                f"{where}: the bucket does not exist{details}; make it, or correct the URL or the endpoint"
+            )
         if (why := _UNAUTHORIZED.get(self.kind)) is not None:
-            return UnauthorizedError(f"{where}: {what}: {why.format(told=told)}")
+            return UnauthorizedError(f"{where}: {what}: {why.format(details=details)}")
         if self.kind == "denied":
             return ForbiddenError(
-                f"{where}: {what}: the store refuses these credentials{told}: this identity may not do that, or there "
-                f"is nothing of that name and it may not list; {CREDENTIALS}"
+                f"{where}: {what}: the store refuses these credentials{details}: this identity may not do that, or the "
+                f"object does not exist and the identity may not list; {CREDENTIALS}"
             )
         if self.kind == "busy":
-            told = f"{where}: {what}: the store is overloaded{told}; try again later"
-            return RequestError(told, reason=Reason.BUSY, retry_after_s=5.0)
+            message = f"{where}: {what}: the store is overloaded{details}; try again later"
+            return RequestError(message, reason=Reason.BUSY, retry_after_s=5.0)
         if self.kind == "lost":
             why = "cannot be reached" if self.cause else "did not answer, or the connection broke"
-            return ConnectionLostError(f"{where}: {what}: the store {why}{told}")
+            return ConnectionLostError(f"{where}: {what}: the store {why}{details}")
         if self.kind == "whole":
-            why = "the store, or a gateway in front of it, ignores ranges: other bytes came than were asked for"
+            why = "the store, or a gateway in front of it, ignores ranges and sent other bytes"
             return RequestError(f"{where}: {what}: {why}", reason=Reason.WRONG)
         if self.kind == "foreign":
             why = "no object store answers like that; correct the URL or the endpoint"
-            return RequestError(f"{where}: {what}{told}: {why}", reason=Reason.WRONG)
+            return RequestError(f"{where}: {what}{details}: {why}", reason=Reason.WRONG)
         if self.kind == "range":
-            return RequestError(f"{where}: {what}: the object is shorter than was asked for; it was replaced{told}")
-        return RequestError(f"{where}: {what}{told}")
+            return RequestError(f"{where}: {what}: the object is shorter than the range; it was replaced{details}")
+        return RequestError(f"{where}: {what}{details}")
 
 
 def strange(data: bytes | memoryview) -> str | None:
-    """Return why an answer is no JSON object, as gateways make them; None if it may be one."""
+    """Return why an answer is no JSON object, such as a page of a gateway; None if it may be one."""
     begin, end = bytes(data[:64]).lstrip(), bytes(data[-64:]).rstrip()
     if begin.startswith(b"\x1f\x8b"):
-        return "it is compressed (gzip), which was not asked for"
+        return "it is compressed (gzip)"
     if begin.startswith(b"<"):
         return "it is a page (HTML or XML)"
     if not begin.startswith(b"{"):

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, private where they hold caches, and read up to a bound."""
+"""Files: written whole or not at all, private if they contain caches, and read up to a bound."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ MIN_SALT_BYTES = 16
 MAX_SALT_BYTES = 4096
 
 PARTIAL = ".partial"
-"""Suffix of files and folders that are being written."""
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
-"""Modes of what only its owner may read: a cache is as secret as its prompt."""
+"""Modes of private files and folders: a cache is as secret as its prompt."""
 STALE_S = 3600.0
-"""Seconds without a change after which what a killed process was writing is removed."""
+"""Seconds without a change after which the partial file of a killed process is removed."""
 
 
 class FileVersion(NamedTuple):
-    """Tells whether a file is still the same, without reading it."""
+    """Identifies the content of a file without reading it."""
 
     device: int
     inode: int
@@ -40,7 +39,7 @@ class FileVersion(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileVersion | None:
-        """Return the version of a file; None if it is gone or cannot be looked at."""
+        """Return the version of a file; None if it cannot be accessed."""
         try:
             return cls.from_stat(path.stat())
         except OSError:
@@ -48,23 +47,23 @@ class FileVersion(NamedTuple):
 
     @classmethod
     def from_stat(cls, found: os.stat_result) -> FileVersion:
-        """Return the version of a file that was looked at."""
+        """Return the version from a file's status."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def open_regular(
     path: Path | str, *, follow_links: bool = False, sole: bool = False, dir_fd: int | None = None
 ) -> BufferedReader:
-    """Open an ordinary file for reading; never a pipe, which would block. Raises `OSError` for everything else.
+    """Open an ordinary file for reading, never a pipe, which would block; raise `OSError` for everything else.
 
-    ``sole`` also refuses a file that has another name, which may be that of a file elsewhere. The one under which it
-    was written, and which it keeps for a moment, does not count.
+    ``sole`` also refuses a file with another name, which may belong elsewhere. The partial name under which it was
+    written does not count.
     """
     links = 0 if follow_links else os.O_NOFOLLOW
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links
-    try:  # the access time of a catalog says when an engine computed its prompt last
+    try:  # reading must not change access times: those of catalogs record their last use by an engine
         handle = os.open(path, flags | getattr(os, "O_NOATIME", 0), dir_fd=dir_fd)
-    except PermissionError:  # of another user's file
+    except PermissionError:  # another user's file
         handle = os.open(path, flags, dir_fd=dir_fd)
     found = os.fstat(handle)
     linked = sole and found.st_nlink > 1 and _has_other_names(Path(path), handle)
@@ -75,12 +74,12 @@ def open_regular(
 
 
 def _has_other_names(path: Path, handle: int) -> bool:
-    """Return whether an open file has names besides ``path`` and those under which it was written."""
+    """Return whether an open file has names other than ``path`` and its partial names."""
     partial = 0
     for other in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
         with contextlib.suppress(OSError):
             partial += os.path.samestat(other.lstat(), os.fstat(handle))
-    return os.fstat(handle).st_nlink > 1 + partial  # looked at last: meanwhile they may have gone
+    return os.fstat(handle).st_nlink > 1 + partial  # read last: partial names may vanish meanwhile
 
 
 def read_bytes(
@@ -104,7 +103,7 @@ def read_text(
     unreadable: type[KvabrError] = AssetError,
     unfit: type[KvabrError] = UsageError,
 ) -> str:
-    """Read a UTF-8 text file, without its byte order mark; otherwise as `read_bytes`."""
+    """Read a UTF-8 text file without its byte order mark; otherwise as `read_bytes`."""
     try:
         return read_bytes(path, limit, unreadable=unreadable, unfit=unfit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -112,19 +111,17 @@ def read_text(
 
 
 def read_salt(path: Path | None) -> bytes:
-    """Return a tenant's salt: all bytes of the file at ``path``, or ``b""`` without a path.
+    """Return a tenant's salt: the bytes of a file, or ``b""`` without a path.
 
-    The salt is mixed into every digest of a prompt, so that only its owners can name the prompt.
-
-    Raises:
-        UsageError: The file cannot be read, or does not hold 16 to 4096 bytes.
+    The salt is mixed into every digest of a prompt, so that only its owners can name the prompt. Raises `UsageError` if
+    the file cannot be read, or does not have 16 to 4096 bytes.
     """
     if path is None:
         return b""
     salt = read_bytes(path, 1 << 20, unreadable=UsageError)
     if not MIN_SALT_BYTES <= len(salt) <= MAX_SALT_BYTES:
         raise UsageError(
-            f"salt file {path}: must hold {MIN_SALT_BYTES} to {MAX_SALT_BYTES} random bytes; make one with: "
+            f"salt file {path}: must have {MIN_SALT_BYTES} to {MAX_SALT_BYTES} random bytes; make one with: "
             f"head -c 32 /dev/urandom > {path}"
         )
     return salt
@@ -136,7 +133,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def check_makeable(folder: Path) -> None:
-    """Raise `AssetError` if nothing could be written into a folder, which need not exist yet."""
+    """Raise `AssetError` if a folder, which need not exist yet, could not be written."""
     whole = folder.absolute()
     try:
         place = next(each for each in (whole, *whole.parents) if each.exists())
@@ -148,12 +145,12 @@ def check_makeable(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write ``data`` to ``path``: a reader sees the old file or the new one, never a part.
+    """Write ``data`` to ``path``: readers see the old file or the new one, never a part.
 
-    A pipe or a device is written into. ``mode`` is as for `replacing`. If `AssetError` is raised, nothing is left
-    behind, and an old file stays.
+    Pipes and devices are written directly. ``mode`` is as for `replacing`. After an `AssetError` the old file is
+    unchanged.
     """
-    # Asked before anything else: what /dev/stdout leads to may have no path.
+    # Checked first: the target of /dev/stdout may have no path.
     if path.exists() and not path.is_file():
         try:
             path.write_bytes(data)
@@ -166,15 +163,15 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[BufferedWriter]:
-    """Open a partial file that replaces ``path`` when the block ends, and vanishes when the block raises.
+    """Open a partial file that replaces ``path`` at the end of the block, and vanishes if the block raises.
 
-    The file is a hidden sibling of ``path``, or of what that links to. ``mode`` is masked by the process's umask;
-    ``sync`` has the data reach the disk before the file takes its name. Raises `AssetError`.
+    The file is a hidden sibling of ``path``, or of the target of a link. ``mode`` is masked by the process's umask;
+    ``sync`` writes the data to the disk before the file gets its name. Raises `AssetError`.
     """
     partial: Path | None = None
     try:
         path = Path(os.path.realpath(path))  # not `resolve`, which raises for a link to itself
-        # Opened with its final mode: the kernel applies the umask, which no thread can read without changing it.
+        # Opened with its final mode: the kernel applies the umask, which a thread cannot read without changing it.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(partial, "wb", opener=lambda name, _: os.open(name, flags, mode)) as file:
@@ -185,7 +182,7 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
         partial.replace(path)
     except BaseException as error:
         if partial is not None:
-            with contextlib.suppress(OSError):  # above all where a file stands in a folder's place
+            with contextlib.suppress(OSError):  # mostly if a file stands in a folder's place
                 partial.unlink()
         if isinstance(error, OSError):
             raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
@@ -193,15 +190,14 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
 
 
 class NameClaim:
-    """The right to make what will have a name, for one at a time among all processes; it ends with its process."""
+    """The right to create a name, for one claimant among all processes; it ends with its process."""
 
     def __init__(self, path: Path) -> None:
-        """Take the path that it is for; nothing is claimed yet."""
         self._path = path.with_name(f".{path.name}.claim{PARTIAL}")
         self._handle: int | None = None
 
     def take(self) -> bool:
-        """Return whether it was free; also where there are no locks, or no file can be made."""
+        """Return whether the claim was free; True also without support for locks, or if no file can be created."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
             try:
@@ -219,10 +215,10 @@ class NameClaim:
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.fstat(handle), self._path.stat()):
                     return True
-            os.close(handle)  # its last owner removed it meanwhile
+            os.close(handle)  # its last owner removed it
 
     def release(self) -> None:
-        """Let others have it. May be called twice."""
+        """Release the claim. May be called twice."""
         if self._handle is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -231,9 +227,9 @@ class NameClaim:
 
 
 def sweep(folder: Path, name: str = "") -> None:
-    """Remove what killed processes left half-written in a folder: of files called ``name``, or of all. Never raises.
+    """Remove partial files of killed processes: of files called ``name``, or of all. Never raises.
 
-    Only ordinary files of this user go that have not changed for `STALE_S`.
+    Only ordinary files of this user are removed, once they have not changed for `STALE_S`.
     """
     prefix = f".{name}." if name else "."
     with contextlib.suppress(OSError), os.scandir(folder) as entries:

@@ -1,7 +1,7 @@
-"""Groups that a client or a relay has received: in memory, and below it in a folder or a bucket.
+"""Groups that a client or relay has received: in memory, and below it in a folder or a bucket.
 
-Each tier is bounded by least recent use, except a bucket, which many share and whose lifecycle rules remove what is
-old. Groups are named by their digests, in a folder or bucket like the frames of assets (`docs/design/store.md`).
+Each tier evicts the least recently used groups, except a bucket, which many share and which has lifecycle rules. Groups
+are named by their digests; in a folder or bucket they are stored like frames of assets (`docs/design/store.md`).
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ V = TypeVar("V")
 Tier = Literal["memory", "disk"]
 
 _MAX_UNWRITTEN_BYTES = 64 << 20
-"""Bytes that may wait for the disk; groups beyond that stay in memory only."""
+"""Most bytes that wait for the disk; further groups stay in memory only."""
 _MAX_GROUP_BYTES = 1 << 30
 _READ_S, _WRITE_S = 5.0, 60.0
-"""Seconds that a request to the lower tier may take; after that a group is as good as absent."""
+"""Seconds that a request to the lower tier may take; after that the group counts as absent."""
 _PAUSE_S = 5.0
-"""Seconds without any request to the lower tier after one that failed; plays do without it for that time."""
+"""Seconds without requests to the lower tier after one that failed."""
 _LOCK = ".kvabr.lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class CacheTier(Generic[V]):
-    """What one tier holds; belongs to one event loop."""
+    """The groups of one tier; belongs to one event loop."""
 
     def __init__(self, kept: ByteLru[str, V]) -> None:
-        """Take the index, by digest."""
         self.kept = kept
         self.damaged = 0
-        """Groups so far that no longer had their digest when they were read."""
+        """Number of groups that had a wrong digest when they were read."""
 
     def __contains__(self, digest: str) -> bool:
         return digest in self.kept
@@ -60,30 +59,28 @@ class CacheTier(Generic[V]):
 
     @property
     def evicted(self) -> int:
-        """Groups that made room for others so far."""
+        """Number of evicted groups."""
         return self.kept.evicted
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the groups for which others make room first."""
+        """Bytes of groups that are evicted last."""
         return self.kept.kept_bytes
 
 
 class StoreTier(CacheTier[int]):
-    """Groups in a store. Of a bucket, ``digest in tier`` is true of what this process has seen; `get` finds others."""
+    """Groups in a store. For a bucket, ``digest in tier`` covers only groups that this process has seen."""
 
     def __init__(
         self, location: Location, max_bytes: int, on_failure: Callable[[str], object] = lambda _why: None
     ) -> None:
-        """Open the store; a folder is made if necessary, locked, and indexed.
+        """Open the store; create, lock and index a folder.
 
-        Args:
-            location: folder or URL.
-            max_bytes: bound of a folder; of a bucket, of what this process remembers to be there.
-            on_failure: is called with the reason when the store cannot be used, once per pause.
+        ``max_bytes`` bounds a folder, or the groups of a bucket that this process remembers. ``on_failure`` is called
+        with the reason when the store fails, once per pause.
 
         Raises:
-            UsageError: another client uses the folder, in this process or another; or there is no such kind of store.
+            UsageError: another client uses the folder, or there is no such kind of store.
             AssetError: the folder cannot be used.
         """
         if max_bytes < 0:
@@ -103,12 +100,12 @@ class StoreTier(CacheTier[int]):
                     self.store.blocked(self.store.delete([found.name]))
 
     def keep(self, digests: Sequence[str], until_s: float) -> None:
-        """Have other groups make room before these, see `ByteLru.keep`; those of a bucket stay in any case."""
+        """Evict these groups last, see `ByteLru.keep`; does not apply to buckets."""
         if self._handle >= 0:
             self.kept.keep(digests, until_s)
 
     async def get(self, digest: str) -> memoryview | None:
-        """Return a group, not checked yet; None if it is not here, or the store fails."""
+        """Return an unchecked group; None if it is not here, or the store fails."""
         self._home.check()
         local = self._handle >= 0
         if (local and digest not in self.kept) or self._pauses():
@@ -125,15 +122,15 @@ class StoreTier(CacheTier[int]):
             return None
         if not local:
             self.kept.add(digest, len(data))
-        elif self.kept.get(digest) is not None:  # the most recently used now, and for the next process
+        elif self.kept.get(digest) is not None:  # mark it as used, also for the next process
             with suppress(OSError):
                 await asyncio.to_thread(os.utime, Path(self.store.url, name))
         return data
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """Write a group; return whether it was written. A failure is told, not raised."""
+        """Write a group; return whether it was written. Failures are reported to ``on_failure``."""
         self._home.check()
-        # Counted before it is there, so that writers cannot exceed the bound together.
+        # Counted before it is written, so that several writers cannot exceed the bound together.
         if not data or self._pauses() or not self.kept.add(digest, len(data)):
             return False
         try:
@@ -143,19 +140,19 @@ class StoreTier(CacheTier[int]):
             self.kept.pop(digest, None)
             self._failed(error)
             return False
-        if digest not in self.kept:  # evicted before it was there
+        if digest not in self.kept:  # evicted meanwhile
             await self._delete(digest)
             return False
         return added
 
     async def delete(self, digest: str) -> bool:
-        """Delete a group, of a bucket for all who share it; return whether it was known to be here."""
+        """Delete a group, in a bucket for everyone; return whether it was known here."""
         found = self.kept.pop(digest, None) is not None
         await self._delete(digest)
         return found
 
     async def close(self) -> None:
-        """Finish deleting, release connections, and leave a folder to other processes. May be called twice."""
+        """Finish deleting, release connections, and unlock a folder. May be called twice."""
         if not self._home.here:
             return
         if self._deleting:
@@ -195,14 +192,16 @@ class StoreTier(CacheTier[int]):
             if self._handle >= 0:
                 os.close(self._handle)
             if isinstance(error, BlockingIOError):
-                raise UsageError(f"{folder}: another client keeps its groups there; give each a folder") from error
-            raise AssetError(f"{folder}: cannot keep groups there ({error.strerror}); name another folder") from error
+                raise UsageError(
+                    f"{folder}: another client uses this folder for its groups; give each its own"
+                ) from error
+            raise AssetError(f"{folder}: cannot store groups there ({error.strerror}); name another folder") from error
 
 
 class GroupCache:
     """Memory over a slower tier; a group may be in both. Belongs to one event loop.
 
-    Groups are written to the lower tier in the background; those found there move up into memory.
+    Groups are written to the lower tier in the background; groups found there are copied into memory.
     """
 
     def __init__(
@@ -213,20 +212,17 @@ class GroupCache:
         executor: Executor | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Make an empty cache.
+        """Bound the memory by ``max_bytes``. ``disk`` is closed with this.
 
-        Args:
-            max_bytes: bound of memory.
-            disk: the lower tier, which is closed with this.
-            executor: computes digests; None: the event loop's threads.
-            on_change: is called when counters may have changed.
+        ``executor`` computes digests (None: the event loop's threads); ``on_change`` is called when counters may have
+        changed.
         """
         self.memory = CacheTier[memoryview](ByteLru(max_bytes, len))
         self.disk = disk
         self._executor, self._on_change = executor, on_change
         self._unwritten_bytes = 0
         self._writes: dict[str, asyncio.Task[None]] = {}
-        """By digest, groups on their way to the disk."""
+        """Groups that are being written to the disk, by digest."""
 
     @property
     def _tiers(self) -> list[CacheTier[memoryview] | StoreTier]:
@@ -236,15 +232,15 @@ class GroupCache:
         return any(digest in tier for tier in self._tiers)
 
     def present(self, digests: Sequence[str]) -> set[str]:
-        """Return those of many digests whose groups are here."""
+        """Return the digests of cached groups among many."""
         return {digest for tier in self._tiers if len(tier) for digest in digests if digest in tier}
 
     def held(self, digest: str) -> memoryview | None:
-        """Return a group from memory at once, unchecked: it was checked when it was put. None if it is not there."""
+        """Return a group from memory, which was checked when it was put; None if it is not there."""
         return self.memory.kept.get(digest)
 
     async def keep(self, digests: Sequence[str], until_s: float) -> None:
-        """Have other groups make room before these, see `ByteLru.keep`; waits for those on their way to the disk."""
+        """Evict these groups last, see `ByteLru.keep`; waits until they are written to the disk."""
         self.memory.kept.keep(digests, until_s)
         if self.disk is not None:
             if writes := [self._writes[digest] for digest in digests if digest in self._writes]:
@@ -253,7 +249,7 @@ class GroupCache:
         self._on_change()
 
     def __len__(self) -> int:
-        """Return the number of groups; one in both tiers counts twice, here and in all counters."""
+        """Return the number of groups; here and in all counters, a group in both tiers counts twice."""
         return sum(map(len, self._tiers))
 
     @property
@@ -263,13 +259,13 @@ class GroupCache:
 
     @property
     def damaged(self) -> int:
-        """Groups so far that no longer had their digest when they were read."""
+        """Number of groups that had a wrong digest when they were read."""
         return sum(tier.damaged for tier in self._tiers)
 
     async def find(self, digest: str) -> tuple[memoryview, Tier] | None:
-        """Return a group and the tier that had it; None if it is not here.
+        """Return a group and its tier; None if it is not here.
 
-        It is checked against its digest; a damaged one is deleted and counts as absent.
+        Its digest is checked; a damaged group is deleted and counts as absent.
         """
         if (data := self.memory.kept.get(digest)) is not None and await self._sound(self.memory, digest, data):
             return data, "memory"
@@ -287,9 +283,9 @@ class GroupCache:
         return None if found is None else found[0]
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """Keep a group, which the caller has checked and which must not change; return whether it was not here yet.
+        """Add a group, which the caller has checked and must not change; return whether it is new.
 
-        It is in memory at once, without a copy; the disk follows without being waited for.
+        It is in memory at once, without a copy, and written to the disk in the background.
         """
         added = self.memory.kept.add(digest, data.toreadonly())
         disk, size = self.disk, len(data)
@@ -306,7 +302,6 @@ class GroupCache:
         return added
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the digests of all groups; one in both tiers comes once."""
         return iter({digest for tier in self._tiers for digest in tier.kept})
 
     async def delete(self, digest: str) -> bool:
@@ -320,7 +315,7 @@ class GroupCache:
         return found
 
     async def close(self) -> None:
-        """Wait for what is being written, and forget everything."""
+        """Wait for running writes, and clear the cache."""
         if self._writes:
             await asyncio.wait(set(self._writes.values()))
         self.memory.kept.clear()

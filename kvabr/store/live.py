@@ -1,12 +1,12 @@
-"""Assets in folders that are still being written: a producer writes numbered news, a server in another process polls.
+"""Assets in folders that are still being written: a producer writes numbered messages, a server elsewhere polls.
 
-Under ``l/<key>/`` of the store are ``live``, a `kvabr.types.live.LiveCatalog`, and the news ``0``, ``1`` ... Frames are
-objects of their own, written before the news that name them. ``live`` is locked as long as its writer lives, so a
-follower notices a writer that was killed. The end is an ordinary catalog; then ``live`` goes, and the news an hour
-later, since followers may not have read them all.
+Under ``l/<key>/`` of the store are ``live``, a `kvabr.types.live.LiveCatalog`, and the messages ``0``, ``1`` ... Frames
+are separate objects, written before the messages that name them. ``live`` is locked while its writer lives, so a
+follower notices a killed writer. The end is an ordinary catalog; then ``live`` is removed, and the messages an hour
+later, when followers have read them.
 
-A producer that fails leaves what it has published as an asset of its own, under the name of the shorter prompt. For one
-that was killed a follower does that, see `LiveFollower.rescue`.
+A producer that fails leaves its published groups as an asset of the shorter prompt. For a killed one, a follower does
+so, see `LiveFollower.rescue`.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ from kvabr.types.live import (
 
 LIVE_NAME = "live"
 _MOST_ENTRIES = 10_000
-"""Productions of a store that are looked at."""
+"""Most productions of a store that are listed."""
 
 
 class LiveWriter(AssetWriter):
-    """An `AssetWriter` whose asset can be played before it is complete. Frames reach the disk at the end only."""
+    """An `AssetWriter` of an asset that can be played before it is complete. Frames are synced only at the end."""
 
     store: LocalStore
 
     def __init__(self, store: LocalStore, prompt: str | None, *, force: bool = False) -> None:
-        """See `AssetStore.writer`."""
         super().__init__(LocalStore(store.folder, sync=False), prompt, force=force, live=True)
         self._key, self._news, self._lock = "", 0, -1
         self._found: set[str] = set()
-        """Digests of frames that were in the store already: other assets may name them."""
+        """Digests of frames that the store had already: other assets may name them."""
 
     def begin_live(self, live: LiveCatalog) -> None:
-        """Say what the asset will be; from now on it can be followed."""
+        """Publish the live catalog, so that the asset can be followed."""
         self._key = live.key
         with as_asset_errors():
             sweep_live(self.store)
@@ -69,20 +68,19 @@ class LiveWriter(AssetWriter):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def tell(self, message: EdgeMessage) -> None:
-        """Append a message, once the frames that it names are written."""
+        """Append a message after the frames that it names."""
         self._wait(0)
         with as_asset_errors():
             self.store.blocked(self.store.put_new(f"{LIVE}{self._key}/{self._news}", message.dumps()))
         self._news += 1
 
     def frame(self, group: int, track: str, frame: bytes | memoryview, digest: str) -> None:
-        """See `AssetWriter.frame`."""
         if self.store.path(group_name(digest)).exists():
             self._found.add(digest)
         super().frame(group, track, frame, digest)
 
     def discard(self, group: int, track: str) -> None:
-        """Remove a frame that no message has named, unless it was there before; there may be none."""
+        """Remove a frame that no message has named, unless it is older or missing."""
         digest = self._digests.get(track, {}).pop(group, None)
         if digest is not None and digest not in self._found:
             with contextlib.suppress(AssetError), as_asset_errors():
@@ -105,8 +103,8 @@ class LiveFollower:
         """Read the live catalog of a production.
 
         Raises:
-            AssetError: there is nothing to follow, or it cannot be read.
-            FormatError: what is there is damaged.
+            AssetError: it is missing, or cannot be read.
+            FormatError: it is damaged.
         """
         self.store, self.key = store, key
         self._name = f"{LIVE}{key}/{LIVE_NAME}"
@@ -117,10 +115,9 @@ class LiveFollower:
         self._next = 0
 
     def read(self) -> list[EdgeMessage]:
-        """Return the messages since the last call, at once.
+        """Return the messages since the last call.
 
-        Raises `FormatError` for what is no message, `AssetError` if it cannot be read. The messages before it are
-        returned first.
+        Raises `FormatError` for a bad message, `AssetError` if it cannot be read; earlier messages are returned first.
         """
         found: list[EdgeMessage] = []
         try:
@@ -138,7 +135,7 @@ class LiveFollower:
         return found
 
     def has_writer(self) -> bool:
-        """Return whether the writer lives; also where the file system has no locks."""
+        """Return whether the writer lives; True on file systems without locks."""
         try:
             handle = os.open(self.store.path(self._name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -152,11 +149,11 @@ class LiveFollower:
         return False
 
     def open_frame(self, size: int, digest: str) -> FrameReader:
-        """Open a frame that a message has named; raises `AssetError`."""
+        """Open a frame that a message has named; raise `AssetError` if it is missing."""
         return open_frame(self.store, FramePlace(group_name(digest), 0, size, digest))
 
     def profile_bytes(self) -> bytes:
-        """Return the codec profile; `AssetError` if it is missing, `FormatError` if it is not the catalog's."""
+        """Return the codec profile; raise `AssetError` if it is missing, `FormatError` if it has another digest."""
         catalog = self.live.catalog
         name = profile_name(catalog.profile or "")
         with as_asset_errors():
@@ -173,17 +170,16 @@ class LiveFollower:
         return self.store.path(self._name).exists()
 
     def is_published(self, groups: int) -> bool:
-        """Return whether there is an asset of it, or of a beginning of at most ``groups`` groups of tokens."""
+        """Return whether there is an asset of it, or of its first ``groups`` groups of tokens or fewer."""
         chunks = self.live.catalog.chunks
         return any(self.store.path(catalog_name(chunk)).exists() for chunk in (chunks[-1], *reversed(chunks[:groups])))
 
     def rescue(self, news: Sequence[PublishedFrames]) -> str | None:
-        """Make an asset of what a killed writer has published, under the name of the whole prompt or a shorter one.
+        """Make an asset of the groups of a killed writer, under the name of the whole prompt or a shorter one.
 
-        Each frame is checked: after a power failure the last ones may be lost. Returns the asset's prompt digest; None
-        if there is nothing to keep, or such an asset exists.
-
-        Raises `AssetError` if that cannot be done, for instance because the folder belongs to somebody else.
+        Frames are checked: after a power failure the last ones may be lost. Returns the asset's prompt digest; None if
+        no group is left, or such an asset exists. Raises `AssetError` if the store refuses, for instance because the
+        folder belongs to another user.
         """
         catalog = published_catalog(self.live, news)
         while catalog is not None and (sound := self._sound(catalog, news)) < len(catalog.chunks):
@@ -201,7 +197,7 @@ class LiveFollower:
         return made
 
     def _sound(self, catalog: Catalog, news: Sequence[PublishedFrames]) -> int:
-        """Return how many groups of tokens are there, bit by bit."""
+        """Return the number of leading groups of tokens with undamaged frames."""
         units = range(catalog.groups)
         for unit in map(catalog.unit, units) if catalog.every_token else catalog.units:
             for track in catalog.tracks:
@@ -219,12 +215,12 @@ class LiveFollower:
 
 
 def end_live(store: LocalStore, key: str) -> None:
-    """Say that nothing more of a production is written; raises `TransportError`."""
+    """Mark a production as ended; raise `TransportError` if that fails."""
     store.blocked(store.delete([f"{LIVE}{key}/{LIVE_NAME}"]))
 
 
 def sweep_live(store: LocalStore) -> None:
-    """Remove the news of productions that ended an hour ago or earlier; raises `TransportError`."""
+    """Remove the messages of productions that ended an hour ago; raise `TransportError` if that fails."""
     found = store.blocked(listing(store, LIVE))
     growing = {name.rpartition("/")[0] for name in found if name.endswith(f"/{LIVE_NAME}")}
     old = [
@@ -236,7 +232,7 @@ def sweep_live(store: LocalStore) -> None:
 
 
 def live_keys(store: LocalStore) -> list[str]:
-    """Return the keys of the productions in a store that have not ended, at once."""
+    """Return the keys of the running productions in a store."""
     try:
         with os.scandir(store.folder / LIVE) as entries:
             some = [Path(entry) for _, entry in zip(range(_MOST_ENTRIES), entries, strict=False)]

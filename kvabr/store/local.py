@@ -1,8 +1,8 @@
 """A store in a folder: one file per object, written whole or not at all, and synced.
 
 Other users may be able to write into the folder, so reading follows no links and opens no pipes or devices. Only the
-user who wrote an object can read it; in a folder with the set-group-ID bit, which is how a folder is shared with a
-group, the group can, too, except below `PRIVATE_PREFIX`.
+owner of an object can read it, or in a folder with the set-group-ID bit, which shares it with a group, the group too,
+except below `PRIVATE_PREFIX`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from kvabr.store.buffers import GROUPS as POOL
 from kvabr.store.files import PARTIAL, PRIVATE, PRIVATE_FOLDER, open_regular, sweep
 from kvabr.store.names import CATALOGS, PRIVATE_PREFIX
-from kvabr.store.store import Store, StoredObject, drive, driven, is_driven
+from kvabr.store.store import Store, StoredObject, is_driven
 from kvabr.types.errors import (
     ForbiddenError,
     FormatError,
@@ -41,12 +40,13 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LocalStore(Store):
-    """A folder, which need not exist before something is written."""
+    """A folder, created by the first write."""
 
     folder: Path
+    immediate = True
 
     def __init__(self, folder: Path, *, sync: bool = True) -> None:
-        """Take the folder; ``sync``: each object reaches the disk before `put_new` returns."""
+        """Take the folder; ``sync``: write each object to the disk before `put_new` returns."""
         self.folder, self.url, self._sync = folder, str(folder), sync
         self._swept = set[Path]()
 
@@ -64,12 +64,12 @@ class LocalStore(Store):
         return await _in_thread(self._put_new, name, data)
 
     async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        """See `Store.list`; hidden files, links and other special files are left out."""
+        """See `Store.list`; leaves out hidden files, links and other special files."""
         for found in await _in_thread(lambda: list(self._list(prefix))):
             yield found
 
     async def delete(self, names: Collection[str]) -> None:
-        """See `Store.delete`; folders that are left empty go, too."""
+        """See `Store.delete`; also removes folders that become empty."""
         await _in_thread(self._delete, names)
 
     async def check_writable(self) -> None:
@@ -79,19 +79,11 @@ class LocalStore(Store):
         except OSError as error:
             raise UsageError(f"{self.url}: this folder cannot be made ({error.strerror})") from error
 
-    def blocked(self, work: Coroutine[Any, Any, T]) -> T:
-        """See `Store.blocked`; runs in this thread."""
-        return drive(work)
-
-    def started(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """See `Store.started`; has ended when this returns."""
-        return driven(work)
-
     def where(self, name: str) -> str:
         return str(self.folder / name)
 
     def path(self, name: str) -> Path:
-        """Return the file of an object; `FormatError` if the name leads out of the folder."""
+        """Return the file of an object; raise `FormatError` if the name leaves the folder."""
         parts = name.split("/")
         if any(not part or part.startswith(".") for part in parts) or "\0" in name:
             raise FormatError(f"{name[:80]!r} cannot be the name of an object")
@@ -101,7 +93,7 @@ class LocalStore(Store):
         """Open an object's file for reading; raises as `get`."""
         path = self.path(name)
         for folder in list(path.parents)[: name.count("/")]:
-            if folder.is_symlink():  # perhaps to what nobody has published, such as another's token ids
+            if folder.is_symlink():  # perhaps to unpublished files, such as another's token ids
                 raise self._failed(name, "cannot be read", OSError(errno.ELOOP, f"{folder} is a link"))
         try:
             return open_regular(path, sole=True)
@@ -109,7 +101,7 @@ class LocalStore(Store):
             raise self._failed(name, "cannot be read", error) from error
 
     def flush(self, names: Collection[str]) -> None:
-        """Have objects reach the disk that were written without; raises as `put_new`."""
+        """Sync objects that were written without syncing; raises as `put_new`."""
         for name in names:
             try:
                 self._flush(self.path(name))
@@ -149,7 +141,7 @@ class LocalStore(Store):
                     os.fsync(file.fileno())
             written = self._name(partial, path)
             if self._sync and written and name.startswith(CATALOGS):
-                self._flush(path.parent)  # in a journal, all that the catalog names comes before it
+                self._flush(path.parent)  # in a journal, the objects that the catalog names precede it
         except OSError as error:
             raise self._failed(name, "cannot be written", error) from error
         finally:
@@ -167,7 +159,6 @@ class LocalStore(Store):
 
     @staticmethod
     def _name(partial: Path, path: Path) -> bool:
-        """Give a file its name unless that is taken."""
         try:
             os.link(partial, path, follow_symlinks=False)
         except FileExistsError:
@@ -175,13 +166,13 @@ class LocalStore(Store):
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            if path.exists():  # a file system without hard links: the last of several writers wins
+            if path.exists():  # without hard links, the last of several writers wins
                 return False
             partial.rename(path)
         return True
 
     def _make(self, folder: Path) -> None:
-        """Make the folder of an object, and remove what killed processes left half-written in it."""
+        """Create the folder of an object, and remove partial files of killed processes."""
         if folder in self._swept and folder.is_dir():
             return
         self.folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -193,7 +184,6 @@ class LocalStore(Store):
 
     @property
     def _modes(self) -> tuple[int, int]:
-        """Modes of a file and of a folder."""
         try:
             shared = self.folder.stat().st_mode & stat.S_ISGID
         except OSError:
@@ -222,7 +212,7 @@ class LocalStore(Store):
                 if entry.is_dir(follow_symlinks=False):
                     todo.append(name)
                 elif entry.is_file(follow_symlinks=False):
-                    with suppress(OSError):  # deleted a moment ago
+                    with suppress(OSError):  # deleted meanwhile
                         found = entry.stat(follow_symlinks=False)
                         yield StoredObject(name, found.st_size, found.st_mtime)
 
@@ -254,7 +244,7 @@ class LocalStore(Store):
 
 
 async def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Do file work: in a thread, since an event loop must not wait for a disk, unless the caller may."""
+    """Run file work in a thread, since an event loop must not wait for a disk, unless the caller may."""
     if is_driven():
         return work(*args, **options)
     return await asyncio.to_thread(work, *args, **options)

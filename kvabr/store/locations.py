@@ -1,12 +1,12 @@
 """Opens stores by path or URL.
 
     FOLDER, file:///FOLDER                       a folder (`LocalStore`)
-    s3://BUCKET/PREFIX, gs://..., az://...       a bucket; credentials come from the environment (`CloudStore`)
-    http://HOST/PREFIX, https://...              the same objects through any HTTP cache, for reading only
+    s3://BUCKET/PREFIX, gs://..., az://...       a bucket; credentials are read from the environment (`CloudStore`)
+    http://HOST/PREFIX, https://...              the same objects through an HTTP cache, read-only
     memory://NAME                                in this process (`MemoryStore`)
 
-A path or URL whose last part is 64 hex digits is that of one asset. If `KEY_FILE` is in the environment, stores are
-encrypted with the key in that file.
+A path or URL that ends with 64 hex digits names one asset. The environment variable `KEY_FILE` names the key of
+encrypted stores.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import MissingAssetError, UsageError
 
 Location = str | Path | Store
-"""A folder, a URL whose scheme is in `SCHEMES`, or a store."""
+"""A folder, a URL with a scheme in `SCHEMES`, or a store."""
 KEY_FILE, PREVIOUS_KEY_FILE = "KVABR_STORE_KEY_FILE", "KVABR_STORE_PREVIOUS_KEY_FILE"
-"""Environment variables: the file of the key of encrypted stores, and of the key before it, for reading."""
+"""Environment variables: the file of the key of encrypted stores, and of the previous key, for reading."""
 
 
 def _folder(location: str) -> Store:
@@ -47,15 +47,13 @@ SCHEMES: dict[str, Callable[[str], Store]] = {
     "memory": MemoryStore.named,
     **dict.fromkeys(url.SCHEMES, _cloud),
 }
-"""What opens a URL, by its scheme."""
+"""Functions that open a URL, by scheme."""
 
 
 def open_objects(location: Location, *, encrypted: bool = True) -> Store:
-    """Return the store at a path or URL; nothing is requested yet.
+    """Return the store at a path or URL, without any request.
 
-    ``encrypted``: use the key that the environment names, if any.
-
-    Raises `UsageError` if there is no such kind of store, or the key cannot be read.
+    ``encrypted``: use the key from the environment, if any. Raises `UsageError` for an unknown scheme or a bad key.
     """
     if isinstance(location, Store):
         return location
@@ -76,7 +74,7 @@ def is_store(location: Location) -> bool:
 
 
 def split_asset(location: Location) -> tuple[Location, str | None]:
-    """Return the location of a store, and the prompt digest of an asset that the location names in it, or None."""
+    """Return the location of a store, and the prompt digest of the asset that the location names, or None."""
     if isinstance(location, Store):
         return location, None
     before, question, options = str(location).partition("?")
@@ -87,18 +85,19 @@ def split_asset(location: Location) -> tuple[Location, str | None]:
 
 
 def open_store(location: Location, *, must_exist: bool = False, create: bool = False) -> AssetStore:
-    """Return the assets at a path or URL; a folder that does not exist may be created, or be an `AssetError`.
+    """Return the assets at a path or URL.
 
-    Raises `UsageError` if there is no such kind of store; with ``create`` also as `AssetStore.prepare`.
+    ``must_exist``: raise `MissingAssetError` for a folder that does not exist. ``create``: prepare the store, see
+    `AssetStore.prepare`. Raises `UsageError` if there is no such kind of store.
     """
     if not is_store(location):
-        open_objects(location)  # raises, unless it can only be read
-        raise UsageError(f"{location}: an HTTP cache can only be played from; name the bucket behind it")
+        open_objects(location)  # raises for an unknown scheme
+        raise UsageError(f"{location}: an HTTP cache is read-only and can only be played from; name its bucket")
     where, prompt = split_asset(location)
     store = open_objects(where)
     if must_exist and isinstance(store, LocalStore) and not store.folder.is_dir():
         raise MissingAssetError(
-            f"{store.folder}: no such folder; give the folder that your assets are in, or make it first (mkdir)"
+            f"{store.folder}: no such folder; give the folder of your assets, or make it first (mkdir)"
         )
     made = AssetStore(store, prompt)
     if create:
@@ -117,9 +116,9 @@ def open_asset(location: Location) -> Asset:
 
 
 def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
-    """Read the catalog of an asset at a path or URL, or from a catalog's file, which has no asset.
+    """Read the catalog of an asset, or a catalog file, which has no asset.
 
-    Raises `AssetError` if there is neither, and `FormatError` if the catalog is damaged, or of another version.
+    Raises `AssetError` if there is neither, `FormatError` if the catalog is damaged or has another version.
     """
     if not isinstance(location, Store) and "://" not in str(location) and Path(location).is_file():
         return Catalog.read(Path(location)), None

@@ -1,4 +1,4 @@
-"""The one byte-bounded cache: least recently used entries go first."""
+"""The byte-bounded cache: evicts least recently used entries first."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ V = TypeVar("V")
 
 
 class ByteLru(Cache[K, V]):
-    """A mapping whose values take at most ``maxsize`` bytes together; `currsize` is what they take now.
+    """A mapping with values of at most ``maxsize`` bytes together; `currsize` is their current size.
 
-    Reading an entry makes it the most recently used; ``key in lru``, `peek` and iterating over keys do not. (`items`
-    and `values` read.) Not safe for several threads: callers that share one hold a lock.
+    Reading an entry makes it the most recently used, except by ``key in lru``, `peek` and iterating over keys. (`items`
+    and `values` read.) Not thread-safe.
     """
 
     def __init__(
@@ -29,32 +29,26 @@ class ByteLru(Cache[K, V]):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an empty cache.
+        """Bound the sum of all sizes by ``max_bytes``; 0 stores no entry.
 
-        Args:
-            max_bytes: bound on the sum of all sizes; 0 keeps nothing.
-            size_of: bytes of a value; must not change while the value is cached.
-            on_evict: called with each entry that made room for another; not with deleted and replaced ones.
-            clock: returns the time, seconds.
+        The size of a value must not change while it is cached. ``on_evict`` is called with each evicted entry, not with
+        deleted or replaced ones.
         """
         super().__init__(max_bytes, getsizeof=size_of)
         self._on_evict, self._clock = on_evict, clock
         self._order: OrderedDict[K, None] = OrderedDict()
-        """Keys of the entries that make room, the least recently used first."""
+        """Keys of entries that are not kept, the least recently used first."""
         self._kept: OrderedDict[K, float] = OrderedDict()
-        """Of the others, which are kept: until when, those asked for last at the end."""
+        """Keys of kept entries with the time until which they are kept, in the order of the `keep` calls."""
         self._look_s = math.inf
-        """When the first of these is kept no longer."""
+        """When the first kept entry expires."""
         self.kept_bytes = 0
-        """Bytes of the entries that are kept."""
         self.evicted = 0
-        """Entries that made room for others."""
 
     def add(self, key: K, value: V) -> bool:
-        """Add an entry unless the key is present; evict others until it fits.
+        """Add an entry unless the key is present, evicting others; return whether it was added.
 
-        Returns:
-            Whether the entry was added. A value larger than the whole cache is not, and evicts nothing.
+        A value larger than the whole cache is not added, and evicts no entry.
         """
         if key in self or self.getsizeof(value) > self.maxsize:
             return False
@@ -62,22 +56,22 @@ class ByteLru(Cache[K, V]):
         return True
 
     def replace(self, key: K, value: V) -> None:
-        """Add an entry in place of the one that is there, if any."""
+        """Add or replace an entry."""
         self.pop(key, None)
         self.add(key, value)
 
     def peek(self, key: K) -> V | None:
-        """Return a value without using it; None if the key is absent."""
+        """Return a value without marking it as used; None if the key is absent."""
         try:
             return Cache.__getitem__(self, key)
         except KeyError:
             return None
 
     def keep(self, keys: Sequence[K], until_s: float) -> None:
-        """Let others make room first until a time of its clock; those that are not here do not count.
+        """Evict other entries first until a time of the clock; absent keys are ignored.
 
-        Those that are kept take at most half of the cache: beyond, those asked for first are kept no longer, and of
-        ``keys`` the last ones.
+        Kept entries take at most half of the cache: beyond that, those kept first are released, and of ``keys`` the
+        last ones.
         """
         self._expire()
         for key in reversed(keys):
@@ -104,7 +98,7 @@ class ByteLru(Cache[K, V]):
         return key, value
 
     def clear(self) -> None:
-        """Forget all entries."""
+        """Remove all entries."""
         super().clear()
         self._order.clear()
         self._kept.clear()
@@ -135,7 +129,7 @@ class ByteLru(Cache[K, V]):
             self._look_s = min(self._kept.values(), default=math.inf)
 
     def _release(self, key: K) -> None:
-        """Keep an entry no longer than others; as if it had just been used."""
+        """Make a kept entry an ordinary one, the most recently used."""
         del self._kept[key]
         self.kept_bytes -= self._size(key)
         self._order[key] = None

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Collection
 
-from kvabr.store.store import Store, StoredObject, drive, driven
-
-T = TypeVar("T")
+from kvabr.store.store import Store, StoredObject
 
 
 class MemoryStore(Store):
-    """Objects in a dictionary; those of one URL, ``memory://NAME``, are one store in the whole process."""
+    """Objects in a dictionary; in a process, all stores of one URL ``memory://NAME`` are the same."""
 
+    immediate = True
     _shared: dict[str, MemoryStore] = {}  # noqa: RUF012  # by URL, for the process
     _lock = threading.Lock()
 
     def __init__(self, url: str = "memory://") -> None:
-        """Make an empty store."""
         self.url = url
         self._objects: dict[str, tuple[memoryview, float]] = {}
 
@@ -57,11 +53,3 @@ class MemoryStore(Store):
 
     def where(self, name: str) -> str:
         return f"{self.url}/{name}" if self.url != "memory://" else self.url + name
-
-    def blocked(self, work: Coroutine[Any, Any, T]) -> T:
-        """See `Store.blocked`; runs in this thread."""
-        return drive(work)
-
-    def started(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """See `Store.started`; has ended when this returns."""
-        return driven(work)

@@ -1,4 +1,4 @@
-"""Clients of obstore for the URLs of object stores: settings, time limits, and where credentials come from."""
+"""Clients of obstore: settings, time limits, and credentials."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def load_obstore() -> Any:
     """Return the module obstore; raise `UsageError` if it is not installed."""
     try:
-        import zoneinfo  # noqa: F401, PLC0415  # obstore needs it for dates, and panics if it cannot be loaded then
+        import zoneinfo  # noqa: F401, PLC0415  # obstore panics if it cannot load this later
 
         import obstore  # noqa: PLC0415  # an extra, which loads a library
     except ImportError as error:
@@ -32,7 +32,7 @@ def load_obstore() -> Any:
 
 
 def make_client(where: StoreUrl, limits: ClientConfig) -> ObstoreClient:
-    """Return obstore's store for a URL."""
+    """Return obstore's client for a URL."""
     from obstore import store as kinds  # noqa: PLC0415
 
     scheme, bucket, never = where.scheme, where.bucket, {"max_retries": 0}
@@ -70,9 +70,9 @@ def make_client(where: StoreUrl, limits: ClientConfig) -> ObstoreClient:
 
 
 def endpoint_of(where: StoreUrl) -> str:
-    """Return the endpoint that a URL names, or for S3 the environment; empty for the cloud's own.
+    """Return the endpoint of a URL, or for S3 of the environment; empty for the cloud's own.
 
-    Raises `UsageError` if the environment's is wrong, which would make obstore panic; a URL was checked already.
+    Raises `UsageError` if the environment's is malformed, which would make obstore panic.
     """
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if where.scheme == "s3" else ()
     if where.endpoint or not (name := next(filter(os.environ.get, names), "")):
@@ -82,7 +82,7 @@ def endpoint_of(where: StoreUrl) -> str:
 
 
 def _aws_profile(where: StoreUrl) -> dict[str, str]:
-    """Return keys from the user's file of AWS profiles, which obstore does not read, or nothing."""
+    """Return keys from the user's AWS profiles, which obstore does not read, if any."""
     wanted = os.environ.get("AWS_PROFILE")
     if where.anonymous or "AWS_ACCESS_KEY_ID" in os.environ:
         return {}

@@ -1,13 +1,13 @@
-"""Pages: what a catalog says of up to 16 consecutive groups, so that a lookup needs no catalog. No I/O.
+"""Pages: the catalog entries of up to 16 consecutive groups, so that a lookup needs no catalog. No I/O.
 
-A page is named by the chained digest of any of its groups. Whoever knows a prompt knows these digests, so a player that
-found a page can play its groups: frames are checked against the digests in the page, and the page against the
-chained digests of the prompt.
+A page is named by the chained digest of any of its groups. A player that knows a prompt knows these digests, so it can
+find and play pages: it checks frames against the digests in the page, and the page against the digests of the prompt.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,6 @@ from kvabr.types.units import Unit, units_of, with_snapshots_of
 
 SCHEMA = "kvabr.page/1"
 MAX_PAGE_BYTES = 512 << 10
-"""Bytes of a page as it is stored, compressed."""
 _MAX_JSON_BYTES = 4 << 20
 _MAX_FRAME_BYTES = 5 << 30
 _Few = Meta(max_length=PAGE_GROUPS * 4)
@@ -47,32 +46,31 @@ _Number = Annotated[int, Meta(ge=0, le=MAX_GROUPS)]
 
 @dataclass(frozen=True, slots=True)
 class PageTrack:
-    """The groups of one published track, in order."""
+    """Consecutive groups of one published track."""
 
     name: str
     first: _Number
-    """Number of the first one among those of its layer class."""
+    """Number of its first group among those of its layer class."""
     bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME_BYTES)], ...], _Few]
     digests: Annotated[tuple[Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")], ...], _Few]
-    """Digest of each frame, see `kvabr.types.digests`."""
     loss: Annotated[tuple[Loss, ...], _Few]
 
 
 @dataclass(frozen=True)
 class Page(CommonFacts):
-    """What is known of consecutive groups of tokens; it may be read from an untrusted source."""
+    """Facts about consecutive groups of tokens; may be from an untrusted source."""
 
     spec: KVSpec
     levels: Annotated[tuple[Level, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
-    """Each after the one that it refines; base first."""
+    """Base first, each after the level that it refines."""
     chunks: Annotated[tuple[Sha256, ...], Meta(min_length=1, max_length=PAGE_GROUPS)]
     """Chained prompt digest of each group."""
     first: _Number
     """Number of the first group, a multiple of `PAGE_GROUPS`."""
     tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
-    """Tokens of all its groups."""
+    """Tokens of all groups."""
     tracks: Annotated[tuple[PageTrack, ...], Meta(min_length=1, max_length=MAX_TRACKS * 16)]
-    """Published tracks. A class without groups here is left out."""
+    """Published tracks, without layer classes that have no groups here."""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
     """See `Catalog.position`."""
 
@@ -92,19 +90,17 @@ class Page(CommonFacts):
                 raise FormatError(f"page: track {track.name} must list bytes, digest and loss of each group")
             if any(kind_of(digest) != self.digest_kind for digest in track.digests):
                 raise FormatError(f"page: track {track.name} has digests of several kinds")
-        self._check_whole()
-        for level in self.levels:
-            if any(part.only.kind == "state" and level.pack(at) > 1 for at, part in enumerate(self.spec.parts)):
-                raise FormatError(f"page: {level.name}: snapshots of a state are stored one by one")
+        self._check_parts()
 
-    def _check_whole(self) -> None:
-        for level in self.levels:
-            for part in self.spec.parts:
-                track = self.by_name.get(name := part.track_name(level.name))
-                if part.only.kind != "state" and (
-                    track is None or track.first != self.first or len(track.bytes) != len(self.chunks)
-                ):
-                    raise FormatError(f"page: groups of track {name} are missing")
+    def _check_parts(self) -> None:
+        for level, (number, part) in itertools.product(self.levels, enumerate(self.spec.parts)):
+            if part.only.kind == "state":
+                if level.pack(number) > 1:
+                    raise FormatError(f"page: {level.name}: snapshots of a state are stored one by one")
+                continue
+            track = self.by_name.get(name := part.track_name(level.name))
+            if track is None or track.first != self.first or len(track.bytes) != len(self.chunks):
+                raise FormatError(f"page: groups of track {name} are missing")
 
     @cached_property
     def by_name(self) -> dict[str, PageTrack]:
@@ -124,21 +120,21 @@ class Page(CommonFacts):
 
     @cached_property
     def kind(self) -> str:
-        """Equal for pages whose groups can be played together, see `page_kind`."""
+        """Equal for pages with groups that can be played together, see `page_kind`."""
         return page_kind(self.spec, self.levels, self.profile, self.digest_kind)
 
     @property
     def whole(self) -> bool:
-        """Whether it has as many groups and tokens as a page can have."""
+        """Whether it has as many tokens as a page can have."""
         return self.tokens == PAGE_GROUPS * self.spec.group_tokens
 
     def pack_of(self, track: str) -> int:
-        """Return how many groups of a published track are stored in one object."""
+        """Return the number of groups of a published track in one object."""
         level, part = self._levels_by_track[track]
         return level.pack(part)
 
     def place(self, track: str, group: int) -> FramePlace | None:
-        """Return where a frame of a published track is; None if it is not of this page."""
+        """Return the place of a frame of a published track; None if it is not in this page."""
         found = self.by_name.get(track)
         if found is None:
             return None
@@ -146,14 +142,14 @@ class Page(CommonFacts):
 
     @cached_property
     def base_objects(self) -> frozenset[str]:
-        """Names of the objects with its frames on the first level, which stands alone."""
+        """Names of the objects with its frames on the base level."""
         names = (part.track_name(self.levels[0].name) for part in self.spec.parts)
         tracks = (track for name in names if (track := self.by_name.get(name)) is not None)
         places = (self.place(track.name, track.first + at) for track in tracks for at in range(len(track.bytes)))
         return frozenset(place.name for place in places if place is not None)
 
     def shared(self, digests: Sequence[str]) -> int:
-        """Return how many of its groups a prompt shares, given chained digests, or the beginnings of them."""
+        """Return how many of its groups a prompt shares, given the prompt's chained digests or prefixes of them."""
         pairs = zip(self.chunks, digests[self.first :], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0].startswith(pair[1]), pairs))
 
@@ -164,26 +160,26 @@ class Page(CommonFacts):
         return wanted.digest() == self.spec.digest()
 
     def dumps(self) -> bytes:
-        """Return the page as it is stored."""
+        """Return the stored form of the page."""
         always = ("profile", "profile_bytes", "prefill", "loss_method")
         value = {"schema": SCHEMA, **to_json(self, *always)}
         return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 9)
 
     @classmethod
     def loads(cls, data: bytes | memoryview) -> Page:
-        """Parse what `dumps` returned, from an untrusted source; `FormatError` if it is damaged."""
+        """Parse a stored page from an untrusted source; raise `FormatError` if it is damaged."""
         reader = zlib.decompressobj()
         try:
             text = reader.decompress(data, _MAX_JSON_BYTES)
         except zlib.error as error:
             raise FormatError(f"page: cannot be unpacked ({error})") from error
         if not reader.eof or reader.unused_data:
-            raise FormatError("page: truncated, too long, or followed by something else")
+            raise FormatError("page: truncated, too long, or followed by other bytes")
         return read(text, cls, "page", SCHEMA)
 
 
 def page_kind(spec: KVSpec, levels: Iterable[Level], profile: str | None, digest: str) -> str:
-    """Return what stands for all that decides how frames are decoded: spec, levels, profile, and kind of digests."""
+    """Return a digest of everything that determines how frames are decoded: spec, levels, profile, digest kind."""
     decides = [spec.digest().hex(), [[level.name, level.refines] for level in levels], profile, digest]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
 
@@ -217,7 +213,7 @@ def _tracks(catalog: Catalog, units: Sequence[tuple[int, Unit]]) -> list[PageTra
 
 
 def with_pages(catalog: Catalog, pages: Sequence[Page]) -> Catalog:
-    """Return the catalog of an asset with the sizes, digests and losses that its pages list."""
+    """Return the catalog with the sizes, digests and losses that its pages list."""
     entries, units = Entries(pages), units_of(catalog.spec, catalog.tokens)
     tracks = [replace(track, **entries.listing(catalog.spec, track, units)) for track in catalog.tracks]
     return replace(catalog, tracks=tuple(tracks))
@@ -227,7 +223,6 @@ class Entries(dict[tuple[str, int], tuple[int, str, float]]):
     """Bytes, digest and loss of each group of each published track."""
 
     def __init__(self, pages: Sequence[Page]) -> None:
-        """Take what pages list."""
         super().__init__()
         for page in pages:
             for track in page.tracks:
@@ -235,7 +230,7 @@ class Entries(dict[tuple[str, int], tuple[int, str, float]]):
                     self[track.name, track.first + at] = entry
 
     def listing(self, spec: KVSpec, level: Level, units: Sequence[Unit]) -> dict[str, Any]:
-        """Return bytes, digests and losses of units on a level; `FormatError` if some are not listed."""
+        """Return bytes, digests and losses of units on a level; raise `FormatError` if some are not listed."""
         names = [part.track_name(level.name) for part in spec.parts]
         try:
             found = [self[names[unit.part], unit.group] for unit in units]
@@ -246,7 +241,7 @@ class Entries(dict[tuple[str, int], tuple[int, str, float]]):
 
 
 def placed(catalog: Catalog, track: str, group: int) -> FramePlace | None:
-    """Return where a frame of a published track of an asset is; None if it has none."""
+    """Return the place of a frame of a published track of an asset; None if it has none."""
     found = catalog.published.get(track)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The token ids that an asset was made from, for recompute and verification. No server sends them."""
+"""The token ids of an asset's prompt, for recompute and verification. No server sends them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ _PROMPT_SCHEMA = "kvabr.prompt/1"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The token ids that an asset was made from."""
+    """The token ids of an asset."""
 
     tokens: tuple[TokenId, ...]
-    """The prompt, whose cache the asset is."""
     continuation: tuple[TokenId, ...]
-    """The tokens that followed; the loss of a cache is measured on them."""
+    """The tokens after it, on which losses are measured."""
     seal: str | None = None
     """Ties a salted prompt to its asset, see `sealed`."""
 
     def sealed(self, name: str) -> Prompt:
-        """Return this prompt tied to ``name``, the last chained digest, which needs the salt that is not kept."""
+        """Return this prompt tied to ``name``, the last chained digest: that cannot be checked without the salt."""
         return replace(self, seal=self._seal(name))
 
     def is_sealed_for(self, name: str) -> bool:
-        """Return whether the seal is the one that `sealed` makes for ``name`` and these token ids."""
+        """Return whether the seal matches ``name`` and these token ids."""
         return self.seal == self._seal(name)
 
     def _seal(self, name: str) -> str:
@@ -49,10 +48,7 @@ class Prompt:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Prompt:
-        """Parse what `dumps` returned.
-
-        Raises `FormatError` if it is not such JSON, another version, or ids that are not token ids.
-        """
+        """Parse JSON of `dumps`; raise `FormatError` if it is invalid."""
         data = text.encode(errors="replace") if isinstance(text, str) else text
         read_schema(data, "prompt", _PROMPT_SCHEMA)
         return decode(data, cls, "prompt")

@@ -116,7 +116,7 @@ class FolderQuota:
 
     def _look(self, but: str) -> None:
         """Find what is in the folder now."""
-        names = AssetStore(self._store).list().versions
+        names = AssetStore(self._store).list()
         for name in self._known.keys() - names.keys() - {but}:
             del self._known[name]
         for name in names:

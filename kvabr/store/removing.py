@@ -1,4 +1,4 @@
-"""Removes assets from a store, and objects that no asset names."""
+"""Removes assets, and objects that no asset names, from a store."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import FormatError, NotFoundError
 
 Progress = Callable[[str, int, int], object]
-"""Called with the name of a stage, how much of it is done, and how much there is."""
+"""Called with the name of a stage, the number of finished steps, and their total."""
 _GRACE_S = 3600.0
-"""Seconds for which an object that no catalog names may be a publisher's at work."""
+"""Seconds for which an unnamed object may belong to a running publisher."""
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:
@@ -36,7 +36,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 
 def objects_of(catalog: Catalog) -> dict[str, int]:
-    """Return the bytes of each object with frames that a catalog names."""
+    """Return the bytes of each object with frames of a catalog."""
     sizes: dict[str, int] = {}
     for track in catalog.published.values():
         for group in range(len(track.bytes)):
@@ -48,7 +48,7 @@ def objects_of(catalog: Catalog) -> dict[str, int]:
 async def read_catalogs(
     store: Store, prompts: Iterable[str], progress: Progress = silent
 ) -> tuple[dict[str, Catalog], dict[str, str]]:
-    """Return catalogs by prompt digest, and what is wrong with the damaged ones; those that are gone are left out."""
+    """Return catalogs by prompt digest, and errors of damaged ones, without missing ones."""
     found, bad, names = dict[str, Catalog](), dict[str, str](), list(prompts)
 
     async def read(prompt: str) -> None:
@@ -72,21 +72,16 @@ async def read_catalogs(
 async def remove_assets(
     store: Store, prompts: Collection[str], *, unreferenced: bool = False, progress: Progress = silent
 ) -> int:
-    """Remove assets and what only they name; return the bytes that this frees.
+    """Remove assets and the objects that only they name; return the freed bytes.
 
-    No more than the catalogs go while another catalog cannot be read, which may name anything. A publisher that takes
-    over a removed page at this moment publishes an asset that lacks it: plays miss that part.
-
-    Args:
-        store: the store.
-        prompts: prompt digests; one that is gone already is no error.
-        unreferenced: also remove objects that no catalog names and that are an hour old.
-        progress: is called as the work goes on.
+    With ``unreferenced`` also remove objects that no catalog names, once they are an hour old. If another catalog
+    cannot be read, which may name any object, only the catalogs are removed. A publisher that takes over a removed page
+    at this moment publishes an asset that lacks it: plays miss that part.
     """
     there = await listing(store, CATALOGS)
     going, _ = await read_catalogs(store, [prompt for prompt in prompts if catalog_name(prompt) in there], progress)
     freed = sum(there[name].size for prompt in prompts if (name := catalog_name(prompt)) in there)
-    # Catalogs first: what a later one names is then seen below.
+    # Catalogs first: the second listing then shows catalogs that were published meanwhile.
     await store.delete([catalog_name(prompt) for prompt in prompts])
     await store.delete([prompt_name(prompt) for prompt in prompts])
     left = [name.removeprefix(CATALOGS) for name in await listing(store, CATALOGS)]
@@ -115,7 +110,6 @@ async def _sizes(store: Store) -> dict[str, StoredObject]:
 
 
 def _all_names(catalog: Catalog) -> set[str]:
-    """Return the names of all objects that an asset needs."""
     names = {*objects_of(catalog), *map(page_name, catalog.chunks)}
     if has_states(catalog.spec):
         last = (len(catalog.chunks) - 1) // PAGE_GROUPS * PAGE_GROUPS

@@ -1,4 +1,4 @@
-"""Several coroutines at once, within a bound."""
+"""Run several coroutines at once, within a bound."""
 
 from __future__ import annotations
 

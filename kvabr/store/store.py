@@ -1,6 +1,6 @@
 """The interface of a store: immutable objects by name. See `docs/design/store.md`.
 
-A new kind of store is one class with `get`, `put_new`, `list` and `delete`, and a line in `kvabr.store.locations`.
+A new kind of store is a class with `get`, `put_new`, `list` and `delete`, and a line in `kvabr.store.locations`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvabr.types.errors import ConnectionLostError, NotFoundError, Reason, Reque
 T = TypeVar("T")
 
 PART_BYTES = 32 << 10
-"""Parts of a stream have at least as many bytes, except for the last one."""
+"""Least bytes of a part of a stream, except for the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,103 +28,111 @@ class StoredObject:
 
     name: str
     size: int
-    """Bytes."""
     modified_s: float
-    """When it was written, by the store's clock, seconds since 1970."""
+    """Time of writing by the store's clock, seconds since 1970."""
 
 
 class Store(ABC):
     """Immutable objects by name. Names are relative paths with slashes.
 
-    Requests may be made from any thread and fail with subclasses of `TransportError`. `blocked` runs one from a thread
+    Requests may be made from any thread, and raise subclasses of `TransportError`. `blocked` runs one from a thread
     without an event loop.
     """
 
     url: str
-    """Where it is: a URL or a path, without secrets."""
+    """URL or path, without secrets."""
     folder: Path | None = None
-    """The folder of a store on this machine, whose files may be opened directly."""
+    """The folder of a store on this machine; its files may be opened directly."""
+    immediate: bool = False
+    """True if `blocked` runs requests in the calling thread, because they never wait for a network."""
 
     @abstractmethod
     async def get(
         self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """Return bytes ``first`` to ``last`` of an object, or fewer if it ends before.
+        """Return bytes ``first`` to ``last`` of an object, or fewer if it is shorter.
 
         Args:
             name: the object.
             first: first byte.
             last: byte after the last one; None: to the end.
-            limit: bytes that this range may have.
-            wait_s: seconds after which a silent store is given up; None: as long as the store's own limit.
+            limit: most bytes of the range.
+            wait_s: seconds without data after which the request fails; None: the store's own limit.
 
         Raises:
             NotFoundError: there is no such object.
-            RequestError: the range has more than ``limit`` bytes, or the answer is not what was asked for.
-            ConnectionLostError: nothing was received for ``wait_s`` seconds.
+            RequestError: the range has more than ``limit`` bytes, or the answer has another range.
+            ConnectionLostError: no data for ``wait_s`` seconds.
         """
 
     @abstractmethod
     async def put_new(self, name: str, data: bytes | memoryview) -> bool:
         """Write an object if there is none of that name; return whether it was written.
 
-        After a broken connection, False may also mean that this very object had been written.
+        After a broken connection, False may also mean that this very object was written.
         """
 
     @abstractmethod
     def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        """Yield the objects whose names begin with ``prefix``, which ends in a slash or is empty (all)."""
+        """Yield the objects with this prefix, which ends in a slash or is empty (all)."""
 
     @abstractmethod
     async def delete(self, names: Collection[str]) -> None:
-        """Delete objects; a name without an object is no error."""
+        """Delete objects; missing ones are no error."""
 
     async def stream(
         self, name: str, first: int, last: int, *, part_bytes: int = PART_BYTES
     ) -> AsyncGenerator[memoryview, None]:
-        """Yield bytes ``first`` to ``last`` of an object as they arrive; errors as `get`. Closing it ends the request.
+        """Yield bytes ``first`` to ``last`` as they arrive, in parts of at least ``part_bytes``; errors as `get`.
 
-        ``part_bytes``: least bytes of a part.
+        Closing the generator ends the request.
         """
         del part_bytes
         yield await self.get(name, first, last, limit=last - first)
 
-    async def check_writable(self) -> None:  # noqa: B027  # stores that need nothing
-        """Make the store if it does not exist; raise `StoreError` if publishers cannot use it."""
+    async def check_writable(self) -> None:  # noqa: B027  # not every store needs it
+        """Create the store if it does not exist; raise `StoreError` if publishers cannot use it."""
 
-    def close(self) -> None:  # noqa: B027  # stores without connections
-        """Release connections; a later request opens new ones. Call it when no request is under way."""
+    def close(self) -> None:  # noqa: B027  # not every store has connections
+        """Release connections; a later request opens new ones. Call it when no request is running."""
 
     def blocked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run one of this store's coroutines from a thread without an event loop."""
-        return blocked(work)
+        """Run a coroutine of this store from a thread without an event loop."""
+        return drive(work) if self.immediate else blocked(work)
 
     def started(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start one of this store's coroutines from a thread without an event loop."""
-        return started(work)
+        """Start a coroutine of this store from a thread without an event loop; an immediate one ends at once."""
+        if not self.immediate:
+            return started(work)
+        done: Future[T] = Future()
+        try:
+            done.set_result(drive(work))
+        except Exception as error:  # noqa: BLE001  # raised by `result`
+            done.set_exception(error)
+        return done
 
     def where(self, name: str) -> str:
-        """Return how to refer to an object in a message."""
+        """Return the location of an object for messages."""
         place, mark, options = self.url.partition("?")
         return f"{place.rstrip('/')}/{name}{mark}{options}"
 
     def missing(self, name: str) -> NotFoundError:
-        """Return the error for an object that is not there."""
+        """Return the error for a missing object."""
         return NotFoundError(f"{self.where(name)}: there is no such object", reason=Reason.MISSING)
 
     def check_size(self, name: str, size: int, limit: int) -> None:
-        """Raise `RequestError` if a range that was asked for has more than ``limit`` bytes."""
+        """Raise `RequestError` if a range has more than ``limit`` bytes."""
         if size > limit:
-            told = f"{self.where(name)}: {size} bytes, more than the {limit} that this may have"
-            raise RequestError(told, reason=Reason.WRONG)
+            message = f"{self.where(name)}: has {size} bytes, at most {limit} are allowed"
+            raise RequestError(message, reason=Reason.WRONG)
 
     def silent(self, name: str, seconds: float) -> ConnectionLostError:
         """Return the error for a request without an answer."""
-        return ConnectionLostError(f"{self.where(name)}: the store has sent nothing for {seconds:.3g} s")
+        return ConnectionLostError(f"{self.where(name)}: the store sent no data for {seconds:.3g} s")
 
 
 async def exists(store: Store, name: str) -> bool:
-    """Return whether an object is there; it must not be empty."""
+    """Return whether a non-empty object exists."""
     try:
         await store.get(name, 0, 1, limit=1)
     except NotFoundError:
@@ -133,22 +141,12 @@ async def exists(store: Store, name: str) -> bool:
 
 
 async def listing(store: Store, prefix: str) -> dict[str, StoredObject]:
-    """Return the objects whose names begin with ``prefix``, by name."""
+    """Return the objects with this prefix, by name."""
     return {found.name: found async for found in store.list(prefix)}
 
 
-def driven(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine that never waits, in this thread; its outcome is in the future."""
-    done: Future[T] = Future()
-    try:
-        done.set_result(drive(work))
-    except Exception as error:  # noqa: BLE001  # for who asks for the result
-        done.set_exception(error)
-    return done
-
-
 def drive(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits while `is_driven` is true, in this thread, even if that runs an event loop."""
+    """Run a coroutine that does not wait while `is_driven` is true, in this thread, even within an event loop."""
     outer, _DRIVEN.now = is_driven(), True
     try:
         work.send(None)
@@ -158,12 +156,12 @@ def drive(work: Coroutine[Any, Any, T]) -> T:
     finally:
         _DRIVEN.now = outer
         work.close()
-    raise RuntimeError("this coroutine waits, so it needs an event loop")
+    raise RuntimeError("this coroutine waits and needs an event loop")
 
 
 _DRIVEN = threading.local()
 
 
 def is_driven() -> bool:
-    """Return whether this thread must not wait in a coroutine, see `drive`."""
+    """Return whether `drive` runs the current coroutine, so that it must not wait."""
     return getattr(_DRIVEN, "now", False)

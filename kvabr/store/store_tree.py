@@ -1,4 +1,4 @@
-"""The stores below a location: the one that it names, or those in a folder, at most `MAX_DEPTH` levels down."""
+"""The stores at a location: the store that it names, or those in a folder, at most `MAX_DEPTH` levels down."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvabr.store.locations import Location, open_store
 from kvabr.store.names import CATALOGS, GROUPS, LIVE, MODELS, PAGES, PRIVATE_PREFIX, PROFILES
 
 MAX_DEPTH = 4
-"""Folders below the root that a store may lie in: ``ROOT/a/b/c/store``."""
+"""Levels of folders below the root that may contain a store: ``ROOT/a/b/c/store``."""
 MAX_FOLDERS = 100_000
-"""Folders that are looked at."""
+"""Most folders that are scanned."""
 _OWN = {name.rstrip("/") for name in (CATALOGS, GROUPS, LIVE, MODELS, PAGES, PRIVATE_PREFIX, PROFILES)}
 _LOOK_EVERY_S = 5.0
-"""Seconds that a server leaves between two looks at a store that is not a folder."""
+"""Seconds between two scans of a store that is not a folder."""
 _MARKS = (CATALOGS.rstrip("/"), LIVE.rstrip("/"))
-"""Folders that tell a store from a folder of stores."""
+"""Folders that distinguish a store from a folder of stores."""
 
 
 class StoreTree:
-    """A store, or a folder with stores in it, such as one for each tenant."""
+    """A store, or a folder of stores, such as one for each tenant."""
 
     def __init__(self, location: Location) -> None:
         """Take a path or URL; errors as `open_store`."""
@@ -32,18 +32,18 @@ class StoreTree:
 
     @property
     def folder(self) -> Path | None:
-        """The folder; None if it is not on this machine."""
+        """The folder; None for a store that is not on this machine."""
         return self._top.store.folder if isinstance(self._top.store, LocalStore) else None
 
     @property
     def look_every_s(self) -> float:
-        """Seconds that a server should leave between two looks for new assets, at least."""
+        """Least seconds between two scans for new assets."""
         return 0.0 if self.folder is not None else _LOOK_EVERY_S
 
     def find(self) -> tuple[dict[str, AssetStore], dict[str, str]]:
-        """Return the stores by their path below the location, with a slash at its end, and why folders cannot be read.
+        """Return the stores by their path below the location, with a final slash, and errors of unreadable folders.
 
-        The location itself comes first, under an empty path, whether or not there is an asset in it.
+        The location itself is always first, with an empty path.
         """
         found, unreadable = {"": self._top}, dict[str, str]()
         if self.folder is None or self._top.only is not None:
@@ -63,7 +63,7 @@ class StoreTree:
                 found[label] = self._known.get(label) or AssetStore(LocalStore(folder))
             for name in _OWN.intersection(names):
                 if any((folder / name / mark).is_dir() for mark in _MARKS):
-                    why = "is a store under a name that stores use inside; rename it, so that its assets are found"
+                    why = "is a store in a folder with a name that stores use themselves; rename it"
                     unreadable[f"{label}{name}"] = f"{folder / name}: {why}"
             if depth < MAX_DEPTH:
                 todo += [(f"{label}{name}/", folder / name, depth + 1) for name in names if name not in _OWN]
@@ -76,8 +76,8 @@ class StoreTree:
 
 
 def _why(path: Path, error: OSError) -> str:
-    """Say why a folder cannot be read, and what to do."""
-    what = f"{path}: cannot be looked into ({error.strerror})"
+    """Return why a folder cannot be read, and a remedy."""
+    what = f"{path}: cannot be read ({error.strerror})"
     if not isinstance(error, PermissionError):
         return what
     return f"{what}; let this user read it, or publish with the group's right to read (chmod g+s on the folder above)"

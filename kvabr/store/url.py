@@ -1,4 +1,4 @@
-"""URLs of object stores. They say where the objects are, and never who asks: credentials come from the environment."""
+"""URLs of object stores. They have no credentials, which are read from the environment."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from kvabr.types.errors import UsageError, did_you_mean
 
 CLOUDS = {"s3": "S3", "gs": "GCS", "az": "Azure"}
-"""Schemes with a bucket, and what obstore calls their stores."""
+"""Schemes with a bucket, and obstore's names for their stores."""
 WEB = ("http", "https")
-"""Schemes of caches in front of a store, which are only read."""
+"""Schemes of read-only caches in front of a store."""
 SCHEMES = {
     "s3": {"endpoint", "region", "anonymous"},
     "gs": {"endpoint", "anonymous"},
@@ -25,19 +25,18 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _PART = re.compile(r"[A-Za-z0-9._=@+-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]+")
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
-"""A region, or an account."""
 _SECRET = re.compile(r"key|secret|token|password|sas|sig|credential")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """Where objects are kept. Its text has no secrets, so it may be logged."""
+    """Location of objects. Its text has no secrets, so it may be logged."""
 
     scheme: str
     bucket: str
-    """Bucket or container; host and port of a cache."""
+    """Bucket or container, or host and port of a cache."""
     prefix: str = ""
-    """Comes before every name, without slashes at its ends."""
+    """Precedes every name; without slashes at its ends."""
     endpoint: str = ""
     region: str = ""
     account: str = ""
@@ -45,43 +44,35 @@ class StoreUrl:
 
     @classmethod
     def parse(cls, url: str) -> StoreUrl:
-        """Parse a URL; raise `UsageError` if it is none of an object store, or has what does not belong there."""
-        made = cls._read(url)
-        if len(str(made)) > _MAX_URL:
-            raise UsageError(f"{_shown(url)}: has more than {_MAX_URL} characters once they are quoted")
-        return made
-
-    @classmethod
-    def _read(cls, url: str) -> StoreUrl:
+        """Parse a URL; raise `UsageError` if it is malformed, or has credentials or unknown options."""
+        shown = _shown(url)
         try:
             parts = urlsplit(url)
             host = parts.netloc
             _ = parts.port
         except ValueError as error:
-            raise UsageError(f"{_shown(url)}: not a URL ({error})") from error
+            raise UsageError(f"{shown}: not a URL ({error})") from error
         if parts.scheme not in SCHEMES or len(url) > _MAX_URL:
-            raise UsageError(f"{_shown(url)}: not the URL of an object store, as s3://BUCKET/PREFIX is")
+            raise UsageError(f"{shown}: not the URL of an object store, such as s3://BUCKET/PREFIX")
         if "@" in host:
-            raise UsageError(f"{_shown(url)}: a URL must not have credentials; {CREDENTIALS}")
+            raise UsageError(f"{shown}: a URL must not have credentials; {CREDENTIALS}")
         if parts.fragment:
-            raise UsageError(f"{_shown(url)}: the URL of a store has no part behind a #")
-        options = _options(url, parts.scheme, parts.query)
-        prefix = _prefix(url, parts.path)
+            raise UsageError(f"{shown}: the URL of a store has no part after a #")
+        options = _options(shown, parts.scheme, parts.query)
+        prefix = unquote(parts.path).strip("/")
+        if prefix and not all(_PART.fullmatch(part) and part.strip(".") for part in prefix.split("/")):
+            raise UsageError(f"{shown}: a prefix has letters, digits and . _ = @ + - between its slashes")
         if not (_HOST if parts.scheme in WEB else _BUCKET).fullmatch(host):
-            raise UsageError(f"{_shown(url)}: {host[:80]!r} cannot be the name of a bucket or host")
-        return cls(
-            parts.scheme,
-            host,
-            prefix,
-            options.get("endpoint", ""),
-            options.get("region", ""),
-            options.get("account", ""),
-            options.get("anonymous") == "true",
-        )
+            raise UsageError(f"{shown}: {host[:80]!r} cannot be the name of a bucket or host")
+        anonymous = options.pop("anonymous", "") == "true"
+        made = cls(parts.scheme, host, prefix, anonymous=anonymous, **options)
+        if len(str(made)) > _MAX_URL:
+            raise UsageError(f"{shown}: has more than {_MAX_URL} characters once they are quoted")
+        return made
 
     @property
     def root(self) -> str:
-        """What comes before every name, with a slash at its end."""
+        """The prefix of every name, with a slash at its end."""
         return f"{self.prefix}/" if self.prefix else ""
 
     def __str__(self) -> str:
@@ -102,47 +93,33 @@ CREDENTIALS = (
 )
 
 
-def _options(url: str, scheme: str, query: str) -> dict[str, str]:
+def _options(shown: str, scheme: str, query: str) -> dict[str, str]:
     known, options = SCHEMES[scheme], dict[str, str]()
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=16)
     except ValueError as error:
-        raise UsageError(f"{_shown(url)}: options are written ?NAME=VALUE&NAME=VALUE") from error
+        raise UsageError(f"{shown}: options are written ?NAME=VALUE&NAME=VALUE") from error
     for name, value in pairs:
         if name not in known and _SECRET.search(name.lower()):
-            raise UsageError(f"{_shown(url)}: a URL must not have credentials ({name[:40]}); {CREDENTIALS}")
+            raise UsageError(f"{shown}: a URL must not have credentials ({name[:40]}); {CREDENTIALS}")
         if name not in known:
             hint = did_you_mean(name, known)
-            raise UsageError(
-                f"{_shown(url)}: no option {name[:40]!r}{hint}; {scheme}:// has {', '.join(sorted(known))}"
-            )
+            raise UsageError(f"{shown}: no option {name[:40]!r}{hint}; {scheme}:// has {', '.join(sorted(known))}")
         if name in options:
-            raise UsageError(f"{_shown(url)}: option {name} is there twice")
+            raise UsageError(f"{shown}: option {name} is given twice")
         options[name] = value
     if options.get("anonymous", "false") not in ("true", "false"):
-        raise UsageError(f"{_shown(url)}: anonymous is true or false")
-    _check_options(url, options)
+        raise UsageError(f"{shown}: anonymous is true or false")
+    for name in ("region", "account"):
+        if options.get(name) and not _NAME.fullmatch(options[name]):
+            raise UsageError(f"{shown}: {name} has up to 64 letters, digits and -")
+    if endpoint := options.get("endpoint", ""):
+        check_endpoint(endpoint, f"{shown}: endpoint")
     return options
 
 
-def _check_options(url: str, options: dict[str, str]) -> None:
-    endpoint = options.get("endpoint", "")
-    for name in ("region", "account"):
-        if options.get(name) and not _NAME.fullmatch(options[name]):
-            raise UsageError(f"{_shown(url)}: {name} has up to 64 letters, digits and -")
-    if endpoint:
-        check_endpoint(endpoint, f"{_shown(url)}: endpoint")
-
-
-def _prefix(url: str, path: str) -> str:
-    prefix = unquote(path).strip("/")
-    if prefix and not all(_PART.fullmatch(part) and part.strip(".") for part in prefix.split("/")):
-        raise UsageError(f"{_shown(url)}: a prefix has letters, digits and . _ = @ + - between its slashes")
-    return prefix
-
-
 def _shown(url: str) -> str:
-    """Return a URL for messages, without what might be a secret."""
+    """Return a URL for messages, without possible secrets."""
     before, _, rest = url[:200].partition("://")
     path = rest.partition("?")[0].partition("#")[0]
     host, slash, tail = path.partition("/")
@@ -150,11 +127,11 @@ def _shown(url: str) -> str:
 
 
 def check_endpoint(endpoint: str, name: str) -> None:
-    """Raise `UsageError` unless this is the endpoint of a store; ``name`` says what named it."""
+    """Raise `UsageError` unless this is the endpoint of a store; ``name`` begins the message."""
     try:
         parts = urlsplit(endpoint)
         known = parts.scheme in WEB and bool(_HOST.fullmatch(parts.netloc) and parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an address, or a port that is none
+    except ValueError:  # brackets without an address, or a bad port
         known = False
     if not known or not endpoint.isascii() or not endpoint.isprintable():
         raise UsageError(f"{name} must be http://HOST:PORT or https://HOST, without credentials")

@@ -1,13 +1,13 @@
-"""The interface of every transport: a `PeerConnection` carries `GroupTransfer`s, one for each group requested.
+"""The interface of every transport: a `PeerConnection` carries a `GroupTransfer` for each requested group.
 
 Rules for every transport:
 
-- `Connection.fetch` returns at once and never raises for what the network or the peer does. Errors come out of
+- `Connection.fetch` returns at once, and never raises for actions of the network or the peer. Errors are raised by
   `GroupReader.read`, and each says what happened.
 - A transfer never holds more than ``limit`` bytes: a peer that sends more ends it with `RequestError`.
-- After its last reader has left, or when its connection is closed, nothing is left of a transfer: no task, no stream.
-- `read` never waits beyond the life of the connection: when it is lost, every reader gets an error.
-- A group is copied once, from what the QUIC library delivers into the transfer's buffer.
+- After its last reader has left, or its connection is closed, no task and no stream of a transfer remains.
+- `read` never outlasts the connection: when it is lost, every reader gets an error.
+- A group is copied once, from the QUIC library's memory into the transfer's buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOSED = "this side closed the connection"
 
 @dataclass(frozen=True, slots=True)
 class ConnectionStats:
-    """State of a connection; None where the transport cannot tell."""
+    """State of a connection; None if the transport does not know it."""
 
     rtt_s: float | None = None
     """Smoothed round trip, seconds."""
@@ -37,38 +37,38 @@ class ConnectionStats:
     lost_packets: int | None = None
     """Packets sent by this side that were lost."""
     rate: float | None = None
-    """The transport's own estimate of what the path carries towards us, bytes per second."""
+    """The transport's own estimate of the path's rate towards us, bytes per second."""
     lanes: int = 1
-    """Connections that are in use."""
+    """Connections in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """What a `PrefixFinder` has of a prompt."""
+    """A cached prefix of a prompt."""
 
     catalog: Catalog | None
-    """Of an asset, as it would be published, that begins as the prompt does; its requests name its namespace. None: no
-    snapshot of a state is in what there is."""
+    """Catalog of an asset that is a prefix of the prompt, with the namespace for requests; None if no prefix ends
+    with a snapshot of all states."""
     limited_by: str | None = None
-    """The layer class for which there is less than of the others; None if there is none."""
+    """The layer class that shortens the prefix; None if there is none."""
     sha256: str = ""
-    """Stands for what the catalog says, hex."""
+    """Digest that identifies the catalog's content, hex."""
 
 
 class PrefixFinder(Protocol):
-    """Finds the longest prefix of a prompt itself, where a peer has no lookups."""
+    """Finds the longest prefix of a prompt, for peers without lookups."""
 
     async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
-        """Return what begins as a prompt with these chained digests does; None: nothing does.
+        """Return the longest cached prefix of a prompt; None if there is none.
 
         Args:
-            spec: of the model; the number of a state's snapshots is up to the publisher.
-            digests: all chained digests of the prompt, whole.
-            any_dtype: the element type need not be the spec's.
+            spec: spec of the model; the number of a state's snapshots is up to the publisher.
+            digests: all chained digests of the prompt, in full.
+            any_dtype: accept another element type than the spec's.
 
         Raises:
-            TransportError: the store cannot be asked.
-            FormatError: what it has does not fit together.
+            TransportError: the store cannot be reached.
+            FormatError: its pages do not fit together.
         """
 
 
@@ -76,43 +76,43 @@ class Connection(ABC):
     """A connection to one origin or relay; an async context manager."""
 
     backend: str
-    """``aioquic`` or ``qh3``; the scheme of a store's URL; another name of the transport."""
+    """``aioquic`` or ``qh3``, the scheme of a store's URL, or another name of the transport."""
     protocol: str
     """Negotiated protocol: ``moqt-22``, another draft, or another name of the transport."""
     peer: str | None = None
-    """Host and port of the peer, the same for every connection to it; None if unknown."""
+    """Host and port of the peer, equal for all connections to it; None if unknown."""
     closed: bool = False
     """Whether the connection has ended, from either side."""
     going_away: bool = False
-    """Whether the peer wants new requests to go elsewhere (GOAWAY); requests under way may still finish."""
+    """Whether new requests must go elsewhere (GOAWAY); requests in flight may still finish."""
     trouble: str | None = None
-    """What keeps the peer out of reach at the moment, in words; None if nothing is known to."""
+    """Why the peer is out of reach at the moment; None if it is not, as far as known."""
     unreachable: bool = False
-    """Whether the peer is taken to be dead: it answers neither requests nor new connections."""
+    """Whether the peer is presumed dead: it answers neither requests nor new connections."""
     finder: PrefixFinder | None = None
-    """Finds prefixes of prompts; None: the peer does, asked for a track (`kvabr.types.naming.prefix_track`)."""
+    """Finds prefixes of prompts; None: the peer does, by a track (`kvabr.types.naming.prefix_track`)."""
     reached: bool = True
-    """Whether there is a connection, or was one, though it is closed by now; the first request dials if not."""
+    """Whether a connection was ever established; if not, the first request dials."""
     heals: bool = False
-    """Whether requests after a failure need no new dial, and silence no probes: each is an exchange of its own."""
+    """Whether it needs neither redials after failures nor probes, because each request is a separate exchange."""
     waits_its_turn: bool = False
-    """Whether nothing comes because more urgent requests of others on the same path are served first."""
+    """Whether no bytes arrive because more urgent requests on the same path are served first."""
 
     @property
     def names(self) -> Sequence[str]:
-        """What `peer` is, or may become once it is connected; empty if it is unknown."""
+        """Possible values of `peer`, also before it is connected; empty if unknown."""
         return () if self.peer is None else (self.peer,)
 
     @property
     def sources(self) -> Sequence[Connection]:
-        """The connections that it stands for: this one alone, unless it is that of a play with several sources."""
+        """The connections that this one combines: only itself, unless a play has several sources."""
         return (self,)
 
-    async def connected(self) -> None:  # noqa: B027  # most are
-        """Wait until there is a connection, which is dialled if there is none; callers share one dial.
+    async def connected(self) -> None:  # noqa: B027  # most are connected from the start
+        """Wait for a connection, dialling if there is none; callers share one dial.
 
         Raises:
-            TransportError: the peer cannot be reached, or does not let us in; the next call dials again.
+            TransportError: the peer cannot be reached, or refuses us; the next call dials again.
             ConnectionLostError: this was closed.
         """
 
@@ -129,11 +129,11 @@ class Connection(ABC):
         """Request one group of one track.
 
         Args:
-            namespace: of the prompt.
+            namespace: namespace of the prompt.
             track: name of the track.
             group: number of the group.
             priority: 0 (most urgent) to 255.
-            limit: maximum size, bytes.
+            limit: most bytes of the group.
             exact: the group has ``limit`` bytes, so its buffer is allocated once.
         """
         return self.request(GroupRequest(namespace, track, group, limit, exact), priority)
@@ -142,13 +142,13 @@ class Connection(ABC):
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """Request one group of one track, at a priority from 0 (most urgent) to 255."""
 
-    def relieve(self) -> None:  # noqa: B027  # most hold nothing
-        """Let go of what is not in use and can be had again: the process has run out of descriptors or memory."""
+    def relieve(self) -> None:  # noqa: B027  # most hold no spare resources
+        """Release unused resources: the process has run out of descriptors or memory."""
 
     async def renew(self) -> None:  # noqa: B027  # most have no token
-        """Connect again with the token that is valid now; what is under way goes on.
+        """Reconnect with the currently valid token; running transfers continue.
 
-        Raises `TransportError` if that fails; then the connection stays as it was.
+        Raises `TransportError` if that fails; the old connection then stays.
         """
 
     @abstractmethod
@@ -156,16 +156,16 @@ class Connection(ABC):
         """Return the state of the connection."""
 
     async def answers(self, within_s: float) -> bool:
-        """Probe the peer, and return whether it answered within ``within_s`` seconds.
+        """Probe the peer; return whether it answered within ``within_s`` seconds.
 
-        A peer that was killed sends nothing more, and QUIC takes its whole idle timeout to notice.
+        A killed peer sends no more packets, and QUIC's idle timeout is long.
         """
         del within_s  # without a probe, an open connection counts as alive
         return not self.closed
 
     @abstractmethod
     async def close(self) -> None:
-        """End the connection and everything on it; may be called twice."""
+        """End the connection and its transfers; may be called twice."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -177,10 +177,9 @@ class Connection(ABC):
 
 
 class PeerConnection(Connection, Carrier):
-    """A connection of this process itself: it carries the transfers of its requests."""
+    """A connection that carries the transfers of its own requests."""
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
-        """See `Connection.request`."""
         transfer = GroupTransfer(request)
         reader = GroupReader(transfer, priority)
         transfer.begin(self)
@@ -188,12 +187,12 @@ class PeerConnection(Connection, Carrier):
 
 
 async def read_all(reader: GroupReader) -> bytes:
-    """Read to its end, and return all of it; errors are those of `GroupReader.read`."""
+    """Read a group to its end; errors as `GroupReader.read`."""
     return bytes(await read_view(reader))
 
 
 async def read_view(reader: GroupReader) -> memoryview:
-    """As `read_all`, without a copy."""
+    """Read a group to its end without a copy; errors as `GroupReader.read`."""
     try:
         while await reader.read():
             pass

@@ -1,22 +1,20 @@
-"""The connections to one peer, one after the other: dialled when something is requested, and again when one is lost.
+"""The connections to one peer, one after the other: dialled for requests, and redialled after a loss.
 
-Requests made while there is no connection wait for the next one; without waiting requests nobody dials. Transfers on a
-lost connection fail. After GOAWAY new requests go to a new connection, and the old one is kept until its transfers have
-ended.
+Requests without a connection wait for the next one; without waiting requests no dial is made. Transfers on a lost
+connection fail. After GOAWAY new requests use a new connection, and the old one is kept until its transfers have ended.
 
-A killed peer does not say so. While requests are under way and nothing arrives, the lane probes the connection with a
-PING. The answers move it between three states, by the table `_NEXT`:
+A killed peer is silent. While requests are in flight and no bytes arrive, the lane probes the connection with a PING.
+The answers move it between three states:
 
-- `Health.GOOD`: the peer answers, or nothing is missing.
-- `Health.SILENT`: a probe was not answered. The lane dials beside the old connection. During an outage of the path that
-  dial fails too, and the old connection continues afterwards. Only a peer that answers the dial, but not the old
-  connection in as much time again, has forgotten it: one with too much to do is late with everything, and more dials
-  would only add to that.
-- `Health.STUCK`: probes are answered, but no request. The peer may have forgotten the requests, or its QUIC library
-  has. The lane dials, and the new connection replaces the old one.
+- `Health.GOOD`: the peer answers, or no bytes are missing.
+- `Health.SILENT`: a probe was not answered. The lane dials in parallel. During an outage of the path that dial fails
+  too, and the old connection continues afterwards. Only a peer that answers the dial, but not the old connection in as
+  much time again, has forgotten it: an overloaded peer is late with both, and more dials would add to its load.
+- `Health.STUCK`: probes are answered, but requests are not. The peer or its QUIC library may have forgotten them. The
+  lane dials, and the new connection replaces the old one.
 
-A connection is stuck after seconds; after an outage, at once: a QUIC sender whose window is full of lost packets sends
-nothing before its next retransmission, which may take as long again as the outage did (RFC 9002, section 6.2).
+A connection is stuck after seconds, but after an outage at once: a QUIC sender with a window full of lost packets is
+silent until its next retransmission, which may take as long again as the outage (RFC 9002, section 6.2).
 """
 
 from __future__ import annotations
@@ -35,27 +33,26 @@ from kvabr.types.errors import ConnectionLostError, TransportError, Unauthorized
 from kvabr.types.words import ordinal
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-"""Pauses between dials: doubled each time, and randomised between half and one and a half times that."""
+"""Pauses between dials: doubled each time, and multiplied by a random factor from 0.5 to 1.5."""
 _UNREACHABLE = 2
-"""Dials that fail one after the other, after which a peer counts as dead."""
+"""Failed dials in a row after which a peer is presumed dead."""
 _SHORT_LIFE_S = 1.0
-"""A connection that lasts less than this, and brings nothing or sends us away, does not reset the pauses."""
+"""A connection shorter than this that delivers no data, or ends in GOAWAY, does not reset the back-off."""
 _LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
-"""Seconds between checks whether anything arrives; doubled whenever nothing did but the peer answered a probe, so that
-a busy peer is not probed all the time."""
+"""Seconds between checks for received bytes; doubled after each check without bytes but with an answered probe, so that
+a busy peer is probed less."""
 _SIGN_S, _SIGN_RTT, _LONGEST_SIGN_S = 0.25, 4.0, 4.0
-"""Seconds, and round trips or times of the last answer, that the answer to a probe may take; the probe may be lost and
-sent again. However late the last answer was, never more than the last of these. Each request that is answered sooner
-halves the expected time, so that a peer that was slow once soon counts as quick again."""
+"""Seconds, and multiples of the round trip or the last answer's time, that the answer to a probe may take; the probe
+may be lost and sent again. The last value is the maximum. Each request that is answered sooner halves the expected
+time, so that a peer that was slow once soon counts as quick again."""
 _STUCK_S, _STUCK_SIGNS = 3.0, 4.0
-"""Seconds, and times of what the answer to a probe may take, after which a peer that answers probes, but no request, is
-dialled anew; the seconds are doubled each time. It may also be slow: a store may be, or a relay that waits for its
-origin."""
+"""Seconds, and multiples of a probe's time, after which a peer that answers probes, but no requests, is redialled; the
+seconds double each time. It may just be slow, such as a store, or a relay that waits for its origin."""
 _OUTAGE_S = 1.0
-"""Seconds since a probe was not answered, without a byte of any group, that are taken for an outage."""
+"""Seconds since an unanswered probe, without a byte of any group, that count as an outage."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
-"""Seconds, and round trips, that the first of a series of dials may take; doubled each time. QUIC backs off while it
-retries, so a fresh dial reaches a peer that comes back sooner."""
+"""Seconds, and round trips, of the first of a series of dials; doubled each time. QUIC backs off while it retries, so a
+fresh dial reaches a restarted peer sooner."""
 _REPLACED = "the connection was replaced by another"
 _SENT_AWAY = "the peer ends each connection at once"
 _FORGOTTEN = "the peer fell silent; it answers a new connection"
@@ -65,16 +62,16 @@ class Dialler(Protocol):
     """Dials one peer."""
 
     names: tuple[str, ...]
-    """What its connections may be called (`Connection.peer`), at least one name."""
+    """Possible names of its connections (`Connection.peer`), at least one."""
     most_lanes: int
-    """Connections at a time that are allowed."""
+    """Most simultaneous connections."""
 
     async def dial(self) -> PeerConnection:
         """Return a new connection, or raise `TransportError`; never called concurrently for one lane."""
 
 
 class Health(Enum):
-    """Whether the peer of a lane answers."""
+    """How the peer of a lane answers."""
 
     GOOD = auto()
     SILENT = auto()
@@ -82,29 +79,18 @@ class Health(Enum):
 
 
 class Sign(Enum):
-    """What changes that."""
+    """An observation that may change the health."""
 
     BYTES = auto()
-    """Payload has arrived."""
     ANSWERED = auto()
     """A probe was answered, and requests have not waited for long."""
     UNANSWERED = auto()
-    """A probe was not answered in time, and requests are under way."""
+    """A probe was not answered in time, and requests are in flight."""
     OVERDUE = auto()
     """A probe was answered, but requests have waited for too long."""
     REPLACED = auto()
-    """Another connection is in use."""
 
 
-_NEXT: Mapping[tuple[Health, Sign], Health] = {
-    **{(health, sign): Health.GOOD for health in Health for sign in (Sign.BYTES, Sign.ANSWERED, Sign.REPLACED)},
-    (Health.GOOD, Sign.UNANSWERED): Health.SILENT,
-    (Health.SILENT, Sign.UNANSWERED): Health.SILENT,
-    (Health.STUCK, Sign.UNANSWERED): Health.STUCK,  # it is replaced, whatever it answers
-    (Health.GOOD, Sign.OVERDUE): Health.STUCK,
-    (Health.SILENT, Sign.OVERDUE): Health.STUCK,
-    (Health.STUCK, Sign.OVERDUE): Health.STUCK,
-}
 _TROUBLE: Mapping[Health, str | None] = {
     Health.GOOD: None,
     Health.SILENT: "the peer has fallen silent",
@@ -124,34 +110,29 @@ class PeerLane(Carrier):
         released: Callable[[], None] = lambda: None,
         dialled: Callable[[BaseException | None], None] = lambda _: None,
     ) -> None:
-        """Dial nothing yet.
+        """Prepare to dial.
 
-        Args:
-            dialler: dials the peer.
-            patience_s: seconds after which dialling again ends; then waiting transfers fail, and the next request
-                starts again.
-            persistent: also dial for so long if there was no connection before; otherwise the first dial that fails
-                fails the requests.
-            released: called after the end of each transfer.
-            dialled: called with None once there is a first connection, and with the error each time that dialling
-                ends without one.
+        After ``patience_s`` seconds of redialling waiting transfers fail; the next request starts again. Before the
+        first connection the first failed dial fails them, unless ``persistent``. ``released`` is called after the end
+        of each transfer, ``dialled`` with None after the first connection, and with the error whenever dialling ends
+        without one.
         """
         self.connection: PeerConnection | None = None
-        """The current one; None before the first dial has succeeded."""
+        """The current connection; None before the first successful dial."""
         self.health = Health.GOOD
         self.closed = False
         self.unreachable = False
-        """Whether the peer counts as dead: two dials in a row have failed, or the only one so far."""
+        """Whether the peer is presumed dead: two dials in a row have failed, or the only one."""
         self.dials = self._failed_dials = 0
-        """How often it has reconnected; and dials that have failed since the last that did not."""
+        """Number of reconnections, and of failed dials since the last success."""
         self._dialler, self._patience_s, self._persistent = dialler, patience_s, persistent
         self._released, self._dialled_first = released, dialled
         self._trouble: str | None = None
         self._leaving: list[PeerConnection] = []
         self._using: dict[GroupTransfer, tuple[PeerConnection, float]] = {}
-        """The connection of each transfer, and when it was requested there."""
+        """Connection and request time of each transfer."""
         self._waiting: dict[GroupTransfer, None] = {}
-        """Those that wait for a connection, the earliest first."""
+        """Transfers that wait for a connection, the earliest first."""
         self._dialling: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._earlier_bytes = 0
@@ -159,38 +140,38 @@ class PeerLane(Carrier):
         self._adopted_s = float("-inf")
         self._watching: asyncio.Task[None] | None = None
         self._look_s = _LOOK_S
-        self._asked = asyncio.Event()
-        """Set when something is requested, which is reason to look sooner."""
-        self._brought = 0
-        """Bytes that the current connection had brought when it was last looked at."""
+        self._requested = asyncio.Event()
+        """Set by each request, to check sooner."""
+        self._checked_bytes = 0
+        """Bytes of the current connection at the last check."""
         self._quiet_s = 0.0
-        """Seconds for which requests have waited since anything came, while the peer answered probes."""
+        """Seconds that requests have waited since the last bytes, while the peer answered probes."""
         self._outage_s: float | None = None
-        """When the first probe since anything came was not answered; None: all were."""
+        """Time of the first unanswered probe since the last bytes, if any."""
         self._given_up: int | None = None
-        """What had come when a request was given up, which may be due to an outage; None: nothing was, or it is known
-        whether the peer answers."""
+        """Received bytes when a request was given up, perhaps because of an outage; None if there was none, or the peer
+        was found to answer since."""
         self._stuck_s = _STUCK_S
         self._answer_s = 0.0
-        """Seconds that the peer took for its last answer to a probe or a dial, or to requests since."""
+        """Seconds of the peer's last answer to a probe or a dial, or to requests since."""
 
     # ------------------------------------------------------------------ for the peer
 
     @property
     def trouble(self) -> str | None:
-        """What keeps the peer out of reach at the moment; None if nothing is known to."""
+        """Why the peer is out of reach at the moment; None if it is not, as far as known."""
         if self._trouble is not None or self.connection is None:
             return self._trouble
         return self.connection.trouble
 
     @property
     def dialling(self) -> bool:
-        """Whether a dial is under way."""
+        """Whether a dial is running."""
         return self._dialling is not None
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that its transfers have yet to bring; those of live groups come whenever they exist."""
+        """Missing bytes of its transfers, without live groups, which arrive when they exist."""
         every = (*self._using, *self._waiting)
         return sum(one.request.limit - one.received for one in every if not one.request.live)
 
@@ -201,26 +182,25 @@ class PeerLane(Carrier):
         return self._earlier_bytes + sum(connection.stats().bytes_received for connection in open_ones)
 
     async def connected(self) -> None:
-        """Wait until there is a connection; callers share one dial.
+        """Wait for a connection; callers share one dial.
 
         Raises:
-            TransportError: the peer cannot be reached, or does not let us in; the next call dials again.
+            TransportError: the peer cannot be reached, or refuses us; the next call dials again.
             ConnectionLostError: this was closed.
         """
         while self.closed or self.connection is None:
             if self.closed:
                 raise ConnectionLostError(CLOSED)
-            # A caller that is cancelled must not end the dial of the others.
+            # A cancelled caller must not cancel the dial of the others.
             await asyncio.wait({dial := self._redial(once=True)})
-            if dial.cancelled():  # by `close`: nobody has cancelled the caller
+            if dial.cancelled():  # by `close`, not by the caller's cancellation
                 raise ConnectionLostError(CLOSED)
             dial.result()
 
     async def renew(self) -> None:
-        """See `Connection.renew`."""
         if self._dialling is not None:
             await asyncio.wait({self._dialling})
-        if self._usable():  # otherwise the next dial will do
+        if self._usable():  # otherwise the next dial uses the new token
             made = await self._dialler.dial()
             if self._usable():
                 self._adopt(made)
@@ -228,7 +208,7 @@ class PeerLane(Carrier):
                 await made.close()
 
     async def close(self) -> None:
-        """Close all connections; transfers that wait for one fail. May be called again, also if it was cancelled."""
+        """Close all connections, and fail waiting transfers. May be called again, also after a cancellation."""
         self.closed = True
         if tasks := [task for task in (self._dialling, self._watching) if task is not None]:
             for task in tasks:
@@ -254,21 +234,20 @@ class PeerLane(Carrier):
             self._redial(once=self.connection is None and not self._persistent)
 
     def answered(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.answered`."""
         used, begun_s = self._using.get(transfer, (None, 0.0))
         if used is not None and used is self.connection:
             took_s = asyncio.get_running_loop().time() - begun_s
             self._answer_s = min(self._answer_s, max(took_s, self._answer_s / 2))
 
     def explain(self, transfer: GroupTransfer, error: Exception) -> Exception:
-        """See `Carrier.explain`: who is not let in on a connection that was replaced may be on the new one."""
+        """See `Carrier.explain`: a refusal on a replaced connection need not apply to the new one."""
         used, _ = self._using.get(transfer, (None, 0.0))
         if isinstance(error, UnauthorizedError) and used in self._leaving:
             return ConnectionLostError(f"{transfer.request}: {_REPLACED}")
         return error
 
     def released(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.released`; retire a replaced connection after its last transfer."""
+        """See `Carrier.released`; closes a replaced connection after its last transfer."""
         self._waiting.pop(transfer, None)
         used, _ = self._using.pop(transfer, (None, 0.0))
         if used is not None and used is self.connection:
@@ -295,7 +274,7 @@ class PeerLane(Carrier):
         connection.carry(transfer)
         if not transfer.request.live:
             self._look_s = _LOOK_S
-            self._asked.set()
+            self._requested.set()
         if self._watching is None and not connection.heals:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
@@ -312,8 +291,14 @@ class PeerLane(Carrier):
     # ------------------------------------------------------------------ health
 
     def _note(self, sign: Sign) -> None:
-        """Change the state by the table; dial if the peer does not answer as it should."""
-        before, self.health = self.health, _NEXT[self.health, sign]
+        """Update the health; redial unless it is good."""
+        before = self.health
+        if sign is Sign.OVERDUE:
+            self.health = Health.STUCK
+        elif sign is not Sign.UNANSWERED:
+            self.health = Health.GOOD
+        elif before is Health.GOOD:
+            self.health = Health.SILENT  # a stuck connection is replaced in any case
         if sign is Sign.UNANSWERED:
             self._outage_s = self._outage_s or asyncio.get_running_loop().time()
         elif sign in (Sign.BYTES, Sign.REPLACED):
@@ -329,42 +314,42 @@ class PeerLane(Carrier):
             self._redial()
 
     async def _watch(self) -> None:
-        """While transfers are under way and nothing arrives, probe the peer.
+        """Probe the peer while transfers are in flight and no bytes arrive.
 
-        Once something was given up, the peer is probed once more, so that an outage is noticed.
+        After a request was given up, probe once more, so that an outage is noticed.
         """
         try:
             while self._using or (self._given_up is not None and self._usable()):
                 connection = self.connection
-                assert connection is not None  # noqa: S101  # something was requested on it
-                before, since_s = self._brought, asyncio.get_running_loop().time()
-                self._asked.clear()
-                asked = False
+                assert connection is not None  # noqa: S101  # it has requests
+                before, since_s = self._checked_bytes, asyncio.get_running_loop().time()
+                self._requested.clear()
+                requested = False
                 with contextlib.suppress(TimeoutError):
                     if self._look_s > _LOOK_S:
-                        asked = await asyncio.wait_for(self._asked.wait(), self._look_s)
+                        requested = await asyncio.wait_for(self._requested.wait(), self._look_s)
                     else:
                         await asyncio.sleep(self._look_s)
                 if connection is not self.connection:
                     self._look_s = _LOOK_S
-                elif (brought := connection.stats().bytes_received) != before:
-                    self._look_s, self._brought = _LOOK_S, brought
-                    if self._given_up != brought:
+                elif (received := connection.stats().bytes_received) != before:
+                    self._look_s, self._checked_bytes = _LOOK_S, received
+                    if self._given_up != received:
                         self._given_up = None
                     self._note(Sign.BYTES)
-                elif not asked and self._usable():
-                    await self._look_after(connection, since_s)
+                elif not requested and self._usable():
+                    await self._check(connection, since_s)
         finally:
             self._watching = None
 
-    async def _look_after(self, connection: PeerConnection, since_s: float) -> None:
-        """Probe a connection that has brought nothing since ``since_s``, if something may be missing."""
+    async def _check(self, connection: PeerConnection, since_s: float) -> None:
+        """Probe a connection without bytes since ``since_s``, if some may be missing."""
         if self._given_up is None and not self._carries(connection):
             return
         dialling, self._given_up = self._dialling, None
         if await self._probe(connection):
-            if connection.stats().bytes_received != self._brought:
-                return  # it has answered more than the probe
+            if connection.stats().bytes_received != self._checked_bytes:
+                return  # payload arrived meanwhile
             self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
             if any(used is connection and not one.subscribed for one, (used, _) in self._using.items()):
                 self._quiet_s += asyncio.get_running_loop().time() - since_s
@@ -373,18 +358,18 @@ class PeerLane(Carrier):
             elif connection is self.connection and self._usable():
                 self._note(Sign.OVERDUE)
         elif connection is self.connection and self._usable() and dialling is self._dialling:
-            # A dial that has ended meanwhile knows better.
+            # Not if a dial has ended meanwhile, which is better evidence.
             if self._carries(connection):
                 self._note(Sign.UNANSWERED)
-            else:  # nobody waits for anything, but what was given up was given up in an outage
+            else:  # no transfer is left, but one was given up during an outage
                 self._outage_s = self._outage_s or asyncio.get_running_loop().time()
 
     def _patient_s(self, connection: PeerConnection) -> float:
-        """Return for how many seconds a peer that answers probes may answer no request."""
+        """Return how many seconds a peer that answers probes may leave requests unanswered."""
         signs_s, outage_s = self._sign_s(connection), self._outage_s
         lost = outage_s is not None and asyncio.get_running_loop().time() - outage_s > _OUTAGE_S
         quick = self._answer_s < _SIGN_S  # a busy peer is late with probes, too
-        if lost and quick and self._stuck_s == _STUCK_S:  # or the connection before brought nothing either
+        if lost and quick and self._stuck_s == _STUCK_S:  # not if the previous connection was stuck as well
             return signs_s
         return max(self._stuck_s, _STUCK_SIGNS * signs_s)
 
@@ -393,7 +378,7 @@ class PeerLane(Carrier):
         return max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0), late_s)
 
     async def _probe(self, connection: PeerConnection, least_s: float = 0.0) -> bool:
-        """Probe a connection, and wait for as long as an answer may take, but ``least_s`` at least."""
+        """Probe a connection, and wait as long as an answer may take, but at least ``least_s``."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         alive = await connection.answers(max(least_s, self._sign_s(connection)))
@@ -421,14 +406,14 @@ class PeerLane(Carrier):
                 self._trouble, self.unreachable = str(error), True
                 self._dialled_first(error)
                 if once and self._persistent and self._waiting and not isinstance(error, UnauthorizedError):
-                    self._redial()  # `connected` has dialled, and a request came meanwhile
+                    self._redial()  # a request arrived during the dial of `connected`
                     return
             else:
                 kind = UnauthorizedError if isinstance(error, UnauthorizedError) else ConnectionLostError
                 error = kind(f"the connection was lost, and dialling again failed: {error}")
             self._fail_waiting(error if isinstance(error, Exception) else ConnectionLostError(repr(error)))
         elif self._waiting and not (self.closed or self._usable()):
-            self._redial()  # a request came as the last dial ended
+            self._redial()  # a request arrived as the last dial ended
 
     async def _dial_once(self) -> None:
         self._adopt(await self._dialler.dial())
@@ -448,7 +433,7 @@ class PeerLane(Carrier):
             try:
                 await self._choose(await self._dial_within(attempt_s), begun_s)
             except UnauthorizedError:
-                raise  # trying again would not help
+                raise  # redialling would not help
             except TransportError as error:
                 failure = error
             else:
@@ -462,7 +447,7 @@ class PeerLane(Carrier):
             if loop.time() - start_s + pause_s > self._patience_s:
                 raise failure
             if not self._waiting:
-                return  # the next request starts again
+                return  # the next request redials
             attempt_s *= 2
 
     async def _dial_within(self, seconds: float) -> PeerConnection:
@@ -481,7 +466,7 @@ class PeerLane(Carrier):
                 if self.health is not Health.GOOD:
                     alive = self.health is Health.SILENT and await self._probe(old, took_s)
             finally:
-                if alive:  # or this was cancelled
+                if alive:  # also if this was cancelled
                     with contextlib.suppress(TransportError):
                         await made.close()
             if alive:
@@ -493,7 +478,7 @@ class PeerLane(Carrier):
     def _adopt(self, made: PeerConnection) -> None:
         self._adopted_s = asyncio.get_running_loop().time()
         old, self.connection = self.connection, made
-        self._brought, self._given_up = made.stats().bytes_received, None
+        self._checked_bytes, self._given_up = made.stats().bytes_received, None
         forgotten = self.health is not Health.GOOD
         if old is not None:
             self.dials += 1

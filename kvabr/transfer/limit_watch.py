@@ -1,10 +1,10 @@
-"""Finds what limits a connection: the network, this processor, or the publisher.
+"""Finds the limit of a connection: the network, this processor, or the publisher.
 
-Only samples that the network limited say something about the link, so an estimator must know what limits a transfer:
+Only samples limited by the network describe the link, so estimators need this:
 
-- Own CPU: the threads that run the transport were busy nearly all the time while bytes arrived.
-- Publisher: a request is open and nothing arrives, yet the peer answers a PING: the path is fine, the peer has nothing
-  to send. It is what limits the bytes that end its silence.
+- Own CPU: the transport's threads were busy nearly all the time while bytes arrived.
+- Publisher: a request is open and no bytes arrive, yet the peer answers a PING. The publisher also limits the bytes
+  that end its silence.
 - Network: everything else.
 """
 
@@ -19,15 +19,14 @@ from kvabr.types.events import Limit
 _WINDOW_S = 0.05
 """Seconds over which CPU time is measured."""
 _BUSY = 0.9
-"""Share of such a window in which the thread must have been busy for the CPU to be the limit."""
+"""Share of such a window that the thread must be busy for the CPU to be the limit."""
 _LEAST_SILENCE_S = 0.1
 
 
 class LimitWatch:
-    """Finds the bottleneck of one connection."""
+    """Finds the limit of one connection."""
 
     def __init__(self, probe: Callable[[], None], round_trip: Callable[[], float | None]) -> None:
-        """Start without requests; ``probe`` sends a PING, ``round_trip`` returns seconds if they are known."""
         self.limit: Limit = "network"
         self._probe, self._round_trip = probe, round_trip
         self._loop = asyncio.get_running_loop()
@@ -37,11 +36,11 @@ class LimitWatch:
         self._bytes = self._bytes_at_probe = 0
         self._probing = False
         self._silent = False
-        """Whether nothing has come since the publisher proved to be silent."""
+        """Whether no byte has arrived since the publisher was found silent."""
         self._closed = False
 
     def asked(self, in_flight: int) -> None:
-        """Note how many downloads are in flight now."""
+        """Set the number of downloads in flight."""
         self._in_flight = in_flight
         if in_flight and self._timer is None and not self._closed:
             self._arm()
@@ -50,10 +49,10 @@ class LimitWatch:
             self._timer = None
 
     def received(self, count: int) -> None:
-        """Note payload that has arrived, bytes."""
+        """Count payload bytes that have arrived."""
         self._bytes += count
         now = time.monotonic()
-        if self._silent:  # what ends a publisher's silence is late because of it, as is what follows at once
+        if self._silent:  # bytes that end a publisher's silence are late because of it, and so are the next ones
             self._silent = False
             self._wall, self._cpu = now, time.thread_time()
         elif now - self._wall >= _WINDOW_S:
@@ -62,7 +61,7 @@ class LimitWatch:
             self._wall, self._cpu = now, cpu
 
     def worked(self, cpu_s: float) -> None:
-        """Note processor time that other threads have taken for this connection, seconds: the loop waited for it."""
+        """Add processor time of other threads for this connection, seconds: the loop waited for it."""
         self._cpu -= cpu_s
 
     def alive(self) -> None:

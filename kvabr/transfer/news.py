@@ -1,7 +1,6 @@
-"""Follows the news of an asset that is still being published, on one connection.
+"""Follows the messages of a growing asset on one connection.
 
-What has been published before is fetched, many messages at a time; the news that follow come by a subscription, as soon
-as they exist.
+Earlier messages are fetched, many at a time; later ones arrive by a subscription, as soon as they exist.
 """
 
 from __future__ import annotations
@@ -17,23 +16,22 @@ from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, news_bytes, parse_edge
 from kvabr.types.naming import EDGE_TRACK, TrackNamespace
 
 _AHEAD = 8
-"""Messages that are waited for at a time."""
+"""Messages requested ahead."""
 _END_BYTES = 7 << 10
-"""What the last message may take more: it has a reason in JSON, 500 characters of up to 12 bytes."""
+"""Additional bytes of the last message: it has a reason in JSON, 500 characters of up to 12 bytes."""
 _PAUSE_S, _MOST_PAUSE_S = 0.05, 0.5
-"""Pauses before a request is made again, doubled each time."""
+"""Pauses before a request is repeated, doubled each time."""
 _URGENT = 0
 
 
 class Retries:
-    """The pauses before a live group is asked for again."""
+    """The pauses before a live group is requested again."""
 
     def __init__(self, connection: Connection) -> None:
-        """Begin with the shortest."""
         self._connection, self._pauses = connection, Backoff(_PAUSE_S, _MOST_PAUSE_S)
 
     async def wait(self, error: Exception) -> None:
-        """Wait until it makes sense to ask again after an error; raise the error if it never does."""
+        """Wait until a request may be repeated after an error; raise the error if that is useless."""
         if self._connection.closed or not isinstance(error, TransportError) or isinstance(error, NotFoundError):
             raise error
         wanted_s = error.retry_after_s if isinstance(error, RequestError) else None
@@ -41,49 +39,49 @@ class Retries:
 
 
 class News:
-    """The messages of one asset, in their order; each is delivered once."""
+    """The messages of one asset in order, each delivered once."""
 
     def __init__(self, connection: Connection, namespace: TrackNamespace, tracks: int) -> None:
-        """Ask for nothing yet; ``tracks`` is the number of published tracks, which bounds a message."""
         self._connection, self._namespace = connection, namespace
         self._bytes = news_bytes(tracks)
-        self._coming: dict[int, GroupReader] = {}
-        """Messages that are waited for, by number."""
-        self._behind = True
+        self._requested: dict[int, GroupReader] = {}
+        """Messages that are being waited for, by number."""
+        self._past = True
+        """Whether there may be earlier messages to fetch."""
 
     def close(self) -> None:
-        """Wait for nothing any more."""
-        for reader in self._coming.values():
+        """Cancel all requests."""
+        for reader in self._requested.values():
             reader.cancel()
-        self._coming.clear()
+        self._requested.clear()
 
     async def after(self, number: int) -> list[EdgeMessage]:
         """Return the messages from ``number`` on, at least one; wait until it exists.
 
         Raises:
-            NotFoundError: the peer has it not, and will not.
-            TransportError: it cannot be had.
-            FormatError: it is no message.
+            NotFoundError: the peer does not have it, and never will.
+            TransportError: it cannot be received.
+            FormatError: it is malformed.
         """
-        if self._behind:
+        if self._past:
             most = MAX_EDGE_BYTES // self._bytes
             try:
                 messages = await self._read(self._request(number, most), number)
             except RequestError as error:
-                # There are none so far; or the peer sends one group at a time, as moq-rs does.
+                # There are none yet; or the peer sends one group at a time, as moq-rs does.
                 if not isinstance(error, NotFoundError) and error.reason != Reason.UNSUPPORTED:
                     raise
                 messages = []
-            self._behind = len(messages) >= most
+            self._past = len(messages) >= most
             if messages:
                 return messages
         retries = Retries(self._connection)
         while True:
             for ahead in range(number, number + _AHEAD):
-                if ahead not in self._coming:
-                    self._coming[ahead] = self._request(ahead)
+                if ahead not in self._requested:
+                    self._requested[ahead] = self._request(ahead)
             try:
-                return await self._read(self._coming.pop(number), number)
+                return await self._read(self._requested.pop(number), number)
             except TransportError as error:
                 await retries.wait(error)
 

@@ -1,9 +1,8 @@
-"""A peer: an origin, a relay or an object store, on one connection or several, which are dialled when they are needed.
+"""A peer (an origin, a relay or an object store) on one or several connections, which are dialled when needed.
 
-Several connections, lanes, are for a path that carries more than one of them, or one core, does. They are one source
-and one link for the plays: a request goes out on the lane with the least to bring. Another lane is opened while enough
-waits, and stays in use only if all together then bring clearly more than before. So a slow or busy path is not pressed
-by more connections than it needs.
+Several connections, lanes, help if the path carries more than one of them, or one core, does. Plays see one source and
+one link: a request uses the lane with the fewest bytes left. Another lane is opened while enough bytes are wanted, and
+stays in use only if the total rate then clearly rises, so that a slow or busy path has only as many as it needs.
 """
 
 from __future__ import annotations
@@ -19,40 +18,37 @@ from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import ConnectionLostError, NoAnswerError, RequestError, TransportError, UnauthorizedError
 
 _WAITS_BYTES = 1 << 20
-"""Bytes per lane that must be on their way for a rate to say what lanes bring."""
+"""Wanted bytes per lane for a meaningful measurement of the rate."""
 _MEASURED_S, _MEASURED_BYTES = 0.05, 4 << 20
-"""Least time and bytes of such a rate."""
+"""Least time and bytes of a measurement."""
 _MORE = 1.1
-"""What another lane must bring, as a multiple of the rate without it."""
+"""Factor by which another lane must raise the rate."""
 _AGAIN_S = 60.0
-"""Seconds after which one that brought nothing is tried again."""
+"""Seconds until a useless lane is tried again."""
 _PATIENCE_S = 30.0
-"""Seconds for which a peer that was lost is dialled while requests wait."""
+"""Seconds for which a lost peer is dialled while requests wait."""
 
 
 class Peer(PeerConnection):
-    """Fetches from one peer; for one event loop. As a context manager it connects at once."""
+    """Fetches from one peer; for one event loop. Its context manager connects."""
 
     def __init__(self, dialler: Dialler, *, needed: bool = True, patience_s: float = _PATIENCE_S) -> None:
-        """Dial nothing yet; the first request does, or `connected`.
+        """Prepare to dial, by the first request or `connected`.
 
-        Args:
-            dialler: dials it.
-            needed: whether requests fail if the first dial does. Otherwise they wait while the peer is dialled again.
-            patience_s: seconds after which requests fail while a peer that was lost cannot be reached.
+        Requests fail if the first dial does, unless not ``needed``, and after ``patience_s`` of redialling a lost peer.
         """
         self.first_dialled: Callable[[BaseException | None], None] = lambda _: None
-        """Called after each dial that `PeerLane` tells of: of the first lane, which stands for the peer."""
+        """Called after each reported dial of the first lane (see `PeerLane`)."""
         self._dialler, self._needed, self._patience_s = dialler, needed, patience_s
         self._over = False
         self._lanes = [self._lane(self._dialled)]
         self.used = 1
-        """The lanes that are in use: the first ones."""
+        """Number of lanes in use, which are the first ones."""
         self._opening: asyncio.Task[None] | None = None
         self._before = 0.0
-        """Rate with a lane less, bytes per second; 0.0 with one lane."""
+        """Rate with one lane fewer, bytes per second; 0.0 with one lane."""
         self._since: tuple[float, int] | None = None
-        """When the rate that is being measured began, and what had come by then."""
+        """Start of the current measurement, and the bytes received by then."""
         self._again_s = 0.0
 
     def _lane(self, dialled: Callable[[BaseException | None], None] = lambda _: None) -> PeerLane:
@@ -85,40 +81,34 @@ class Peer(PeerConnection):
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Connection.names`."""
         connection = self._connection
         return self._dialler.names if connection is None else super().names
 
     @property
     def peer(self) -> str | None:  # type: ignore[override]
-        """See `Connection.peer`."""
         connection = self._connection
         return self._dialler.names[0] if connection is None else connection.peer or self._dialler.names[0]
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        """See `Connection.backend`."""
         return "none" if self._connection is None else self._connection.backend
 
     @property
     def protocol(self) -> str:  # type: ignore[override]
-        """See `Connection.protocol`."""
         return "none" if self._connection is None else self._connection.protocol
 
     @property
     def finder(self) -> PrefixFinder | None:  # type: ignore[override]
-        """See `Connection.finder`."""
         return None if self._connection is None else self._connection.finder
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """Whether this was closed, or the last dial failed and there was never a connection."""
+        """Whether this was closed, or the last dial failed without any earlier connection."""
         first = self._lanes[0]
         return self._over or (self._needed and not self.reached and first.unreachable and not first.dialling)
 
     @property
     def reached(self) -> bool:  # type: ignore[override]
-        """See `Connection.reached`."""
         return self._connection is not None
 
     @property
@@ -128,25 +118,21 @@ class Peer(PeerConnection):
 
     @property
     def unreachable(self) -> bool:  # type: ignore[override]
-        """See `Connection.unreachable`."""
         return all(lane.unreachable for lane in self._lanes)
 
     @property
     def dials(self) -> int:
-        """How often it has reconnected."""
+        """Number of reconnections."""
         return sum(lane.dials for lane in self._lanes)
 
     async def connected(self) -> None:
-        """See `Connection.connected`."""
         await self._lanes[0].connected()
 
     async def renew(self) -> None:
-        """See `Connection.renew`."""
         for lane in self._lanes:
             await lane.renew()
 
     def relieve(self) -> None:
-        """See `Connection.relieve`."""
         for lane in self._lanes:
             if lane.connection is not None:
                 lane.connection.relieve()
@@ -171,7 +157,6 @@ class Peer(PeerConnection):
         )
 
     async def close(self) -> None:
-        """See `Connection.close`."""
         self._over = True
         if self._opening is not None:
             await cancel_all([self._opening])
@@ -181,13 +166,12 @@ class Peer(PeerConnection):
     # ------------------------------------------------------------------ Carrier
 
     def carry(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.carry`."""
         if self._over:
             transfer.fail(ConnectionLostError(CLOSED))
             return
         lane = self._lanes[0]
-        if self.used > 1 and not transfer.request.live:  # all live ones on one, so that each track has one subscription
-            # A lane in trouble dials again; until then it keeps what it has, and gets nothing more.
+        if self.used > 1 and not transfer.request.live:  # live transfers share one lane: one subscription per track
+            # A lane in trouble redials; until then it gets no new requests.
             lane = min(self._lanes[: self.used], key=lambda lane: (lane.trouble is not None, lane.left_bytes))
         lane.carry(transfer)
         self._measure()
@@ -198,23 +182,23 @@ class Peer(PeerConnection):
         return sum(lane.bytes_received for lane in self._lanes)
 
     def _measure(self) -> None:
-        """Judge the lanes by what they have brought while enough was on its way all the time."""
+        """Judge the lanes by their rate while enough bytes were wanted."""
         if self._over or self._dialler.most_lanes < 2:
             return
         waiting = sum(lane.left_bytes for lane in self._lanes)
-        if waiting < self.used * _WAITS_BYTES or self._opening is not None:  # that may take a while
+        if waiting < self.used * _WAITS_BYTES or self._opening is not None:  # opening may take a while
             self._since = None
             return
         now, received = asyncio.get_running_loop().time(), self._received()
         if self._since is None:
             self._since = now, received
             return
-        seconds, came = now - self._since[0], received - self._since[1]
-        if seconds < _MEASURED_S or came < _MEASURED_BYTES or now < self._again_s:
+        seconds, gained = now - self._since[0], received - self._since[1]
+        if seconds < _MEASURED_S or gained < _MEASURED_BYTES or now < self._again_s:
             return
-        rate, self._since = came / seconds, None
+        rate, self._since = gained / seconds, None
         if rate < _MORE * self._before:
-            self.used -= 1  # the path, or this machine, carries no more
+            self.used -= 1  # the path or this machine is saturated
             self._before, self._again_s = 0.0, now + _AGAIN_S
         elif self.used < self._dialler.most_lanes:
             self._before = rate
@@ -225,7 +209,7 @@ class Peer(PeerConnection):
             if self.used == len(self._lanes):
                 self._lanes.append(await self._another())
             self.used, self._since = self.used + 1, None
-        except TransportError:  # as many connections as the peer allows
+        except TransportError:  # the peer allows no more connections
             self._before, self._again_s = 0.0, asyncio.get_running_loop().time() + _AGAIN_S
         finally:
             self._opening = None
@@ -235,6 +219,6 @@ class Peer(PeerConnection):
         try:
             await lane.connected()
         except BaseException:
-            await lane.close()  # its dial would go on, and nobody would close what comes of it
+            await lane.close()  # its dial would continue
             raise
         return lane

@@ -1,4 +1,4 @@
-"""Work beside the event loop: the threads that check and decode groups, and the end of tasks."""
+"""Threads that check and decode groups, and cancellation of tasks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 from kvabr.codec.threads import decoder_threads
 
 SMALL_BYTES = 32 << 10
-"""What takes less memory is checked and decoded on the event loop's own thread: a thread needs more time, 5 ms, only to
-get hold of Python beside a busy event loop."""
+"""Less memory is checked and decoded on the event loop's own thread: next to a busy loop, a thread needs 5 ms just to
+acquire the interpreter's lock."""
 
 
 @cache
 def decoders() -> ThreadPoolExecutor:
-    """Return the threads that decode for every play of this process."""
+    """Return the decoding threads of this process."""
     return ThreadPoolExecutor(decoder_threads(), thread_name_prefix="kvabr-decode")
 
 
-if hasattr(os, "register_at_fork"):  # a child has none of the threads
+if hasattr(os, "register_at_fork"):  # a child does not inherit threads
     os.register_at_fork(after_in_child=decoders.cache_clear)
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and wait until they are over; their errors are retrieved, so that asyncio does not log them."""
-    tasks = list(tasks)  # of a set from which each is removed as it ends
+    """Cancel tasks, wait for their end, and retrieve their errors, so that asyncio does not log them."""
+    tasks = list(tasks)  # the caller's set may shrink as tasks end
     for task in tasks:
         task.cancel()
     if tasks:

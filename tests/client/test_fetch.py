@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
-from kvabr.abr import Decision, Policy
 from kvabr.cli.main import main
 from kvabr.cli.overlay import Overlay
 from kvabr.client import profiles
@@ -130,10 +129,10 @@ def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, sh
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ((), 2, "say which cache"),
-        (("--name", "NAME", "--wait-for-producer", "1"), 2, "not for a name"),
-        (("--prompt", "TOKENS", "--wait-for-producer", "1", "--no-live"), 2, "with --no-live"),
-        (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "must be shorter than --deadline"),
+        ((), 2, "name the cache"),
+        (("--name", "NAME", "--wait-for-producer", "1"), 2, "instead of a name"),
+        (("--prompt", "TOKENS", "--wait-for-producer", "1", "--no-live"), 2, "no --no-live"),
+        (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "--deadline that is later"),
         (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be at least 0"),
         (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and no producer has started to prefill it"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
@@ -213,7 +212,7 @@ def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys)
             assert kvabr("fetch", *how, *prompt_of, *more) == 0
             said, line = capsys.readouterr().out, json.loads(result.read_text())
             assert "200 of 352 tokens in place" in said
-            assert ("if all were computed; the engine took 0.00 s" in said) == bool(more) == bool(line["division"])
+            assert bool(line["division"]) == bool(more)
             assert [group["source"] for group in line["groups"]] == ["fetched"] * 4
         capsys.readouterr()
         # Only what computes needs the weights, and it is loaded only once the origin was reached.
@@ -308,7 +307,7 @@ SCREENS = [
     (
         [shot(step / 10) for step in range(1, 6)],
         ["█▄▲·█·", "FP16 1", "missing 3", "40.00 Mbit/s, at least 32.00 Mbit/s", "8.00 Mbit/s", "+0.75 s",
-         "deadline in 1.50 s", "the engine computes", "500 kB (2 kB wasted)", "RTT 21.3 ms", "12 ms behind"],
+         "deadline in 1.50 s", "the engine computes", "500 kB (2 kB wasted)", "RTT 21.3 ms", "to decode 12 ms"],
     ),
     (
         [shot(edge=4, ends_s=1.25, tracks=("FP16", None, "Int4", None, None, None))],
@@ -370,42 +369,6 @@ def test_a_device_or_a_pipe_is_left_alone(tmp_path, capsys):
     assert pipe.is_fifo()
 
 
-class Lazy(Policy):
-    """Brings the cheapest track and is done; asked about a cache that is there, it upgrades."""
-
-    def start(self, view):
-        self._late = not view.missing
-
-    def decide(self, view):
-        if (group := view.first_missing()) is not None:
-            return Decision.fetch(group, "Int4", "cheap")
-        for group in view.settled if self._late else ():
-            if view.track_of[group] == "Int4":
-                return Decision.upgrade(group, "Int8", "better")
-        return Decision.finish("all there")
-
-
-def test_after_the_deadline_upgrades_go_on_and_the_cache_is_written_again(served, short, tmp_path, capsys):
-    out, result = tmp_path / "c.safetensors", tmp_path / "r.json"
-    status = kvabr(
-        "fetch", f"{served.url}#kvcache:{name(short)}", *network(served), "--deadline", 300,
-        "--policy", f"{__file__}:Lazy", "--after", "done", "--out", out, "--json", result,
-    )  # fmt: skip
-    assert status == 0
-    said = capsys.readouterr().out
-    assert "5 on Int4" in said
-    assert "5 upgrades" in said
-    line = json.loads(result.read_text())
-    assert [group["track"] for group in line["groups"]] == ["Int4"] * 5
-    assert line["after"]["tracks"] == ["Int8"] * 5
-    assert line["after"]["loss"] < line["loss"]
-    assert line["after"]["bytes_fetched"] == short.track("Int8").total_bytes
-    with safe_open(out, "pt") as file:
-        assert json.loads(file.metadata()["kvabr"])["tracks"] == ["Int8"] * 5
-        assert close(file.get_tensor("kv"), error=1e-3)
-    assert (tmp_path / "cache" / "kvabr" / "peers.json").is_file()
-
-
 def test_damage_that_is_met_is_named(root, tmp_path, capsys, caplog):
     shutil.copytree(root / "short", tmp_path / "assets" / "short")
     damage(tmp_path / "assets" / "short", 1, "Int8")
@@ -457,26 +420,7 @@ def test_the_end_may_be_left_to_the_call_that_computes_a_question(served, short,
     assert main([*command, "--question", "20", "--tail", "40", "-o", str(out)]) == 0
     said, result = capsys.readouterr().out, json.loads(told.read_text())
     assert result["tail"] > 0
-    assert f"the last {result['tail']} tokens of what is cached are left to the question's call" in said
-    assert f"behind {20 + result['tail']} tokens that an engine computes" in said
+    assert f"the last {result['tail']} tokens of the cache are left to the question's call" in said
+    assert f"after {20 + result['tail']} tokens that an engine computes" in said
     assert main([*command, "--tail", "40"]) == 2
-    assert "give its tokens" in capsys.readouterr().err
-
-
-def test_fetch_writes_what_was_heard_however_the_play_ends(served, short, tmp_path):
-    events, counts = tmp_path / "plays.jsonl", tmp_path / "kvabr.prom"
-    words = [*network(served), "--deadline", 300, "--policy", "fixed:Int8"]
-    words += ["--telemetry", events, "--metrics-file", counts]
-    assert kvabr("fetch", f"{served.url}#kvcache:{name(short)}", *words) == 0
-    heard = [json.loads(line) for line in events.read_text().splitlines()]
-    requests = [record for record in heard if record["event"] == "request"]
-    assert len(requests) == short.groups
-    assert {record["cmcd"]["cid"] for record in requests} == {short.namespace.prompt}
-    assert (heard[0]["event"], heard[-1]["event"], heard[-1]["error"]) == ("called", "ended", None)
-    assert 'kvabr_plays_total{result="met"} 1.0\n' in counts.read_text()
-    assert kvabr("fetch", f"{served.url}#kvcache:m/{'0' * 64}", *words) == 1
-    more = [json.loads(line) for line in events.read_text().splitlines()][len(heard) :]
-    assert [record["event"] for record in more] == ["called", "ended"]
-    assert more[-1]["error"] == "NotFoundError"
-    assert more[0]["cmcd"]["sid"] != heard[0]["cmcd"]["sid"]
-    assert 'kvabr_plays_total{result="failed"} 1.0\n' in counts.read_text()
+    assert "give --question N" in capsys.readouterr().err

@@ -197,7 +197,7 @@ def test_fetch_plays_what_is_being_prefilled(asset, root, tmp_path, capsys):
         assert main([str(word) for word in (*words, "--json", result, "--log", log, "--wait-for-producer", 200)]) == 0
         said = capsys.readouterr().out
         assert "160 of 160 tokens in place" in said
-        assert "ms after the last group was published" in said
+        assert "10 groups:" in said
         assert json.loads(result.read_text())["live"]["published"] == GROUPS
         edges = [event["edge"] for event in map(json.loads, log.read_text().splitlines()) if "edge" in event]
         assert edges[-1] == GROUPS

@@ -62,7 +62,7 @@ def test_of_growing_caches_too_the_one_is_found_that_shares_most(tmp_path, group
             writer = stack.enter_context(LiveWriter(LocalStore(tmp_path / "root"), None))
             writer.begin_live(LiveCatalog(replace(made, tracks=tracks), (0.0,) * made.groups, new_key()))
         published = PublishedAssets(tmp_path / "root")
-        asyncio.run(published.live.look())
+        asyncio.run(published.live.scan())
 
         @virtual
         async def check():

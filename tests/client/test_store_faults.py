@@ -116,9 +116,9 @@ async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, 
     async with WebServer(url, [on_data(keys, Fault(silent=True))]) as server, dialling(server.url) as connection:
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
         monkeypatch.setattr(store_connection, "FIRST_BYTE_S", 0.05)
-        with pytest.raises(ConnectionLostError, match="sent nothing for"):
+        with pytest.raises(ConnectionLostError, match="sent no data for"):
             await read_all(connection.fetch(short.namespace, "FP16", 0, limit=short.by_name["FP16"].bytes[0]))
-        assert "sent nothing" in connection.trouble
+        assert "sent no data" in connection.trouble
         assert not store_of(connection)._transfers
         assert not store_of(connection)._tries
 

@@ -166,7 +166,7 @@ def test_a_web_server_is_no_empty_store(gateway):
 @pytest.mark.parametrize("gateway", [BODIES["page"]], indirect=True)
 def test_commands_say_that_a_web_server_is_no_store(gateway, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for words in (("store", "ls"), ("store", "du"), ("store", "verify"), ("inspect",)):
+    for words in (("store", "ls"), ("store", "verify"), ("inspect",)):
         assert main([*words, gateway.bucket_url]) == 1
         said = capsys.readouterr()
         assert "it is a page" in said.err

@@ -47,7 +47,9 @@ async def test_clients_that_begin_everything_and_finish_nothing(root, tls, finge
         numbers = {end: [ask(end, catalog, group=number % 6) for number in range(40)] for end in ends}
         for deaf in ends[:3]:
             deaf.transport.flush()
-            asyncio.get_running_loop().remove_reader(deaf.transport.driver._transport.get_extra_info("socket").fileno())
+            asyncio.get_running_loop()._remove_reader(
+                deaf.transport.driver._transport.get_extra_info("socket").fileno()
+            )
         for turn in range(40):
             for end in ends:
                 end.session.requester.update(numbers[end][turn], Parameters(priority=127 - turn))

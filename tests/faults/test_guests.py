@@ -185,7 +185,7 @@ async def test_connections_without_end(root, tls, fingerprint):
             async with asyncio.timeout(LIMIT_S):
                 reasons = [reason for _, reason in await asyncio.gather(*(end.over for end in ends))]
             assert sum("too many connections" in reason for reason in reasons) == 8
-            assert sum("no SETUP came in time" in reason for reason in reasons) == 4
+            assert sum("no SETUP arrived in time" in reason for reason in reasons) == 4
             played = await play(guest, TOKENS, deadline=LIMIT_S, policy="fixed:Int4", spec=SPEC)
             assert right(played)
         await served.empty()
@@ -227,7 +227,7 @@ async def test_answers_that_nobody_reads(root, tls, fingerprint, monkeypatch):
         async with rude_client(served.address) as end:
             await until(lambda: any(isinstance(event, Ready) for event in end.events))
             (peer,) = served.server.peers
-            asyncio.get_running_loop().remove_reader(end.transport.driver._transport.get_extra_info("socket").fileno())
+            asyncio.get_running_loop()._remove_reader(end.transport.driver._transport.get_extra_info("socket").fileno())
             channel = end.session._channel
             stream = channel.open_bidi()
             channel.write(stream, SubscribeNamespace(channel.take_id(), ()))

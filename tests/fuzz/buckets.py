@@ -10,11 +10,12 @@ The age is in minutes. Pages may be written as JSON, which no fuzzer would pack.
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from kvabr.cli.store_actions import _row, _shared
+from kvabr.cli.store_actions import _row
 from kvabr.client import lookup
 from kvabr.link.objects.index import StoreIndex
 from kvabr.store.admin import Inventory, find_damage, inventory, remove, total_bytes
@@ -53,7 +54,7 @@ class _Objects(Store):
             raise self.missing(name)
         data, written_s = self.objects[name]
         if wait_s and written_s <= _NOW_S - _SILENT_AGE_S:
-            raise ConnectionLostError(f"{name}: the store has sent nothing for {wait_s} s")
+            raise ConnectionLostError(f"{name}: the store sent no data for {wait_s} s")
         if len(data[first:last]) > limit:
             raise RequestError(f"{name}: is larger than {limit} bytes")
         return memoryview(data[first:last])
@@ -151,7 +152,7 @@ def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
 
 def _show(found: Inventory) -> None:
     """Format it as `kvabr store ls` does."""
-    shared = _shared(found.holdings)
+    shared = Counter(part for each in found.holdings for part in each.objects)
     for each in found.holdings:
         json.dumps(_row(each, shared))
     assert total_bytes(found.holdings) >= 0

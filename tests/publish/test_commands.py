@@ -36,9 +36,9 @@ def kvabr(*words):
 
 def test_inspect_shows_tracks_groups_and_mixes(toy, tmp_path, capsys):
     report = tmp_path / "report.json"
-    assert kvabr("inspect", toy, "--groups", "--check", "--json", report) == 0
+    assert kvabr("inspect", toy, "--check", "--json", report) == 0
     out = capsys.readouterr().out
-    for words in ("FP16", "Int4", "bits/el", "ratio", "predicted", "expected loss of each group", "17 parts: 0 bad"):
+    for words in ("FP16", "Int4", "bits/el", "ratio", "predicted", "17 parts: 0 bad"):
         assert words in out
     value = json.loads(report.read_text())
     catalog = open_asset(toy).catalog
@@ -88,7 +88,6 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         ((*prefill, tmp_path / "o", "--edge", "Int4"), 2, "without --live"),
         ((*prefill, tmp_path / "o", "--live", "--edge", "AC-L1"), 2, "refines AC-L0"),
         ((*prefill, tmp_path / "o"), 1, "no such model"),
-        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--alone"), 2, "without --passage"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--fusion", "f.json"), 2, "without --passage"),
         (
             (*base, "--tokens", 9, "--out", tmp_path / "o", "--passage", "--contexts", 0),
@@ -118,9 +117,9 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     assert kvabr(*encode) == 0
     own = open_asset(out).catalog
     assert own.profile_bytes < 100_000  # estimated from the asset, and part of it
-    calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 200, "--stack-layers", 2)
+    calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 200)
     assert kvabr(*calibrate, "--kept", 8, 8, "--step-scale", 0.5, "--out", profile) == 0
-    for wrong in (("--step-scale", 0), ("--step-scale", "inf"), ("--sinks", 65), ("--kept", -8, 8)):
+    for wrong in (("--step-scale", 0), ("--step-scale", "inf"), ("--kept", -8, 8)):
         assert kvabr(*calibrate, *wrong, "--out", profile) == 2
     assert kvabr(*calibrate, "--out", tmp_path / "nowhere" / "profile") == 2  # not after minutes of work
     assert kvabr(*encode, "--profile", profile, "--force") == 0
@@ -201,34 +200,28 @@ def test_a_text_that_is_too_short_says_how_much_there_is(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     model, out, report = tinymodels.save(tmp_path / "model"), tmp_path / "passage", tmp_path / "report.json"
-    text, before = tmp_path / "text.txt", tmp_path / "before.txt"
+    text = tmp_path / "text.txt"
     text.write_text("Some words about a passage that may be used anywhere. " * 8)
-    before.write_text("What comes before it.")
     words = ("encode", "--passage", "--text", text, "--tokens", 150, "--continuation", 24, "--model", model)
     words = (*words, "--tracks", "FP16", "Int4", "--out", out)
-    made = {}
-    for name, more in (("mean", ("--contexts", 2)), ("alone", ("--alone",)), ("behind", ("--behind", before))):
-        assert kvabr(*words, *more, "--force") == 0
-        made[name] = catalog = open_asset(out).catalog
-        assert (catalog.passage.base, catalog.tokens, catalog.groups) == (name, 150, 2)
-        assert [share for share, _ in catalog.passage.fusion] == [0.0, 0.05, 0.15, 0.3]
-        assert len(catalog.passage.order) == 150
-        assert open_asset(out).prompt().tokens
-    assert made["mean"].passage.contexts == 2
-    # Its name is that of its tokens, whatever its cache was computed behind.
-    assert len({catalog.namespace for catalog in made.values()}) == 1
+    assert kvabr(*words, "--contexts", 2) == 0
+    catalog = open_asset(out).catalog
+    assert (catalog.passage.base, catalog.passage.contexts, catalog.tokens, catalog.groups) == ("mean", 2, 150, 2)
+    assert [share for share, _ in catalog.passage.fusion] == [0.0, 0.05, 0.15, 0.3]
+    assert len(catalog.passage.order) == 150
+    assert open_asset(out).prompt().tokens
     capsys.readouterr()
     assert kvabr("inspect", out, "--check", "--json", report) == 0
     said = capsys.readouterr().out
     for line in (
         "a passage, to be played anywhere",
-        "computed: behind",
+        "computed: mean over 2 contexts",
         "passage digest",
         "15% of its tokens",
         ": 0 bad",
     ):
         assert line in said
-    assert json.loads(report.read_text())["passage"]["base"] == "behind"
+    assert json.loads(report.read_text())["passage"]["base"] == "mean"
     assert kvabr("inspect", catalog_file(out)) == 0
 
 
@@ -251,8 +244,6 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     assert kvabr(*words, "--model", model, "--contexts", 2, "--out", tmp_path / "p") == 2
     said = capsys.readouterr().err
     assert "the mean over 4 contexts, this passage is computed as the mean over 2 contexts" in said
-    assert kvabr(*words, "--model", model, "--alone", "--out", tmp_path / "p") == 2
-    assert "--base alone" in capsys.readouterr().err
     other = tinymodels.save(tmp_path / "other", num_hidden_layers=3)
     assert kvabr(*words, "--model", other, "--out", tmp_path / "p") == 1
     assert "measure them with `kvabr calibrate --blend`" in capsys.readouterr().err

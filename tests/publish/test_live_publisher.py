@@ -117,7 +117,7 @@ def test_followers_see_each_group_once_it_is_encoded_and_then_an_ordinary_asset(
     asset = open_asset(tmp_path / slot.chunks[-1])
     asset.check_parts()
     assert outcomes[0].bytes == sum(track.total_bytes for track in asset.catalog.tracks)
-    assert list(open_store(tmp_path).list().versions) == [slot.chunks[-1]]
+    assert list(open_store(tmp_path).list()) == [slot.chunks[-1]]
     assert live_folders(tmp_path) == []
 
 
@@ -253,7 +253,7 @@ def test_a_producer_that_fails_leaves_a_shorter_prompt(tmp_path, reason, told):
     assert asset.catalog.tokens == 32
     assert asset.catalog.namespace.prompt == name_of(SPEC, TOKENS[:32])
     assert outcome.bytes == sum(track.total_bytes for track in asset.catalog.tracks)
-    assert len(open_store(tmp_path).list().versions) == 1
+    assert len(open_store(tmp_path).list()) == 1
     frames = published(tmp_path / "whole").catalog
     assert [track.digests for track in asset.catalog.tracks] == [track.digests[:2] for track in frames.tracks]
 
@@ -265,7 +265,7 @@ def test_what_cannot_be_played_is_not_left(tmp_path, spec, left):
     steps.production.fail("")
     outcome = steps.work()
     assert (outcome.verdict, outcome.tokens) == ("failed", left)
-    assert len(open_store(tmp_path).list().versions) == (left > 0)
+    assert len(open_store(tmp_path).list()) == (left > 0)
 
 
 def test_a_shorter_prompt_that_is_there_is_left_alone(tmp_path):
@@ -279,7 +279,7 @@ def test_a_shorter_prompt_that_is_there_is_left_alone(tmp_path):
     again.production.fail("two")
     assert again.work().tokens == 0
     assert open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).version == before
-    assert len(open_store(tmp_path).list().versions) == 1
+    assert len(open_store(tmp_path).list()) == 1
 
 
 def test_a_store_that_refuses_ends_it_with_a_reason(tmp_path, monkeypatch):
@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_told_by_the_outcome(tmp_path, first, piece, told):
     outcome = steps.work()
     assert outcome.verdict == "failed"
     assert told in outcome.why
-    assert open_store(tmp_path).list().versions == {}
+    assert open_store(tmp_path).list() == {}
 
 
 OTHER = """

@@ -57,14 +57,13 @@ def test_simulated_plays_with_an_engine_never_beat_the_bound(tmp_path, spec, pol
 def test_inspect_shows_classes_and_what_a_play_needs(library, tmp_path, capsys):
     asset = library.assets[0]
     out = tmp_path / "facts.json"
-    assert main(["inspect", str(asset.location), "--groups", "--json", str(out)]) == 0
+    assert main(["inspect", str(asset.location), "--json", str(out)]) == 0
     told = capsys.readouterr().out
     assert "150 tokens in 10 groups of 16; of 4 layer classes 40 groups" in told
     assert "latent: 1 layer, 1 vector of 12 per token, bfloat16" in told
     assert "window40: 2 layers, 2 KV heads of 8 and 4, float16; " in told
     assert "prompts can share" not in told
     assert "a play of all tokens needs" in told
-    assert "chunked64 #9" in told
     facts = json.loads(out.read_text())
     assert facts["classes"] == list(SLIDING.names)
     assert facts["needed_groups"] == asset.catalog.to_play.groups

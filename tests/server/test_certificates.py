@@ -139,7 +139,7 @@ def test_a_certificate_without_names(tmp_path):
     )
     path = tmp_path / "cert.pem"
     path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    refused(ServerTls(path, write_key(tmp_path, key)), "names no host")
+    refused(ServerTls(path, write_key(tmp_path, key)), "has no host name")
 
 
 def write_key(folder, key, how=None):

@@ -131,12 +131,12 @@ def part(number, tokens, parent=None, asset=ASSET):
 def test_parts_of_a_long_prompt_are_joined_and_one_without_end_is_forgotten():
     prompts = SeenPrompts(max_bytes=1 << 16)
     prompts.saw(ASSET)
-    prompts.hear("t", [part(0, [1] * 1000), part(1, [2] * 1000, parent=0)])
+    prompts.receive("t", [part(0, [1] * 1000), part(1, [2] * 1000, parent=0)])
     (told,) = prompts.assets().values()
     assert list(told.tokens) == [1] * 1000 + [2] * 1000
-    prompts.hear("t", [part(at, [3] * 1000, parent=at - 1) for at in range(2, 40)])
+    prompts.receive("t", [part(at, [3] * 1000, parent=at - 1) for at in range(2, 40)])
     assert prompts._parts.currsize + prompts._tokens.currsize <= 5 << 14
-    prompts.hear("t", [part(40, [3] * 1000, parent=39)])
+    prompts.receive("t", [part(40, [3] * 1000, parent=39)])
     (told,) = prompts.assets().values()
     assert len(told.tokens) == 5000  # it begins like that
 
@@ -146,15 +146,15 @@ def test_what_is_known_is_not_told_again_and_what_goes_is_found_by_its_mark():
     prompts.listen(lambda: told.append(sorted(prompts.assets())))
     for asset, tokens in ((ASSET, [1, 2]), (ANOTHER, [3, 4])):
         prompts.saw(asset)
-        prompts.hear("t", [part(0, tokens, asset=asset)])
+        prompts.receive("t", [part(0, tokens, asset=asset)])
     count = len(told)
     for _ in range(3):
         prompts.saw(ASSET)
-        prompts.hear("t", [part(0, [3, 4], asset=ANOTHER)])
-    prompts.take_back(["0" * 64])
+        prompts.receive("t", [part(0, [3, 4], asset=ANOTHER)])
+    prompts.remove(["0" * 64])
     assert len(told) == count
     assert told[-1] == [ASSET.prompt, ANOTHER.prompt]
-    prompts.take_back([mark_of(ASSET)])
+    prompts.remove([mark_of(ASSET)])
     assert told[-1] == [ANOTHER.prompt]
     prompts.saw(ASSET)
     assert told[-1] == [ASSET.prompt, ANOTHER.prompt]

@@ -79,9 +79,9 @@ async def telling(root):
 
 async def test_a_router_of_each_kind_places_a_prompt(root, tmp_path, capsys):
     async with telling(root) as (served, told):
-        untold = await served.event("not told in KV events")
+        untold = await served.event("not announced in KV events")
         assert untold["asset"] == f"salted/{open_asset(root / 'salted').name}"
-        assert untold["why"] == "tokens of salted prompts are told to nobody"
+        assert untold["why"] == "tokens of salted prompts are never announced"
         routers = Routers(told["endpoint"])
         await routers.until(64)
         toy_asset(root / "short", tokens=40)

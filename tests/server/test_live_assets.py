@@ -114,7 +114,7 @@ async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, 
     source = LiveAssets(StoreTree(root), QUIET)
     with written(root) as writer:
         writer.begin_live(live(KEY))
-        await source.look()
+        await source.scan()
         (asset,) = source.assets
         for message in messages:
             writer.tell(message)
@@ -135,13 +135,13 @@ async def test_a_folder_of_nonsense_is_left_out_and_told_of_once(root):
     (path / LIVE_NAME).write_text("{}")
     with capture_logs() as entries:
         source = LiveAssets(StoreTree(root), structlog.get_logger())
-        await source.look()
-        await source.look()
+        await source.scan()
+        await source.scan()
         assert source.assets == ()
         assert [entry["event"] for entry in entries] == ["live asset left out"]
         assert "live catalog" in entries[0]["error"]
     shutil.rmtree(path)
-    await source.look()
+    await source.scan()
     assert source._refused == set()
 
 
@@ -153,10 +153,10 @@ async def test_a_catalog_that_names_what_cannot_be_served(root):
         writer.begin_live(replace(begun, catalog=replace(begun.catalog, tracks=tracks)))
         (path,) = live_folders(root)
         follower = LiveFollower(LocalStore(root), path.name)
-        with pytest.raises(FormatError, match=r"no level may be called .kvabr\.edge."):
+        with pytest.raises(FormatError, match=r"no level may have the name .kvabr\.edge."):
             FollowedAsset(follower, "")
         source = LiveAssets(StoreTree(root), QUIET)
-        await source.look()
+        await source.scan()
         assert source.assets == ()
 
 
@@ -171,7 +171,7 @@ async def test_a_producer_that_announces_and_never_publishes(root, tls):
                 refused = await player.get(track)
                 assert (refused.code, refused.reason) == (RequestCode.INVALID_RANGE, "the track has 0 groups so far")
             (asset,) = server.source.live.assets
-            asset.heard_s -= live_assets.STALLED_S
+            asset.changed_s -= live_assets.STALLED_S
             await until(lambda: asset.over)
             assert (await player.news(0)).reason == "no news for 600 s"
             assert (await player.get("FP16")).code == RequestCode.INVALID_RANGE
@@ -185,9 +185,9 @@ async def test_of_two_producers_of_one_name_the_first_is_heard_until_it_ends(roo
 
     with written(root) as one, written(root) as two:
         one.begin_live(live("1" * 16))
-        await source.look()
+        await source.scan()
         two.begin_live(live("2" * 16))
-        await source.look()
+        await source.scan()
         publish(two, 0, "2" * 16)
         publish(one, 0, "1" * 16)
         source.poll()
@@ -206,17 +206,17 @@ async def test_there_is_a_bound_on_assets_that_grow(root, monkeypatch):
     with written(root) as one, written(root) as two:
         one.begin_live(live("1" * 16))
         two.begin_live(live("2" * 16))
-        await source.look()
-        await source.look()
+        await source.scan()
+        await source.scan()
         (asset,) = source.assets
         asset.end("enough")
-        await source.look()
+        await source.scan()
         assert [other is asset for other in source.assets] == [True, False]
         source.assets[1].end("enough")
-        await source.look()
+        await source.scan()
         assert asset not in source.assets
         monkeypatch.setattr(live_assets, "LINGER_S", -1.0)
-        await source.look()
+        await source.scan()
         assert source.assets == ()
 
 
@@ -227,7 +227,7 @@ async def test_an_older_asset_of_the_same_name_is_served_until_it_is_replaced(ro
     with LiveWriter(LocalStore(root), None, force=True) as writer:
         writer.begin_live(live(key := new_key()))
         publish(writer, 0, key)
-        await source.live.look()
+        await source.live.scan()
         source.live.poll()
         assert source.find(EVERYTHING, SPACE, LIVE_TRACK) is None
         assert whole(source.find(EVERYTHING, SPACE, "FP16").open(0)) == old
@@ -260,7 +260,7 @@ async def test_a_level_grows_in_order_whatever_order_its_groups_are_made_in(root
     key, source = new_key(), LiveAssets(StoreTree(root), QUIET)
     with written(root) as writer:
         writer.begin_live(live(key))
-        await source.look()
+        await source.scan()
         (asset,) = source.assets
 
         def groups():

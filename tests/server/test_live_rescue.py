@@ -44,7 +44,7 @@ def killed(root, groups, *, after=lambda _: None):
 async def settled(root, log=QUIET):
     """What an origin makes of a folder."""
     source = PublishedAssets(root, None, log)
-    for step in (source.live.look, source.live.check, source.live.tell):
+    for step in (source.live.scan, source.live.check, source.live.tell):
         await step()
     return source
 
@@ -100,7 +100,7 @@ async def test_what_was_published_is_kept_under_the_name_of_the_prompt_that_it_i
     assert [one.catalog for one in source.assets] == [final(groups)]
     for level in asset.levels.values():
         assert whole(level.open(0)) == frame(0, level.name)
-    await source.live.look()
+    await source.live.scan()
     assert not asset.gone
 
 
@@ -146,8 +146,8 @@ async def test_a_producer_that_is_killed_at_its_very_end_leaves_the_whole_asset(
             writer.tell(LiveEnd(source.live.assets[0].live.key))
 
     with killed(root, GROUPS, after=end):
-        await source.live.look()
-    for step in (source.live.check, source.live.look, source.live.tell):
+        await source.live.scan()
+    for step in (source.live.check, source.live.scan, source.live.tell):
         await step()
     (asset,) = source.live.assets
     assert (asset.over, asset.edge.failure, asset.gone) == (True, "", False)
@@ -161,10 +161,10 @@ async def test_two_origins_of_one_folder_keep_it_once(root):
     with capture_logs() as entries:
         sources = [PublishedAssets(root, None, structlog.get_logger()) for _ in range(2)]
         for source in sources:
-            await source.live.look()
+            await source.live.scan()
         await asyncio.gather(*(source.live.check() for source in sources))
         for source in sources:
-            await source.live.look()
+            await source.live.scan()
             source.refresh()
             assert [asset.catalog for asset in source.assets] == [final(2)]
             (asset,) = source.live.assets
@@ -195,7 +195,7 @@ async def test_a_producer_that_lives_is_left_alone(root):
     with written(root) as writer:
         writer.begin_live(live(key := new_key()))
         publish(writer, 0, key)
-        await source.look()
+        await source.scan()
         await source.check()
         (asset,) = source.assets
         assert not asset.over

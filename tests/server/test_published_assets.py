@@ -151,8 +151,8 @@ def edit(path, before, after):
     [
         (lambda a: a.catalog.write_text("{"), "not JSON"),
         (lambda a: edit(a.catalog, "kvabr.catalog/1", "kvabr.catalog/9"), "upgrade"),
-        (lambda a: edit(a.catalog, '"name": "Int4"', '"name": "kvabr.catalog"'), "names another track"),
-        (lambda a: edit(a.catalog, '"name": "Int4"', '"name": "prefix.AA"'), "names another track"),
+        (lambda a: edit(a.catalog, '"name": "Int4"', '"name": "kvabr.catalog"'), "which is reserved"),
+        (lambda a: edit(a.catalog, '"name": "Int4"', '"name": "prefix.AA"'), "which is reserved"),
         (lambda a: edit(a.catalog, NAMESPACE, NAMESPACE + "m" * 4000), "longer than 4096"),
         (lambda a: edit(a.catalog, NAMESPACE, NAMESPACE + "m"), "its namespace says 'mtest/model'"),
         (lambda a: edit(a.catalog, BAD[0], "x"), "64 hex digits"),

@@ -126,7 +126,7 @@ async def test_a_doubted_catalog_is_asked_for_again_and_kept_while_the_origin_is
     async with upstream:
         catalogs, namespace = Catalogs(upstream, LOG), asset.catalog.namespace
         facts = (await catalogs.get(namespace, CATALOG_TRACK)).facts
-        catalogs.doubt(namespace)
+        catalogs.distrust(namespace)
         assert (await catalogs.get(namespace, CATALOG_TRACK)).facts is facts
         assert upstream.requests == 2
         assert (await catalogs.get(namespace, CATALOG_TRACK)).facts is facts  # still in doubt, so asked for again
@@ -140,6 +140,6 @@ async def test_small_tracks_under_way_have_a_bound(asset):
     size = asset.catalog_size
     async with in_memory(asset) as upstream:
         catalogs = Catalogs(upstream, LOG, limit=size // 2)
-        with pytest.raises(RequestError, match="no room"):
+        with pytest.raises(RequestError, match="no memory"):
             await catalogs.get(asset.catalog.namespace, CATALOG_TRACK)
-        assert catalogs.bytes == catalogs._coming == 0
+        assert catalogs.bytes == catalogs._arriving == 0

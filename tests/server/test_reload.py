@@ -47,22 +47,22 @@ def test_a_file_is_read_again_when_it_changes_and_a_broken_one_is_said_once(tmp_
     path.write_text("one")
     load, files = Loads(path), Reloads(structlog.get_logger())
     files.add("tokens", [path], load)
-    files.look()
+    files.check()
     assert load.loaded == []
     renewed(path, "two")
-    files.look()
-    files.look()
+    files.check()
+    files.check()
     assert load.loaded == ["two"]
     renewed(path, "")
     for _ in range(3):
-        files.look()
+        files.check()
     path.unlink()
     for _ in range(3):
-        files.look()
+        files.check()
     renewed(path, "three")
-    files.look()
+    files.check()
     assert load.loaded == ["two", "three"]
-    files.look(anyway=True)
+    files.check(anyway=True)
     assert load.loaded == ["two", "three", "three"]
     good, bad = "tokens read again", "tokens not read again"
     assert [line["event"] for line in said] == [good, bad, bad, good, good]
@@ -77,9 +77,9 @@ def test_files_that_belong_together_are_not_read_while_they_change(tmp_path, sai
     files.add("certificate", paths, load)
     for path in paths:
         renewed(path, "2")
-        files.look()
+        files.check()
     assert load.loaded == []
-    files.look()
+    files.check()
     assert load.loaded == ["22"]
 
 

@@ -200,7 +200,7 @@ def test_a_group_is_sent_as_it_arrives_and_lets_others_pass_meanwhile():
 
 def test_an_answer_asks_for_each_of_its_groups_once_however_often_it_is_interrupted():
     class Counting(Track):
-        def asked(self, group):
+        def requested(self, group):
             counted.append(group)
 
     counted, quic, track = [], Quic(), Counting(3000)

@@ -173,13 +173,13 @@ def test_the_watcher_takes_up_assets(root):
     library, metrics = PublishedAssets(root), Metrics()
     with structlog.testing.capture_logs() as events:
         watcher = Watcher(library, structlog.get_logger(), metrics)
-        watcher.look()
+        watcher.check()
         assert metrics.value("kvabr_assets") == 1
         make_asset(root / "two", range(100, 108))
         (root / "three" / "a").mkdir(parents=True)
         (root / "three" / "a" / ("0" * 64)).write_text("{}")
-        watcher.look()
-        watcher.look()
+        watcher.check()
+        watcher.check()
     assert (metrics.value("kvabr_assets"), metrics.value("kvabr_assets_damaged")) == (2, 1)
     assert [event["event"] for event in events if event["log_level"] != "info"] == ["asset left out"]
 
@@ -200,19 +200,19 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
         for times, damaged in enumerate((0, 1, 1), 1):
             loaded = asyncio.Event()
             level = library.find(EVERYTHING, asset.catalog.namespace, track)
-            level.asked(0)
+            level.requested(0)
             opened = level.open(0, on_more=loaded.set)
             if bucket:
                 await loaded.wait()
             opened.close()
-            watcher.look()
+            watcher.check()
             assert metrics.value("kvabr_assets_damaged") == damaged, times
     named = [event for event in events if event["event"] == "group damaged"]
     assert [(event["asset"], event["group"], event["track"]) for event in named] == [(asset.name, 0, track)]
     assert library.assets == [asset]  # other groups and tracks may serve
     if not bucket:
         shutil.rmtree(place)
-        watcher.look()
+        watcher.check()
         assert metrics.value("kvabr_assets_damaged") == 0
 
 
@@ -225,7 +225,7 @@ async def test_a_bucket_that_does_not_answer_is_not_damaged(root, monkeypatch):
     async def away(*_, **__):
         raise ConnectionLostError("the store does not answer")
 
-    library._doubt(asset, 0, asset.catalog.tracks[0].name)
+    library._suspects.append((asset, 0, asset.catalog.tracks[0].name))
     monkeypatch.setattr(asset.store, "get", away)
-    library.look_at_bytes()
+    library.check_suspects()
     assert library.damaged == 0

@@ -199,7 +199,7 @@ async def test_several_processes_share_an_address_and_end_together(root, tmp_pat
             )
             _, said = await other.communicate()
             assert other.returncode == 1
-            assert b"another server is running there" in said
+            assert b"another server runs there" in said
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
         assert all(map(gone, children))

@@ -55,7 +55,7 @@ def publish(
 
 def names(place):
     """The assets of a store, by their names."""
-    return set(open_store(place).list().versions)
+    return set(open_store(place).list())
 
 
 def objects(place, prefix=""):

@@ -117,7 +117,7 @@ def test_a_folder_of_stores_is_managed_as_one(tmp_path):
     assert {each.name for each in inventory(tree).holdings} == names_in(tree).keys()
     target = open_store(tmp_path / "all", create=True)
     assert copy_assets(tree, target).assets == [f"one/{one}", f"teams/two/{two}"]
-    assert set(target.list().versions) == {one, two}
+    assert set(target.list()) == {one, two}
     remove(StoreTree(tmp_path), [f"one/{one}"])
     assert names_in(StoreTree(tmp_path)).keys() == {f"all/{one}", f"all/{two}", f"teams/two/{two}"}
     with pytest.raises(AssetError):

@@ -31,7 +31,7 @@ def test_what_is_published_is_read(tmp_path, spec, tokens):
     catalog, writer = put(url, spec, TOKENS[:tokens])
     assert writer.published
     store, name = open_store(url), catalog.namespace.prompt
-    assert store.list().versions.keys() == {name}
+    assert store.list().keys() == {name}
     asset = store.open(name)
     assert check(asset) == catalog
     assert asset.is_current()
@@ -40,7 +40,7 @@ def test_what_is_published_is_read(tmp_path, spec, tokens):
     with pytest.raises(AssetError):
         asset.prompt()
     assert open_asset(f"{url}/{name}").catalog == open_asset(url).catalog == catalog
-    assert open_store(f"{url}/{name}").list().versions.keys() == {name}
+    assert open_store(f"{url}/{name}").list().keys() == {name}
 
 
 def test_a_longer_prompt_adds_only_its_own(place):
@@ -71,7 +71,7 @@ def test_a_state_at_the_end_of_one_prompt_is_not_in_the_middle_of_another(place)
     for tokens in (512, 700, 300, 256):
         put(place, HYBRID, TOKENS[:tokens])
     store = open_store(place)
-    assert {check(store.open(name)).tokens for name in store.list().versions} == {512, 700, 300, 256}
+    assert {check(store.open(name)).tokens for name in store.list()} == {512, 700, 300, 256}
     assert [name for name in objects(place, "i/") if name.endswith(".end")]
 
 
@@ -146,7 +146,7 @@ def test_a_publisher_that_stops_early_leaves_nothing_that_is_listed(monkeypatch)
             break
         except KeyboardInterrupt:
             left += 1
-            assert open_store(place).list().versions == {}
+            assert open_store(place).list() == {}
         finally:
             monkeypatch.setattr(MemoryStore, "put_new", put_new)
         catalog, _ = put(place, PLAIN, TOKENS[:70])  # another goes on where it stopped

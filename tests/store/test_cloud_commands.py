@@ -118,7 +118,7 @@ def test_a_server_reads_a_store_and_clients_play_it(store_url, tmp_path):
 def test_a_copy_takes_the_beginning_of_a_name(store_url, tmp_path, capsys):
     name = encode(store_url).namespace.prompt
     assert main(["store", "copy", store_url, str(tmp_path / "a"), "--name", name[:10]]) == 0
-    assert list(open_store(tmp_path / "a").list().versions) == [name]
+    assert list(open_store(tmp_path / "a").list()) == [name]
     assert main(["store", "copy", store_url, str(tmp_path / "a"), "--name", "x"]) == 1
     assert "no asset of that name" in capsys.readouterr().err
 

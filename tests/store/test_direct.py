@@ -202,7 +202,7 @@ async def test_another_answer_is_refused(what):
     ("status", "error", "says"),
     [
         (404, NotFoundError, "no such object"), (403, UnauthorizedError, "refuses these credentials"),
-        (401, UnauthorizedError, "wrong or have expired"), (416, RequestError, "shorter than was asked for"),
+        (401, UnauthorizedError, "wrong or have expired"), (416, RequestError, "shorter than the range"),
         (503, RequestError, "overloaded"), (429, RequestError, "overloaded"), (500, RequestError, "overloaded"),
     ],
 )  # fmt: skip

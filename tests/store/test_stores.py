@@ -120,7 +120,7 @@ def test_a_url_is_parsed_and_written_again(url, root):
         ("s3://bucket/a/../b", "a prefix has"),
         ("s3://bucket/a//b", "a prefix has"),
         ("s3://bucket/%00", "a prefix has"),
-        ("s3://bucket/x#y", "behind a #"),
+        ("s3://bucket/x#y", "after a #"),
         ("s3://bucket?region=a&region=b", "twice"),
         ("s3://bucket?regoin=a", "did you mean 'region'"),
         ("s3://bucket?region", "NAME=VALUE"),

@@ -1,4 +1,4 @@
-"""Connect to an origin or a relay: parse its URL, choose a transport, dial its addresses, stay connected."""
+"""Connects to an origin or a relay: parses its URL, chooses a transport, dials its addresses, redials."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from kvabr.types.peer import PeerOptions
 
 DEFAULT_PORT = 443
 FRAGMENT_TYPE = "kvcache"
-"""Fragment of a URL before an asset's name (draft-ietf-moq-transport-18, Fragment Identifiers; not registered)."""
+"""Type of the fragment that names an asset (draft-ietf-moq-transport-18, Fragment Identifiers; not registered)."""
 HEAD_START_S = 0.25
-"""Head start of each address of a host before the next one is tried as well (RFC 8305, section 5)."""
+"""Head start of each address of a host before the next one is tried (RFC 8305, section 5)."""
 _MAX_ADDRESSES = 8
 
 _TCP_HEAD_START_S = 1.0
-"""Head start of TCP over QUIC, for TLS and MoQT's SETUP, once its connection is there."""
+"""Head start of TCP over QUIC, for TLS and MoQT's SETUP, once it has connected."""
 _REFUSED_S = 2.0
-"""Seconds for QUIC to answer once TCP has been refused: the host is there, and nobody listens as a server would."""
+"""Seconds for QUIC to answer after TCP was refused: the host is up, but probably without a server."""
 Over = Literal["quic", "tcp"]
 TransportName = LibraryName | Literal["tcp"]
-"""A transport that can be dialled: QUIC by a library, or QMux on TCP."""
+"""A transport: QUIC by a library, or QMux on TCP."""
 
 A = TypeVar("A")
 C = TypeVar("C")
@@ -65,7 +65,7 @@ def parse_url(url: str) -> tuple[str, int, str]:
         raise UsageError(f"{url}: the host is missing, or there is a blank in the URL")
     try:
         parts.hostname.encode("idna")
-    except UnicodeError as error:  # looking it up would raise this
+    except UnicodeError as error:  # which a lookup would raise
         raise UsageError(f"{url}: {parts.hostname[:80]} is not the name of a host ({error})") from error
     if port == 0:
         raise UsageError(f"{url}: the port must be 1 to 65535")
@@ -74,13 +74,13 @@ def parse_url(url: str) -> tuple[str, int, str]:
 
 
 def asset_of(url: str) -> TrackNamespace | None:
-    """Return the asset that a URL's fragment names, ``#kvcache:<model>/<prompt digest>``; None without a fragment."""
+    """Return the asset of a URL's fragment ``#kvcache:<model>/<prompt digest>``; None without a fragment."""
     _, _, fragment = url.partition("#")
     if not fragment:
         return None
     kind, colon, name = fragment.partition(":")
     if kind != FRAGMENT_TYPE or not colon:
-        raise UsageError(f"#{fragment}: name an asset as in #{FRAGMENT_TYPE}:<model>/<prompt digest>")
+        raise UsageError(f"#{fragment}: name an asset like this: #{FRAGMENT_TYPE}:<model>/<prompt digest>")
     return parse_namespace(unquote(name))
 
 
@@ -103,17 +103,16 @@ def connect(
     names: Names = "draft",
     needed: bool = True,
 ) -> Peer:
-    """Return an origin or a relay, which is dialled on entering its context manager, or by the first request.
+    """Return an origin or a relay, dialled on entering its context manager or by the first request.
 
-    It is dialled again when the connection is lost and when the peer sends GOAWAY.
+    It is redialled after a lost connection and after GOAWAY.
 
     Args:
         url: ``moqt://host[:port][/path][?query]``; the default port is 443.
         how: see `PeerOptions`.
         drafts: protocols to offer, preferred first.
-        names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
-        needed: fail if the peer does not answer at all, or its name is unknown. Otherwise entering returns all the
-            same, and requests dial again.
+        names: notation of namespaces; ``split`` is for peers that cannot carry a slash inside a field.
+        needed: raise on entering if the peer does not answer or its name is unknown; otherwise requests dial again.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:
@@ -125,7 +124,7 @@ def connect(
 
 
 def peer_name(where: str, over: Over) -> str:
-    """Return the name of a peer (`Connection.peer`): QUIC and TCP to one host are two links, which differ in speed."""
+    """Return the name of a peer (`Connection.peer`): QUIC and TCP to one host are links of different speed."""
     return where if over == "quic" else f"{where} tcp"
 
 
@@ -138,13 +137,12 @@ class MoqtDialler:
         self.names = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
         self.most_lanes = options.how.lanes
         self._works: TransportName | None = None
-        """The transport that reached the peer."""
+        """The transport that reached the peer last."""
 
     async def dial(self) -> MoqtConnection:
-        """See `Dialler.dial`."""
         how = self._options.how
         if how.token_file is not None:
-            with contextlib.suppress(UsageError):  # the token that was read last may still be good
+            with contextlib.suppress(UsageError):  # the previous token may still be good
                 self._options = replace(self._options, token=how.secret())
         if how.transport == "auto" and how.quic == "auto":
             made = await self._auto()
@@ -154,12 +152,11 @@ class MoqtDialler:
         return made
 
     async def _auto(self) -> MoqtConnection:
-        """Dial over TCP; over QUIC where the peer does not listen on TCP, or where TCP fails or takes long.
+        """Dial over TCP, and over QUIC if TCP fails or is slow; start with the transport that worked before.
 
-        TCP takes a fraction of the processor's time, and origins may have a congestion control that random losses do
-        not slow down. What worked before comes first.
+        TCP takes a fraction of the processor time, and origins may have a congestion control that tolerates losses.
         """
-        # Who accepts on TCP and says nothing may be somebody else.
+        # A silent TCP server may be another service.
         order: list[tuple[Over, float | None]] = [("quic", None), ("tcp", None)]
         if self._over != "quic":
             order.insert(0, ("tcp", HEAD_START_S))
@@ -168,10 +165,10 @@ class MoqtDialler:
         try:
             chosen = await first_of(order, both.attempt, _TCP_HEAD_START_S)
         except NoAnswerError as error:
-            said = next((each for each in both.failed.values() if not isinstance(each, NoAnswerError)), None)
-            raise said or both.failed.get("quic", error) from None
+            answer = next((each for each in both.failed.values() if not isinstance(each, NoAnswerError)), None)
+            raise answer or both.failed.get("quic", error) from None
         finally:
-            for connection in both.made:  # both may have answered at the same time
+            for connection in both.made:  # both may have succeeded at the same time
                 if connection is not chosen:
                     await connection.close()
         if isinstance(chosen, UnauthorizedError):
@@ -183,13 +180,13 @@ class MoqtDialler:
         return None if self._works is None else "tcp" if self._works == "tcp" else "quic"
 
     async def _dial_over(self, over: Over, connect_s: float | None = None) -> MoqtConnection:
-        """Connect over one of them, with QUIC by whichever library can talk to the peer."""
+        """Connect over one transport, with QUIC by the first library that can talk to the peer."""
         causes: dict[str, None] = {}
         for name in self._names(over):
             try:
                 connection = await dial(self._options, name, connect_s)
             except (NoAnswerError, UnauthorizedError):
-                raise  # another library would fare no better
+                raise  # another library would fail as well
             except TransportError as error:
                 causes[str(error)] = None
             else:
@@ -205,12 +202,12 @@ class MoqtDialler:
 
 
 async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s: float | None = None) -> MoqtConnection:
-    """Connect once, to whichever address of the host answers first, and wait for its SETUP, or raise TransportError.
+    """Connect once to the address that answers first, and wait for its SETUP; raise TransportError if that fails.
 
-    ``connect_s``: seconds within which a TCP connection must be there, before TLS; None: as long as all may take.
+    ``connect_s``: seconds for the TCP connection alone, before TLS; None: all of the timeout.
     """
     if name in LIBRARIES:
-        library(name)  # say that it is not installed before anything is dialled
+        library(name)  # raise before dialling if it is not installed
     where = f"{options.host}:{options.port}"
     loop = asyncio.get_running_loop()
     end_s = loop.time() + options.how.timeout_s
@@ -239,7 +236,7 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
     except TransportError as error:
         raise type(error)(f"{where}: {error}") from error
     finally:
-        for connection in made:  # two may have answered at the same time
+        for connection in made:  # two may have succeeded at the same time
             if connection is not chosen:
                 await connection.close()
     return chosen
@@ -251,22 +248,19 @@ class _Attempts:
     def __init__(
         self, dial_over: Callable[[Over, float | None], Coroutine[Any, Any, MoqtConnection]], where: str
     ) -> None:
-        """Dial nothing yet; ``where`` is host and port, for errors."""
         self.made: list[MoqtConnection] = []
         self.failed: dict[Over, TransportError] = {}
         self._dial_over, self._where = dial_over, where
         self._refused = False
-        """Whether TCP was refused."""
         self._limit: asyncio.Timeout | None = None
-        """Of an attempt over QUIC."""
 
     async def attempt(self, how: tuple[Over, float | None]) -> MoqtConnection | UnauthorizedError:
-        """Dial over one transport, within some seconds for TCP's handshake; return a refusal to let us in."""
+        """Dial over one transport, with a limit for TCP's handshake; return an `UnauthorizedError`."""
         over, connect_s = how
         try:
             made = await (self._dial_quic() if over == "quic" else self._dial_over(over, connect_s))
         except UnauthorizedError as error:
-            return error  # the other would fare no better
+            return error  # the other transport would be refused as well
         except TransportError as error:
             self.failed[over] = error
             if over == "quic":
@@ -274,7 +268,7 @@ class _Attempts:
             self._refused = _is_refused(error)
             if self._refused and self._limit is not None:
                 self._limit.reschedule(asyncio.get_running_loop().time() + _REFUSED_S)
-            # Perhaps another service's port, which says nothing about QUIC's.
+            # The port may belong to another service, and QUIC's may still be ours.
             raise NoAnswerError(str(error)) from error
         self.made.append(made)
         return made
@@ -290,11 +284,11 @@ class _Attempts:
 
 
 async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any, Any, C]], head_start_s: float) -> C:
-    """Return the result of the first attempt that succeeds, one attempt per candidate.
+    """Return the first successful result, of one attempt per candidate.
 
-    Each attempt starts when the one before it has failed or has had its head start. Once some candidate has answered
-    with an error and all have been tried, wait only one more head start for the silent ones. Raise the error of one
-    that answered, `NoAnswerError` if none did. Attempts that are no longer needed are cancelled.
+    Each attempt starts when the previous one has failed or has had its head start. Once all have started and one has
+    been answered with an error, wait one more head start for the silent ones. Then raise the error of an answer, or
+    `NoAnswerError` if there was none. Remaining attempts are cancelled.
     """
     tasks: list[asyncio.Task[C]] = []
     waiting = list(candidates)
@@ -316,21 +310,21 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # one may have failed at this very moment
+        await asyncio.gather(*tasks, return_exceptions=True)  # some may have failed meanwhile
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Return whether an attempt failed because the port is closed."""
+    """Return whether an attempt failed because of a closed port."""
     while error is not None and not isinstance(error, ConnectionRefusedError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:
-    """Return the error of an attempt that got an answer; if all attempts failed in silence, the first error."""
+    """Return the error of an attempt with an answer; if all failed without one, the first error."""
     errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-    said = [error for error in errors if not isinstance(error, NoAnswerError)]
-    return said[0] if said else errors[0] if len(errors) == len(tasks) else None
+    answers = [error for error in errors if not isinstance(error, NoAnswerError)]
+    return answers[0] if answers else errors[0] if len(errors) == len(tasks) else None
 
 
 async def _dial_quic(
@@ -404,7 +398,7 @@ async def _dial_address(
             raise TransportError(f"the peer accepted the connection but sent no SETUP {within}") from error
         over = "TCP" if name == "tcp" else "UDP"
         raise NoAnswerError(
-            f"no answer {within}; is a server running there, and may {over} pass? timeout_s= (--timeout) allows more"
+            f"no answer {within}; is a server running there, and is {over} allowed? timeout_s= (--timeout) allows more"
         ) from error
     except (TransportError, OSError, ssl.SSLError) as error:
         await connection.close()

@@ -1,7 +1,7 @@
-"""A `Connection` in MoQT, over QUIC or TCP. `kvabr.link.moqt.connect.dial` makes it.
+"""A MoQT `Connection` over QUIC or TCP, made by `kvabr.link.moqt.connect.dial`.
 
-The group of a transfer is fetched, or brought by a subscription to its track if it is not published yet. As many
-FETCHes are under way as the peer's limit of streams allows; the others wait in a `RequestQueue`.
+Groups are fetched, or received by a subscription to their track if they are unpublished. FETCHes beyond the limit wait
+in a `RequestQueue`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ from kvabr.types.errors import (
 from kvabr.types.naming import MAX_FULL_TRACK_NAME
 
 _TOKEN_HINT = "its operator has tokens; give yours with --token-file F, KVABR_TOKEN, or token="  # noqa: S105  # none
-_GOING_AWAY = "the peer is going away; connect anew"
+_GOING_AWAY = "the peer is going away; reconnect"
 _CLOSING_S = 0.25
-"""Seconds that closing may take."""
 _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 """QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
 
@@ -65,37 +64,33 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._made: dict[GroupTransfer, MoqtRequest] = {}
         self._subscriber = Subscriber(self._open_session, self._fetch, self._forget, self._next_soon)
         self._asking = False
-        """Whether the requests that wait are to be looked at once this turn of the event loop is over."""
+        """Whether `_next` is scheduled."""
         self._received = 0
         self._lost: str | None = None
         self._lost_kind = ConnectionLostError
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the peer's SETUP has arrived, or connecting has failed."""
         self.refused: bytes | None = None
-        """The peer's certificate, DER, if TLS did not accept it."""
+        """The peer's certificate, DER, if TLS refused it."""
         self.shaken = False
-        """Whether the handshake is done."""
-        self._heard = asyncio.Event()
+        self._received_any = asyncio.Event()
         self.watch = LimitWatch(self._probe, self.round_trip)
-        """Finds what limits the downloads."""
+        """Finds the limit of the downloads."""
 
     # ------------------------------------------------------------------ Connection
 
     def stats(self) -> ConnectionStats:
-        """See `Connection.stats`."""
         rtt = self.round_trip()
         return ConnectionStats(rtt, self._received, self.transport.lost())
 
     async def answers(self, within_s: float) -> bool:
-        """See `Connection.answers`."""
-        self._heard.clear()
+        self._received_any.clear()
         self._probe()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._heard.wait(), within_s)
-        return self._lost is None and self._heard.is_set()
+            await asyncio.wait_for(self._received_any.wait(), within_s)
+        return self._lost is None and self._received_any.is_set()
 
     async def close(self) -> None:
-        """See `Connection.close`."""
         if self._over:
             return
         self._over = True
@@ -104,15 +99,14 @@ class MoqtConnection(Endpoint, PeerConnection):
                 self.ended("closed by this side", 0)
                 self.shut(SessionCode.NO_ERROR, "")
                 if self.session is not None:
-                    with contextlib.suppress(TimeoutError):  # otherwise the peer notices by its idle timeout
+                    with contextlib.suppress(TimeoutError):  # then the peer's idle timeout ends it
                         await asyncio.wait_for(self.transport.wait_closed(), _CLOSING_S)
-        finally:  # also if this was cancelled
+        finally:  # also when cancelled
             self.transport.drop()
 
     # ------------------------------------------------------------------ Carrier
 
     def carry(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.carry`."""
         namespace = transfer.request.namespace
         if (size := namespace.full_name_bytes(transfer.request.track)) > MAX_FULL_TRACK_NAME:
             why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
@@ -128,11 +122,10 @@ class MoqtConnection(Endpoint, PeerConnection):
                 self._subscriber.bring(request)
             else:
                 self._fetch(request)
-            if transfer.request.live or request.number is not None:  # not for what only waits
+            if transfer.request.live or request.number is not None:  # not for waiting requests
                 self.settle_and_send()
 
     def reprioritise(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.reprioritise`."""
         request, session = self._made.get(transfer), self.session
         if request is None or session is None:
             return
@@ -144,7 +137,6 @@ class MoqtConnection(Endpoint, PeerConnection):
             self.settle_and_send()
 
     def drop(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.drop`."""
         request = self._made.pop(transfer, None)
         if request is None:
             return
@@ -153,18 +145,18 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._next_soon()
         elif request.number is None:
             self._requests.leave(request)
-        elif self._requests.asked.pop(request.number, None) is not None and self.session is not None:
+        elif self._requests.in_flight.pop(request.number, None) is not None and self.session is not None:
             self.session.requester.cancel(request.number)
             self._next_soon()
 
     def round_trip(self) -> float | None:
-        """Return the smoothed round trip, seconds, if it is known."""
+        """Return the smoothed round trip, seconds, if known."""
         return self.transport.round_trip()
 
     # ------------------------------------------------------------------ Endpoint
 
     def make_session(self, draft: Draft) -> MoqtSession | None:
-        """See `Endpoint.make_session`. A pinned certificate is checked before anything is sent."""
+        """See `Endpoint.make_session`. A pinned certificate is checked before any data is sent."""
         options = self._options
         self.shaken = True
         if options.how.fingerprint is not None:
@@ -185,13 +177,12 @@ class MoqtConnection(Endpoint, PeerConnection):
         return MoqtSession(draft, client=True, options=setup)
 
     def happened(self, event: Event) -> None:
-        """See `Endpoint.happened`."""
         match event:
             case Received():
                 self._take(event)
             case Ended(stream=None):
                 self._finished(event.request_id, lambda request: request.finish(event.reset))
-            case Refused() if event.request_id in self._requests.asked:
+            case Refused() if event.request_id in self._requests.in_flight:
                 self._finished(event.request_id, lambda request: request.refuse(event.message))
             case Answered() | Ended() | Refused() | SubscriptionEnding() | SubscriptionDone():
                 self._subscriber.happened(event)
@@ -208,11 +199,10 @@ class MoqtConnection(Endpoint, PeerConnection):
                 self._fail(why if event.code else "closed by this side")
 
     def ended(self, reason: str, code: int) -> None:
-        """See `Endpoint.ended`."""
         if not self.shaken and code in _BAD_CERTIFICATE:
             der = self.refused = self.transport.peer_certificate()
             why = why_refused(der, self._options.host)
-            # Each library words the same cause differently; `Connecting` names a cause once.
+            # Libraries word one cause differently; it is reported once.
             reason = why if der is not None else f"{why} ({reason})"
         elif code in (SessionCode.UNAUTHORIZED, SessionCode.EXPIRED_AUTH_TOKEN):
             if "token" not in reason:
@@ -222,49 +212,45 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._fail(reason)
 
     def room(self, stream: int, most: int) -> list[memoryview]:
-        """See `Endpoint.room`: the buffer of the transfer, so that payload is read to where it stays."""
+        """Return the buffer of the transfer, so that payload is read to its final place."""
         payload = None if self.session is None else self.session.requester.expected(stream)
-        request = None if payload is None else self._requests.asked.get(payload.request)
+        request = None if payload is None else self._requests.in_flight.get(payload.request)
         if payload is None or request is None or request.transfer.over:
             return []
         return place(payload, request.transfer, most)
 
     def took(self, stream: int, into: list[memoryview], count: int) -> None:
-        """See `Endpoint.took`."""
         session = self.session
         assert session is not None  # noqa: S101  # there was room
         payload = session.requester.expected(stream)
-        request = None if payload is None else self._requests.asked.get(payload.request)
+        request = None if payload is None else self._requests.in_flight.get(payload.request)
         if payload is None or request is None:  # cancelled while a thread read
             return
         placed, others = session.requester.took(stream, list(filled(into, count)))
         self._count(placed)
         request.transfer.took(placed, self.watch.limit)
-        self._heard.set()
+        self._received_any.set()
         if others:
             session.receive(stream, b"".join(others), fin=False)
             self.settle()
 
     def worked(self, cpu_s: float) -> None:
-        """See `Endpoint.worked`."""
         self.watch.worked(cpu_s)
 
     def alive(self) -> None:
-        """See `Endpoint.alive`."""
         self.watch.alive()
-        self._heard.set()
+        self._received_any.set()
 
     # ------------------------------------------------------------------ internals
 
     def _open_session(self) -> MoqtSession:
-        assert self.session is not None  # noqa: S101  # connections are returned once SETUP has arrived
+        assert self.session is not None  # noqa: S101  # connections are returned after SETUP
         return self.session
 
     def _fetch(self, request: MoqtRequest) -> None:
-        """Send a FETCH, or let it wait for those before it."""
         if self.going_away:
             self._lose(request.transfer, _GOING_AWAY)
-        elif self._requests.has_room():
+        elif self._requests.may_send():
             self._ask(request)
         else:
             self._requests.wait(request)
@@ -275,7 +261,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         parameters = Parameters(priority=request.transfer.priority)
         number = self._open_session().fetch(request.fields, wanted.track.encode(), first, last, parameters)
         request.number = number
-        self._requests.asked[number] = request
+        self._requests.in_flight[number] = request
         self._tell_watch()
 
     def _next_soon(self) -> None:
@@ -284,7 +270,6 @@ class MoqtConnection(Endpoint, PeerConnection):
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        """Send the requests that wait, and whatever else the session has to send."""
         self._asking = False
         while self._lost is None and (request := self._requests.next()) is not None:
             self._ask(request)
@@ -298,7 +283,7 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._lose(request.transfer, _GOING_AWAY)
 
     def _finished(self, number: int, tell: Callable[[MoqtRequest], None]) -> None:
-        request = self._requests.asked.pop(number, None)
+        request = self._requests.in_flight.pop(number, None)
         if request is not None:
             self._forget(request)
             tell(request)
@@ -314,19 +299,19 @@ class MoqtConnection(Endpoint, PeerConnection):
         if event.stream is not None:
             self._subscriber.take(event, self.watch.limit)
             self._tell_watch()
-        elif (request := self._requests.asked.get(event.request_id)) is not None:
+        elif (request := self._requests.in_flight.get(event.request_id)) is not None:
             request.take(event.items, self.watch.limit)
-        self._heard.set()
+        self._received_any.set()
 
     def _count(self, count: int) -> None:
         self._received += count
         self.watch.received(count)
 
     def _tell_watch(self) -> None:
-        self.watch.asked(len(self._requests.asked) + self._subscriber.coming)
+        self.watch.asked(len(self._requests.in_flight) + self._subscriber.receiving)
 
     def _answer(self, event: Requested) -> None:
-        """Answer a relay that subscribes to namespaces or publishes some: accept, and send nothing."""
+        """Accept namespace subscriptions and publications of a relay, without acting on them."""
         assert self.session is not None  # noqa: S101  # the event came from it
         responder = self.session.responder
         if isinstance(event.message, PublishNamespace | SubscribeNamespace):
@@ -351,7 +336,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self.watch.close()
         if not self.ready.done():
             self.ready.set_exception(self._lost_kind(reason))
-            self.ready.exception()  # retrieved, also if nobody waits for it
+            self.ready.exception()  # avoids a warning if it is never awaited
         self._requests = RequestQueue()
         self._subscriber.clear()
         for transfer in list(self._made):

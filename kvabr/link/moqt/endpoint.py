@@ -1,4 +1,4 @@
-"""One end of a MoQT session on one connection: moves bytes between the two, and events upwards."""
+"""One end of a MoQT session on one connection: moves bytes between them, and passes events on."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, by_alpn
 
 _MOST_HELD = 1024
-"""Maximum streams that wait for the peer's stream limit. A peer that makes us open more and allows none is hostile."""
+"""Most streams that wait for the peer's stream limit; a peer that causes more and allows none is hostile."""
 
 
 class Endpoint(ABC):
     """The owner of one connection and one session."""
 
     transport: StreamTransport
-    """The connection, set before anything happens on it."""
+    """The connection, set before its first event."""
 
     most_unread = 1 << 20
-    """Maximum bytes of answers on one stream that a peer may leave unread."""
+    """Most bytes of answers on one stream that a peer may leave unread."""
     starts_at_once = True
-    """Whether SETUP is sent when the handshake is done; otherwise the subclass starts the session."""
+    """Whether SETUP is sent after the handshake; otherwise the subclass starts the session."""
 
     def __init__(self) -> None:
         self.underway: set[int] = set()
-        """Streams that the transport has been given completely, and that the peer may not have completely."""
+        """Streams that were given to the transport completely, and that the peer may lack in part."""
         self.session: MoqtSession | None = None
-        """Once the handshake is done."""
+        """None before the handshake is done."""
         self._held: dict[int, list[Write | Reset | Stop]] = {}
-        """Commands for streams beyond the peer's stream limit, in the order of the streams."""
+        """Commands for streams beyond the peer's stream limit, in stream order."""
 
     # ------------------------------------------------------------------ for subclasses
 
     @abstractmethod
     def make_session(self, draft: Draft) -> MoqtSession | None:
-        """Return a session for a finished handshake, not started; None if the connection was closed instead."""
+        """Return an unstarted session after the handshake; None if the connection was closed instead."""
 
     @abstractmethod
     def happened(self, event: Event) -> None:
@@ -51,11 +51,11 @@ class Endpoint(ABC):
     def ended(self, reason: str, code: int) -> None:
         """Handle the end of the connection."""
 
-    def alive(self) -> None:  # noqa: B027  # most do not care
+    def alive(self) -> None:  # noqa: B027  # optional
         """Handle the acknowledgement of a PING."""
 
-    def feed(self) -> None:  # noqa: B027  # a client has nothing to send
-        """Give the transport more to send; called before it sends."""
+    def feed(self) -> None:  # noqa: B027  # a client has no output of its own
+        """Give the transport more data; called before it sends."""
 
     # ------------------------------------------------------------------ from the transport
 
@@ -65,15 +65,15 @@ class Endpoint(ABC):
             self.session.receive(stream, data, fin=fin)
 
     def room(self, stream: int, most: int) -> list[memoryview]:
-        """Return memory for at most ``most`` bytes that come next on a stream; none: pass them to `received`."""
+        """Return memory for at most ``most`` next bytes of a stream; empty: pass them to `received`."""
         del stream, most
         return []
 
-    def took(self, stream: int, into: list[memoryview], count: int) -> None:  # noqa: B027  # most have no room
-        """Note that ``count`` bytes of a stream have been written to what `room` returned."""
+    def took(self, stream: int, into: list[memoryview], count: int) -> None:  # noqa: B027  # optional
+        """Note that ``count`` bytes of a stream were written to the memory that `room` returned."""
 
-    def worked(self, cpu_s: float) -> None:  # noqa: B027  # most do not care
-        """Note processor time that a thread of the transport has taken, seconds."""
+    def worked(self, cpu_s: float) -> None:  # noqa: B027  # optional
+        """Note processor time of the transport's threads, seconds."""
 
     def was_reset(self, stream: int, code: int) -> None:
         """Handle the reset of a stream by the peer."""
@@ -86,7 +86,7 @@ class Endpoint(ABC):
             self.session.receive_stop(stream, code)
 
     def handshake_done(self, alpn: str | None) -> None:
-        """Begin the session, with the protocol that both ends have agreed on."""
+        """Begin the session with the negotiated protocol."""
         draft = by_alpn(alpn or "")
         if draft is None:
             self.shut(SessionCode.VERSION_NEGOTIATION_FAILED, f"no common protocol, the peer chose {alpn!r}")
@@ -117,12 +117,12 @@ class Endpoint(ABC):
                 self._carry_out(command)
 
     def settle_and_send(self) -> None:
-        """Do the same outside of the transport's callbacks, and send."""
+        """Call `settle` outside of the transport's callbacks, and send."""
         self.settle()
         self.transport.flush_soon()
 
     def may_send(self, stream: int) -> bool:
-        """Return whether the peer allows a stream that the session has opened."""
+        """Return whether the peer's limit allows a stream."""
         return stream not in self._held
 
     def _carry_out(self, command: Write | Reset | Stop | Close) -> None:
@@ -146,18 +146,18 @@ class Endpoint(ABC):
                 transport.close(command.code, command.reason)
 
     def _hold(self, command: Write | Reset | Stop, session: MoqtSession) -> None:
-        """Hold a command back until the peer allows its stream."""
+        """Hold a command back until the peer's limit allows its stream."""
         stream = command.stream
         waiting = self._held.setdefault(stream, [])
         if not isinstance(command, Write):
-            # The data is no longer wanted, but the stream must be opened: stream numbers leave no gaps.
+            # The data is obsolete, but the stream must be opened: stream numbers have no gaps.
             waiting[:] = [Write(stream, b""), *(one for one in waiting if not isinstance(one, Write))]
         waiting.append(command)
         if len(self._held) > _MOST_HELD:
             session.close(SessionCode.INTERNAL_ERROR, f"more than {_MOST_HELD} streams wait for the stream limit")
 
     def safely(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Run ``work``; an unexpected error ends the connection and is logged, so that it is never left half alive."""
+        """Run ``work``; log an unexpected error and end the connection, so that it is never left half alive."""
         try:
             work(*arguments)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Addresses of hosts. A name server that does not answer holds up nobody but those who ask for that name."""
+"""Looks up addresses of hosts; a silent name server delays only lookups of its names."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from concurrent.futures import Future
 from typing import Any
 
 Address = tuple[socket.AddressFamily, Any]
-"""Its family, and what a socket of that family connects to."""
+"""Address family, and address for a socket of that family."""
 
-_asked: dict[tuple[str, int], Future[Sequence[Address]]] = {}
-"""What is being looked up: a thread each, as the system's call cannot be broken off."""
+_lookups: dict[tuple[str, int], Future[Sequence[Address]]] = {}
+"""Running lookups, one thread each, since the system call cannot be cancelled."""
 _lock = threading.Lock()
 
 
 async def addresses_of(host: str, port: int) -> Sequence[Address]:
     """Return the addresses of a host, each once; raise `OSError` if it has none.
 
-    Not in the event loop's own threads, of which a few silent name servers would leave none.
+    The event loop's own threads are not used: a few silent name servers would occupy all of them.
     """
     try:
         return _found(host, port, socket.AI_NUMERICHOST)
     except socket.gaierror:
-        pass  # it is a name
+        pass  # a name
     with _lock:
-        answer = _asked.get((host, port))
+        answer = _lookups.get((host, port))
         if answer is None:
             answer = Future()
-            answer.set_running_or_notify_cancel()  # a caller that gives up must not end it for the others
+            answer.set_running_or_notify_cancel()  # so that one caller cannot cancel it for others
             thread = threading.Thread(target=_look_up, args=(host, port, answer), name="kvabr-names", daemon=True)
             try:
-                thread.start()  # which cannot end it yet: it needs the lock
+                thread.start()  # it cannot end yet: it needs the lock
             except RuntimeError as error:
                 raise OSError(str(error)) from error  # the system has no more threads
-            _asked[host, port] = answer
+            _lookups[host, port] = answer
     return await asyncio.wrap_future(answer)
 
 
@@ -48,10 +48,10 @@ def _found(host: str, port: int, flags: int = 0) -> Sequence[Address]:
 def _look_up(host: str, port: int, answer: Future[Sequence[Address]]) -> None:
     try:
         found, error = _found(host, port), None
-    except Exception as failure:  # noqa: BLE001  # it is told to those who wait
+    except Exception as failure:  # noqa: BLE001  # raised in the callers
         found, error = [], failure
     with _lock:
-        del _asked[host, port]
+        del _lookups[host, port]
     if error is None:
         answer.set_result(found)
     else:

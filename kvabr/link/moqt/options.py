@@ -1,4 +1,4 @@
-"""How to reach a peer: its address, the token to send, and which certificates to trust."""
+"""Options for reaching a peer: address, token, trusted certificates."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 Names = Literal["draft", "split"]
-"""How namespaces are written: as in the draft, or split at the slashes for peers that cannot carry one in a field."""
+"""Notation of namespaces: as in the draft, or split at slashes for peers that cannot carry one in a field."""
 
 DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
-"""ALPN identifiers of the moq-transport drafts to offer, preferred first."""
+"""ALPN identifiers of the offered moq-transport drafts, preferred first."""
 
 
 @dataclass(frozen=True, slots=True)
 class DialOptions:
-    """One peer, and how to connect to it."""
+    """One peer and how to connect to it."""
 
     host: str
     port: int
     path: str = "/"
     """Path and query of the URL."""
     token: str | None = field(default=None, repr=False)
-    """Sent once the connection is encrypted, and never logged."""
+    """Sent only over an encrypted connection, never logged."""
     how: PeerOptions = field(default_factory=PeerOptions)
-    """Of a certificate with a given fingerprint, name and issuer are ignored, and its dates are checked."""
+    """For a certificate with a given fingerprint, only its dates are checked, not its name or issuer."""
     drafts: tuple[str, ...] = DRAFTS
     """Protocols to offer, preferred first."""
     names: Names = "draft"
 
 
 def trust(configuration: Any, options: DialOptions, library: str) -> None:
-    """Configure a QUIC library with the certificates to trust, or raise TransportError if they cannot be read."""
+    """Configure the certificates that a QUIC library trusts; raise TransportError if they cannot be read."""
     if options.how.insecure or options.how.fingerprint is not None:
-        # `check_pinned` checks a pinned certificate before anything is sent.
+        # `check_pinned` checks a pinned certificate before any data is sent.
         configuration.verify_mode = ssl.CERT_NONE
         if library == "qh3":
             configuration.verify_hostname = False
@@ -54,7 +54,7 @@ def trust(configuration: Any, options: DialOptions, library: str) -> None:
 
 
 def check_ca(path: Path) -> None:
-    """Raise TransportError unless a file has certificates that can be trusted."""
+    """Raise TransportError unless a file has PEM certificates."""
     try:
         pem = path.read_bytes()
     except OSError as error:
@@ -62,14 +62,13 @@ def check_ca(path: Path) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError) as error:
-        raise TransportError(f"{path}: contains no PEM certificate that can be read") from error
+        raise TransportError(f"{path}: contains no readable PEM certificate") from error
 
 
 def trusted_itself(der: bytes | None, options: DialOptions) -> str | None:
-    """Return the fingerprint of a certificate that TLS refused if we trust that very one, for this host and today.
+    """Return the fingerprint of a refused certificate that is itself in the --ca file, and valid for this host today.
 
-    A file of authorities may have it, self-signed as ``openssl req -x509`` makes it. That is an authority to itself,
-    which qh3 does not accept of a server.
+    ``openssl req -x509`` makes such self-signed certificates: authorities that qh3 does not accept as servers.
     """
     if der is None or options.how.ca is None or options.how.fingerprint is not None:
         return None
@@ -87,7 +86,7 @@ def trusted_itself(der: bytes | None, options: DialOptions) -> str | None:
 
 
 def check_pinned(der: bytes | None, fingerprint: str) -> None:
-    """Raise TransportError unless a peer's certificate, DER, has a SHA-256 fingerprint and is valid today."""
+    """Raise TransportError unless the peer's certificate, DER, has this SHA-256 fingerprint and is valid today."""
     if der is None:
         raise TransportError("the peer has no certificate")
     found = hashlib.sha256(der).hexdigest()
@@ -101,7 +100,7 @@ def check_pinned(der: bytes | None, fingerprint: str) -> None:
 
 
 def why_refused(der: bytes | None, host: str) -> str:
-    """Return why TLS refused the certificate of ``host``, None if it never came; the libraries say little."""
+    """Return why TLS refused the certificate of ``host`` (None: never received); the libraries give few details."""
     if der is None:
         return "the peer's certificate was not accepted"
     try:
@@ -125,7 +124,7 @@ def _parsed(der: bytes) -> Certificate:
 
     try:
         parsed = x509.load_der_x509_certificate(der)
-        # The dates are parsed when they are looked at, and may be none: the year 0, for example.
+        # Dates are parsed lazily, and may be invalid, such as the year 0.
         _ = parsed.not_valid_before_utc, parsed.not_valid_after_utc
     except (ValueError, x509.InvalidVersion) as error:
         raise TransportError(f"the peer's certificate cannot be read ({error})") from error
@@ -142,7 +141,7 @@ def _outdated(certificate: Certificate) -> str | None:
 
 
 def names_of(certificate: Certificate) -> list[str]:
-    """Return the host names and addresses that a certificate is valid for."""
+    """Return the host names and addresses of a certificate."""
     from cryptography import x509  # noqa: PLC0415  # slow to load
 
     try:
@@ -157,5 +156,5 @@ def _fits(host: str, certificate: Certificate) -> bool:
 
 
 def _matches(host: str, name: str) -> bool:
-    """Return whether a certificate's name matches a host; a leading ``*`` stands for one label (RFC 6125)."""
+    """Return whether a certificate's name matches a host; a leading ``*`` matches one label (RFC 6125)."""
     return host == name or (name.startswith("*.") and host.partition(".")[2] == name[2:])

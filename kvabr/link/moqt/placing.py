@@ -1,7 +1,7 @@
-"""Where the bytes of a FETCH are read to: payload to its place in the group, the headers in between beside it.
+"""Buffers for reading a FETCH: payload at its final place in the group, the headers in between elsewhere.
 
-Most objects of a group are equally long, so that the header of the next one is known before it comes, and one system
-call brings many objects without a copy. Where another header comes, the bytes behind it lie in pieces that are joined.
+Most objects of a group have the same size, so the next header is predictable, and one system call reads many objects
+without a copy. After another header, the pieces are joined and parsed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from kvabr.moqt.requester import NextPayload
 from kvabr.transfer.transfer import GroupTransfer
 
 _MOST_BUFFERS = 64
-"""Buffers that are filled at a time; Linux takes 1,024."""
+"""Buffers that are filled at a time; Linux allows 1,024."""
 
 
 def place(payload: NextPayload, transfer: GroupTransfer, most: int) -> list[memoryview]:
-    """Return buffers for the next bytes, ``most`` at most: payload, a header, payload, and so on; none if none fit."""
-    room = min(most, transfer.request.limit - transfer.received)
-    if room <= 0:
+    """Return buffers for at most ``most`` bytes: payload, a header, payload, and so on; empty if the group is full."""
+    allowed = min(most, transfer.request.limit - transfer.received)
+    if allowed <= 0:
         return []
-    whole, step = transfer.room(room), len(payload.follower)
+    whole, step = transfer.room(allowed), len(payload.follower)
     headers = memoryview(bytearray(step * (_MOST_BUFFERS // 2)))
     buffers = [whole[: payload.left]]
     at, left = len(buffers[0]), most - len(buffers[0])

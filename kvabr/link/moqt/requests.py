@@ -1,4 +1,4 @@
-"""What a MoQT connection requests: a `MoqtRequest` for each transfer, and the `RequestQueue` of its FETCHes."""
+"""Requests of a MoQT connection: a `MoqtRequest` for each transfer, and the `RequestQueue` of its FETCHes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, PROPERTY_GROUP_BYTES
 
 MAX_IN_FLIGHT = 64
-"""Maximum FETCHes in flight; more wait, the most urgent first. Servers allow about 100 streams."""
+"""Most FETCHes in flight; the others wait, the most urgent first. Servers allow about 100 streams."""
 _NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
-_SAME = {
+_REQUEST_CODES = {
     ResetCode.CANCELLED: RequestCode.INTERNAL_ERROR,
     ResetCode.DELIVERY_TIMEOUT: RequestCode.TIMEOUT,
     ResetCode.SESSION_CLOSED: RequestCode.GOING_AWAY,
@@ -24,52 +24,51 @@ _SAME = {
     ResetCode.UNKNOWN_OBJECT_STATUS: RequestCode.INTERNAL_ERROR,
     ResetCode.EXPIRED_AUTH_TOKEN: RequestCode.EXPIRED_AUTH_TOKEN,
 }
-"""What resets of streams mean in the codes of requests, where the same number means something else."""
+"""Codes of requests for reset codes that have another meaning as a request code."""
 
 
 class MoqtRequest:
-    """A transfer that a connection has asked for, or will ask for."""
+    """A transfer that was or will be requested from a connection."""
 
     def __init__(self, transfer: GroupTransfer, fields: tuple[bytes, ...]) -> None:
-        """Begin without bytes; ``fields`` are those of the namespace as the peer is asked for it."""
         self.transfer, self.request, self.fields = transfer, transfer.request, fields
         self.number: int | None = None
-        """ID of its FETCH; None before that is sent, and of a group that a subscription brings."""
+        """ID of its FETCH; None before that is sent, and for a group of a subscription."""
 
     def take(self, items: list[Item], limit: Limit) -> None:
-        """Handle objects that have come, and what limited them."""
+        """Handle received objects, and what limited them."""
         transfer, request = self.transfer, self.transfer.request
         for item in items:
             if isinstance(item, memoryview):
                 transfer.append(item)
                 continue
-            transfer.came(limit)
+            transfer.progressed(limit)
             if isinstance(item, RangeEnd):
                 self._wrong("the peer does not have all of it", Reason.INTERNAL)
             elif not 0 <= item.group - request.group < request.groups:
-                self._wrong(f"objects of group {item.group} came", Reason.WRONG)
+                self._wrong(f"objects of group {item.group} were received", Reason.WRONG)
             elif max(item.size, _declared_bytes(item)) > request.limit:
                 transfer.too_long()
-        transfer.came(limit)
+        transfer.progressed(limit)
 
     def finish(self, reset: int | None) -> None:
-        """End with the stream, or with the code that reset it."""
+        """End with the stream, or with its reset code."""
         transfer = self.transfer
         if reset is not None:
             reason = name_of(reset, ResetCode)
-            code = next((code for known, code in _SAME.items() if known == reset), reset)
-            transfer.fail(RequestError(f"{self.request}: broken off by the peer ({reason})", reason=reason_of(code)))
+            code = next((code for known, code in _REQUEST_CODES.items() if known == reset), reset)
+            transfer.fail(RequestError(f"{self.request}: aborted by the peer ({reason})", reason=reason_of(code)))
         elif not transfer.received:
-            transfer.fail(NotFoundError(f"{self.request}: nothing there", reason=Reason.MISSING))
+            transfer.fail(NotFoundError(f"{self.request}: the group is empty", reason=Reason.MISSING))
         else:
             transfer.finish()
 
     def refuse(self, message: Refusal) -> None:
-        """Fail because the peer has refused the request."""
+        """Fail because of a refusal."""
         code, request = message.code, self.request
-        said = f": {message.reason}" if message.reason else ""
+        details = f": {message.reason}" if message.reason else ""
         if code in _NOT_THERE:
-            missing = f"{request}: not found{said}"
+            missing = f"{request}: not found{details}"
             if request.track == CATALOG_TRACK:
                 name = f"{request.namespace.model}/{request.namespace.prompt}"
                 missing = f"no such asset {name}, or none that your token opens"
@@ -77,7 +76,7 @@ class MoqtRequest:
         else:
             retry_s = (message.retry_interval - 1) / 1000 if message.retry_interval else None
             name = name_of(code, RequestCode)
-            error = RequestError(f"{request}: refused, {name}{said}", reason=reason_of(code), retry_after_s=retry_s)
+            error = RequestError(f"{request}: refused, {name}{details}", reason=reason_of(code), retry_after_s=retry_s)
         self.transfer.fail(error)
 
     def _wrong(self, why: str, reason: Reason) -> None:
@@ -85,7 +84,7 @@ class MoqtRequest:
 
 
 def _declared_bytes(header: ObjectHeader) -> int:
-    """Return the bytes of the whole group, where its publisher says so; otherwise 0."""
+    """Return the publisher's size of the whole group, bytes; 0 if unknown."""
     for kind, value in header.properties:
         if kind == PROPERTY_GROUP_BYTES and isinstance(value, int):
             return value
@@ -93,50 +92,49 @@ def _declared_bytes(header: ObjectHeader) -> int:
 
 
 class RequestQueue:
-    """The FETCHes of one connection that are not over: those under way, and those that wait.
+    """The unfinished FETCHes of one connection, in flight and waiting.
 
-    The most urgent goes first, then the earliest. Nothing here takes longer when more requests wait.
+    The most urgent is sent first, then the earliest, in constant or logarithmic time.
     """
 
     def __init__(self) -> None:
-        self.asked: dict[int, MoqtRequest] = {}
-        """Those under way, by the number under which the peer was asked."""
+        self.in_flight: dict[int, MoqtRequest] = {}
+        """By request ID."""
         self._places: dict[MoqtRequest, int] = {}
-        """Requests that wait, and the numbers of their entries in the heap that count."""
+        """Waiting requests, with the numbers of their valid entries in the heap."""
         self._heap: list[tuple[int, int, MoqtRequest]] = []
         self._entries = 0
 
     def __len__(self) -> int:
-        """Return how many requests wait."""
         return len(self._places)
 
     def wait(self, request: MoqtRequest) -> None:
-        """Let a request wait, or take in its new priority."""
+        """Add a waiting request, or apply its new priority."""
         self._entries += 1
         self._places[request] = self._entries
         heappush(self._heap, (request.transfer.priority, self._entries, request))
 
     def leave(self, request: MoqtRequest) -> None:
-        """Remove a request that waits."""
+        """Remove a waiting request."""
         self._places.pop(request, None)
 
     def clear(self) -> list[MoqtRequest]:
-        """Remove all requests that wait, and return them in the order in which they came."""
+        """Remove and return all waiting requests in the order of their arrival."""
         waiting = list(self._places)
         self._places.clear()
         self._heap.clear()
         return waiting
 
-    def has_room(self) -> bool:
+    def may_send(self) -> bool:
         """Return whether a request may be sent now."""
-        return len(self.asked) < MAX_IN_FLIGHT
+        return len(self.in_flight) < MAX_IN_FLIGHT
 
     def next(self) -> MoqtRequest | None:
-        """Take the request that waits and may be sent now; None if there is none."""
+        """Take the next request that may be sent; None if there is none."""
         heap = self._heap
         while heap and self._places.get(heap[0][2]) != heap[0][1]:
             heappop(heap)
-        if not heap or not self.has_room():
+        if not heap or not self.may_send():
             return None
         request = heappop(heap)[2]
         del self._places[request]

@@ -1,7 +1,7 @@
-"""The subscriptions of one connection: one for each track of which groups are wanted that are not published yet.
+"""The subscriptions of one connection, one for each track with unpublished groups that are wanted.
 
-A group comes on a stream of its own as soon as it is published. What a track had before the subscription began, and
-what is asked for once the publisher has sent it, is fetched. A subscription ends with the last transfer that needs it.
+A group arrives on its own stream as soon as it is published. Groups that were published before the subscription, or are
+requested after their stream, are fetched. A subscription ends with the last transfer that needs it.
 """
 
 from __future__ import annotations
@@ -18,37 +18,36 @@ from kvabr.moqt.session import MoqtSession
 from kvabr.types.events import Limit
 
 _LATE_STREAMS_S = 1.0
-"""Seconds for which streams may be on their way once the publisher has said that it begins no more."""
+"""Seconds that streams may be late after the publisher has announced the end."""
 _Track = tuple[tuple[bytes, ...], str]
-"""Fields of the namespace, and the track's name."""
+"""Fields of the namespace, and name of the track."""
 
 
 class TrackSubscription:
-    """One SUBSCRIBE, and the transfers that it brings."""
+    """One SUBSCRIBE and its transfers."""
 
     def __init__(self, track: _Track, number: int, priority: int) -> None:
-        """Begin without transfers; ``number`` is the ID of the SUBSCRIBE, which has this priority."""
+        """Begin without transfers; ``number`` is the ID of the SUBSCRIBE, with this priority."""
         self.track, self.number, self.asked_priority = track, number, priority
         self.waiting: dict[int, MoqtRequest] = {}
-        """Transfers of which nothing has come, by group."""
-        self.coming: dict[int, MoqtRequest] = {}
-        """The others, by the stream that carries them."""
+        """Transfers without any data yet, by group."""
+        self.receiving: dict[int, MoqtRequest] = {}
+        """The other transfers, by stream."""
         self.last: int | None = None
-        """The last group that was published before it could be waited for; None while the peer has not answered."""
+        """The last group that cannot be waited for, because it was published; None before the peer's answer."""
         self.done: PublishDone | None = None
-        """How the publisher has ended it."""
         self.late: asyncio.TimerHandle | None = None
 
     def __iter__(self) -> Iterator[MoqtRequest]:
-        return iter((*self.waiting.values(), *self.coming.values()))
+        return iter((*self.waiting.values(), *self.receiving.values()))
 
     @property
     def priority(self) -> int:
-        """That of its most urgent transfer."""
+        """Priority of its most urgent transfer."""
         return min((one.transfer.priority for one in self), default=255)
 
     def reach(self, group: int) -> None:
-        """Note that a group was published, so that it need not be waited for any more."""
+        """Note that a group was published, so that it need not be waited for."""
         self.last = group if self.last is None else max(self.last, group)
 
 
@@ -59,14 +58,7 @@ class Subscriber:
         self, session: Callable[[], MoqtSession], fetch: Callable[[MoqtRequest], None],
         over: Callable[[MoqtRequest], None], settle: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Begin without any.
-
-        Args:
-            session: returns the session, once there is one.
-            fetch: fetches the group of a transfer.
-            over: told of each transfer that has come or failed.
-            settle: sends what the session has to send.
-        """
+        """``over`` is called with each finished transfer, ``fetch`` fetches other groups, ``settle`` sends output."""
         self._session, self._fetch, self._over, self._settle = session, fetch, over, settle
         self._by_track: dict[_Track, TrackSubscription] = {}
         self._by_number: dict[int, TrackSubscription] = {}
@@ -76,12 +68,12 @@ class Subscriber:
         return request in self._of
 
     @property
-    def coming(self) -> int:
-        """How many groups are being received."""
-        return sum(len(one.coming) for one in self._by_number.values())
+    def receiving(self) -> int:
+        """Number of groups that are being received."""
+        return sum(len(one.receiving) for one in self._by_number.values())
 
     def bring(self, request: MoqtRequest) -> None:
-        """Have a group brought: by the subscription to its track, which is made if there is none, or by a FETCH."""
+        """Request a group by a subscription to its track, or by a FETCH if it was published already."""
         track, group = (request.fields, request.request.track), request.request.group
         subscription = self._by_track.get(track)
         if subscription is None:
@@ -96,22 +88,22 @@ class Subscriber:
         self._prioritise(subscription)
 
     def reprioritise(self, request: MoqtRequest) -> None:
-        """Take in the new priority of a transfer."""
+        """Apply the new priority of a transfer."""
         self._prioritise(self._of[request])
 
     def leave(self, request: MoqtRequest) -> None:
-        """Bring no more of a transfer."""
+        """Drop a transfer."""
         subscription = self._of.pop(request)
         requester = self._session().requester
-        for stream in [stream for stream, one in subscription.coming.items() if one is request]:
-            del subscription.coming[stream]
+        for stream in [stream for stream, one in subscription.receiving.items() if one is request]:
+            del subscription.receiving[stream]
             requester.stop(stream)
         if subscription.waiting.get(request.request.group) is request:
             del subscription.waiting[request.request.group]
         self._end_unread(subscription)
 
     def clear(self) -> None:
-        """Forget everything; the connection is over."""
+        """Forget all subscriptions at the end of the connection."""
         for subscription in self._by_number.values():
             if subscription.late is not None:
                 subscription.late.cancel()
@@ -130,7 +122,7 @@ class Subscriber:
                 subscription.reach(-1 if parameters.largest is None else parameters.largest.group)
                 self._fetch_past(subscription)
             case Ended(stream=int(stream)):
-                if (request := subscription.coming.pop(stream, None)) is not None:
+                if (request := subscription.receiving.pop(stream, None)) is not None:
                     self._leave(request)
                     request.finish(event.reset)
                     self._end_unread(subscription)
@@ -149,11 +141,11 @@ class Subscriber:
                 pass
 
     def take(self, event: Received, limit: Limit) -> None:
-        """Pass objects on to the transfer that waits for their group; stop a stream that no transfer waits for."""
+        """Pass objects to the transfer of their group; stop an unwanted stream."""
         subscription, stream = self._by_number.get(event.request_id), event.stream
         if subscription is None or stream is None:
             return
-        if (request := subscription.coming.get(stream)) is None:
+        if (request := subscription.receiving.get(stream)) is None:
             header = event.items[0]
             group = header.group if isinstance(header, ObjectHeader) else -1
             subscription.reach(group)
@@ -161,7 +153,7 @@ class Subscriber:
             if request is None:
                 self._session().requester.stop(stream)
                 return
-            subscription.coming[stream] = request
+            subscription.receiving[stream] = request
         request.take(event.items, limit)
 
     # ------------------------------------------------------------------ internals
@@ -174,7 +166,6 @@ class Subscriber:
             self._settle()
 
     def _fetch_past(self, subscription: TrackSubscription) -> None:
-        """Fetch the groups that have been waited for in vain."""
         last = subscription.last
         for group in sorted(subscription.waiting):
             if subscription.done is not None or (last is not None and group <= last):
@@ -184,23 +175,21 @@ class Subscriber:
         self._end_unread(subscription)
 
     def _end_unread(self, subscription: TrackSubscription) -> None:
-        """Unsubscribe from a track of which no transfer is left."""
-        if not (subscription.waiting or subscription.coming) and subscription.number in self._by_number:
+        if not (subscription.waiting or subscription.receiving) and subscription.number in self._by_number:
             self._forget(subscription)
             self._session().requester.cancel(subscription.number)
             self._settle()
 
     def _end_late(self, subscription: TrackSubscription) -> None:
-        """End a subscription of which the publisher has counted the streams wrongly."""
+        """End a subscription after a wrong stream count of the publisher."""
         if subscription.number in self._by_number:
             self._session().requester.cancel(subscription.number)
-            for stream in list(subscription.coming):
+            for stream in list(subscription.receiving):
                 self.happened(Ended(subscription.number, 0, stream))
             self._end(subscription)
             self._settle()
 
     def _end(self, subscription: TrackSubscription) -> None:
-        """Find out by FETCHes what became of the groups that have not come."""
         self._forget(subscription)
         self._fetch_past(subscription)
 

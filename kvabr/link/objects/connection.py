@@ -1,9 +1,8 @@
 """A connection to a store, or to an HTTP cache in front of one: requests for groups become ranges of objects.
 
-There is no peer to talk to, so what QUIC and an origin do otherwise is done here: which range goes when
-(`kvabr.link.objects.lanes`), lookups (`kvabr.link.objects.index`), timers for the first byte and for silence, and what
-limited a transfer. A request that fails leaves nothing behind that must be dialled again: the next one uses another
-connection of the pool, or opens one.
+It does what QUIC and an origin do elsewhere: schedule ranges (`kvabr.link.objects.lanes`), answer lookups
+(`kvabr.link.objects.index`), time out silent requests, and find what limited a transfer. A failed request needs no
+redial: the next one uses another connection of the pool, or opens one.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 
-from kvabr.link.objects.index import StoreIndex, StrangeAnswers
+from kvabr.link.objects.index import StoreIndex
 from kvabr.link.objects.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
 from kvabr.store.direct import DirectReader
 from kvabr.store.names import FramePlace, profile_name
@@ -38,67 +37,62 @@ from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_li
 
 PROTOCOL = "kvabr.objects/1"
 FIRST_BYTE_S, SILENCE_S = 2.0, 2.0
-"""Seconds that a GET may take to its first byte, and that may pass without one; doubled for each further try. A player
-asks again for what stands still much sooner; these are for what no player watches."""
+"""Seconds that a GET may take to its first byte, and between bytes; doubled for each further try. Players repeat
+stalled requests much sooner; these are for requests that no player watches."""
 _MOVED_SHARE = 0.1
-"""Share of such a time after which bytes that come prolong it: not every part need."""
+"""Share of such a time after which received bytes extend it, to save timer updates."""
 _TRIES, _PAUSE_S = 3, 0.05
-"""GETs for the same bytes, and the pause before the next where the store is too busy; doubled each time."""
+"""GETs for the same bytes, and the pause before the next if the store is busy; doubled each time."""
 _PART_S, _MOST_PART_BYTES = 0.005, 1 << 20
-"""Progress is reported at most every this many seconds or bytes: each report takes the processor a while, and
-estimators want to know when bytes came."""
+"""Progress is reported at most every this many seconds or bytes: reports take processor time, but estimators need the
+times of bytes."""
 _LATE_S, _LATE_SHARE = 0.05, 2.0
-"""A first byte is late that came later than the soonest ones by this many seconds and this factor, while nothing else
-came either: then the store was slow, not the link."""
+"""A first byte is late if it takes this many seconds and this factor longer than the fastest ones, and no other byte
+arrived meanwhile: then the store was slow, not the link."""
 _DROPPED_BYTES = 64 << 10
-"""Bytes that nobody wants and that are received at a time."""
+"""Unwanted bytes that are received at a time."""
 _FORGET_S = 30.0
-"""Seconds after which the soonest first byte is no longer known: the path may have changed."""
+"""Seconds after which the fastest first byte is forgotten: the path may have changed."""
 
 
 class StoreConnection(PeerConnection):
-    """Plays out of one store; for one event loop."""
+    """Plays from one store; for one event loop."""
 
     protocol = PROTOCOL
     heals = True
 
-    def __init__(self, store: Store, strange_answers: StrangeAnswers | None = None) -> None:
-        """Ask for nothing yet; an event loop must be running. See `StoreIndex` for ``strange_answers``."""
+    def __init__(self, store: Store) -> None:
+        """Take a store, without any request; an event loop must be running."""
         self.backend, self.peer = store.url.partition("://")[0] if "://" in store.url else "folder", store.url
         self.closed = False
         self.trouble: str | None = None
-        self.index = self.finder = StoreIndex(store, self._answered, strange_answers)
+        self.index = self.finder = StoreIndex(store, self._answered)
         self._store, self._direct = store, DirectReader.of(store)
         self._warming: asyncio.Task[None] | None = None
         self._lanes = Lanes()
         self._finding: dict[GroupTransfer, asyncio.Task[None]] = {}
-        """What finds out where a group is, or gets it as a whole."""
+        """Tasks that locate a group, or read it as a whole."""
         self._pieces: dict[GroupTransfer, Piece] = {}
-        """What of an object is wanted."""
         self._wanted: dict[Piece, GroupTransfer] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        """Those that were cancelled."""
         self._transfers: dict[RangeTransfer, asyncio.Task[None]] = {}
         self._tries: dict[Piece, int] = {}
-        """How often a GET with a piece has failed."""
         self._starting: asyncio.Handle | None = None
-        self._bytes, self._heard_s = 0, -math.inf
+        self._bytes, self._received_s = 0, -math.inf
         self._rate = 0.0
-        """Of the last transfer, bytes per second."""
+        """Rate of the last transfer, bytes per second."""
         self._soonest = (math.inf, -math.inf)
-        """The fastest recent time to first byte, seconds, and when that was."""
-        # Only what it knows of this processor is of use here: HTTP has no PING.
+        """The fastest recent time to first byte, seconds, and when it was measured."""
+        # Only its data about this processor is used here: HTTP has no PING.
         self._watch = LimitWatch(lambda: None, lambda: None)
         self.gets = 0
-        """GETs of ranges so far."""
 
     async def open(self) -> None:
-        """Find out whether the store can be read; raise `TransportError` if not."""
-        self._warm()  # the ranges that come first need not wait for their connections
+        """Check that the store can be read; raise `TransportError` if not."""
+        self._warm()  # so that the first ranges need not wait for connections
         await self.index.open()
 
     def carry(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.carry`."""
         request, track, namespace = transfer.request, transfer.request.track, transfer.request.namespace
         if self.closed:
             transfer.fail(ConnectionLostError(CLOSED))
@@ -109,19 +103,18 @@ class StoreConnection(PeerConnection):
         elif is_lookup(track) and not is_live(track):
             self._find(transfer, lambda: self._whole(transfer, self.index.lookup(namespace, track)))
         elif is_live(track) or request.live:
-            transfer.fail(NotFoundError(f"{request}: a store only has what is complete", reason=Reason.MISSING))
+            transfer.fail(NotFoundError(f"{request}: a store has only complete assets", reason=Reason.MISSING))
         elif (place := self.index.place(namespace, track, request.group)) is not None:
             self._want(transfer, place)
         else:
             self._find(transfer, lambda: self._locate(transfer))
 
     def reprioritise(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.reprioritise`; it changes when the request goes, not what is under way."""
+        """See `Carrier.reprioritise`; a running GET is unaffected."""
         if (piece := self._pieces.get(transfer)) is not None:
             self._lanes.prioritise(piece, transfer.priority)
 
     def drop(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.drop`."""
         task = self._finding.pop(transfer, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -139,13 +132,11 @@ class StoreConnection(PeerConnection):
         return ConnectionStats(rtt_s=seconds if math.isfinite(seconds) else None, bytes_received=self._bytes)
 
     def relieve(self) -> None:
-        """See `Connection.relieve`."""
         self._store.close()
         if self._direct is not None:
             self._direct.relieve()
 
     async def answers(self, within_s: float) -> bool:
-        """See `Connection.answers`."""
         try:
             async with asyncio.timeout(within_s):
                 await self.index.models()
@@ -154,7 +145,6 @@ class StoreConnection(PeerConnection):
         return not self.closed
 
     async def close(self) -> None:
-        """See `Connection.close`."""
         if self.closed:
             return
         self.closed = True
@@ -171,15 +161,15 @@ class StoreConnection(PeerConnection):
             await self._direct.close()
         self._store.close()
 
-    # ---------------------------------------------------------- where things are
+    # ---------------------------------------------------------- places of groups
 
     def _find(self, transfer: GroupTransfer, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Do what a transfer needs before its range can be asked for, or all that it needs."""
+        """Do the work that precedes a transfer's range, or replaces it."""
 
         async def run() -> None:
             try:
                 await work()
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is for the readers
+            except Exception as error:  # noqa: BLE001  # raised for the readers
                 self._note(error)
                 transfer.fail(error)
             finally:
@@ -187,13 +177,13 @@ class StoreConnection(PeerConnection):
 
         self._finding[transfer] = asyncio.get_running_loop().create_task(run())
 
-    async def _whole(self, transfer: GroupTransfer, coming: Coroutine[None, None, bytes | memoryview]) -> None:
-        data = await coming
+    async def _whole(self, transfer: GroupTransfer, answer: Coroutine[None, None, bytes | memoryview]) -> None:
+        data = await answer
         transfer.push(memoryview(data), self.received(len(data)))
         transfer.finish()
 
     async def _locate(self, transfer: GroupTransfer) -> None:
-        """Find out where a group is that no lookup told of, or a codec profile, and ask for it."""
+        """Locate and request a codec profile, or a group that no lookup found."""
         request, namespace = transfer.request, transfer.request.namespace
         place: FramePlace | None
         if request.track == PROFILE_TRACK:
@@ -222,7 +212,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- transfers
 
     def _start_soon(self) -> None:
-        """Begin what is due once the requests of this moment are all there: they may go in one GET."""
+        """Begin due GETs at the end of this turn of the loop: requests of one turn may share a GET."""
         if self._starting is None and not self.closed:
             self._starting = asyncio.get_running_loop().call_soon(self._start)
 
@@ -241,11 +231,11 @@ class StoreConnection(PeerConnection):
         try:
             async with arriving.silence:
                 await self._receive(transfer, arriving)
-        except Exception as failure:  # noqa: BLE001  # whatever it is, it is for the readers
+        except Exception as failure:  # noqa: BLE001  # raised for the readers
             error = failure
             if arriving.silence.expired():
-                quiet_s = patience * (SILENCE_S if arriving.heard else FIRST_BYTE_S)
-                error = ConnectionLostError(f"{transfer.key}: the store has sent nothing for {quiet_s:.3g} s")
+                quiet_s = patience * (SILENCE_S if arriving.begun else FIRST_BYTE_S)
+                error = ConnectionLostError(f"{transfer.key}: the store sent no data for {quiet_s:.3g} s")
         finally:
             if self._transfers.pop(transfer, None) is not None:
                 self._settle(transfer, error)
@@ -264,30 +254,28 @@ class StoreConnection(PeerConnection):
             self._rate = (transfer.end - transfer.begin) / seconds
 
     def wanting(self, piece: Piece) -> GroupTransfer | None:
-        """Return the transfer that a piece is for; None if nobody wants it any more."""
+        """Return the transfer of a piece; None if it is unwanted."""
         return self._wanted.get(piece)
 
     def advanced(self, piece: Piece, transfer: GroupTransfer) -> None:
-        """End a transfer if all of its piece has come."""
+        """End a transfer once its piece is complete."""
         if piece.begin == piece.end:
             self._forget(piece)
             transfer.finish()
 
     def _settle(self, transfer: RangeTransfer, error: Exception | None) -> None:
-        """Free the lane of a transfer that has ended; what is missing is asked for again, or has failed."""
         left = self._lanes.ended(transfer)
         if error is None and left:
-            error = RequestError(f"{transfer.key}: the store sent less than was asked for")
+            error = RequestError(f"{transfer.key}: the store sent fewer bytes than requested")
         if error is not None:
             self._note(error)
             if isinstance(error, NotFoundError):
                 self.index.lost(transfer.key)
         for piece in left:
-            self._try_again(piece, error or RequestError("nothing came"))
+            self._try_again(piece, error or RequestError("no data was received"))
         self._start_soon()
 
     def _try_again(self, piece: Piece, error: Exception) -> None:
-        """Ask again for the rest of a piece, soon; or give up."""
         tries = self._tries[piece] = self._tries.get(piece, 0) + 1
         busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
         lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
@@ -304,47 +292,43 @@ class StoreConnection(PeerConnection):
             self._start_soon()
 
     def _end(self, transfer: RangeTransfer) -> None:
-        """End a transfer that nobody waits for; what else it was to bring waits again."""
+        """End an unwanted transfer; its other pieces wait again."""
         for piece in self._lanes.ended(transfer):
             self._lanes.again(piece)
         task = self._transfers.pop(transfer, None)
         if task is not None:
             task.cancel()
-            self._warm()  # its connection ends with it
+            self._warm()  # its connection is closed
         self._start_soon()
 
     def _warm(self) -> None:
-        """Have a connection open for each lane, the spare one included."""
         if self._direct is not None and not self.closed and (self._warming is None or self._warming.done()):
-            self._warming = asyncio.get_running_loop().create_task(self._open_all(self._direct))
-
-    async def _open_all(self, direct: DirectReader) -> None:
-        await direct.warm(LANES + SPARE_LANES - len(self._transfers))
+            warm = self._direct.warm(LANES + SPARE_LANES - len(self._transfers))
+            self._warming = asyncio.get_running_loop().create_task(warm)
 
     def _forget(self, piece: Piece) -> None:
         if (transfer := self._wanted.pop(piece, None)) is not None:
             self._pieces.pop(transfer, None)
         self._tries.pop(piece, None)
 
-    # ---------------------------------------------------------- what is seen of the path
+    # ---------------------------------------------------------- measurements of the path
 
     def received(self, count: int, *, late: bool = False) -> Limit:
-        """Note that bytes came, ``late`` if the store kept them waiting; return what limited them."""
+        """Count received bytes, ``late`` if the store delayed them; return what limited them."""
         self._bytes += count
-        self._heard_s = time.monotonic()
+        self._received_s = time.monotonic()
         self.trouble = None
         self._watch.received(count)
         return "publisher" if late else self._watch.limit
 
     def _answered(self, count: int, seconds: float) -> None:
-        """Note that a small object came, or the answer that there is none."""
         self.received(count)
         self._sooner(seconds)
 
     def first_byte(self, begun_s: float, now: float) -> float:
-        """Note the first byte of a transfer, and return until when the store is what limits it."""
+        """Note the first byte of a transfer; return the time until which the store is the limit."""
         usual = self._soonest[0]
-        quiet = now - max(begun_s, self._heard_s)
+        quiet = now - max(begun_s, self._received_s)
         self._sooner(now - begun_s)
         late = math.isfinite(usual) and quiet > max(usual + _LATE_S, _LATE_SHARE * usual)
         return now + quiet if late else -math.inf
@@ -356,26 +340,25 @@ class StoreConnection(PeerConnection):
             self._soonest = seconds, now
 
     def _note(self, error: Exception) -> None:
-        """Remember what keeps the store out of reach; a refused request alone does not."""
+        """Remember why the store is unreachable; a refused request does not count."""
         if isinstance(error, TransportError) and not isinstance(error, RequestError):
             self.trouble = str(error)
 
 
 class Arriving:
-    """Puts what comes of a transfer where it is wanted: a `Sink` of a `DirectReader`, or with parts of a stream."""
+    """Delivers the bytes of a transfer to its pieces: a `Sink` of a `DirectReader`, or for parts of a stream."""
 
     def __init__(
         self, owner: StoreConnection, transfer: RangeTransfer, silence: asyncio.Timeout, further_s: float
     ) -> None:
-        """Begin; ``silence`` ends the transfer unless bytes come, and then unless more come within ``further_s``."""
+        """``silence`` ends the transfer if there is no first byte in time, or then no further one in ``further_s``."""
         self._owner, self._transfer, self.silence, self._further_s = owner, transfer, silence, further_s
-        self.heard = False
-        """Whether anything has come."""
+        self.begun = False
         self._begun_s, self._late_until_s = time.monotonic(), -math.inf
         self._room = memoryview(b"")
 
     def room(self) -> memoryview:
-        """See `Sink.room`; what nobody wants any more is received as well, and dropped."""
+        """See `Sink.room`; unwanted bytes are received and dropped."""
         piece, at = self._transfer.pieces[0], self._transfer.at
         wanted = self._owner.wanting(piece)
         if wanted is not None:
@@ -385,13 +368,12 @@ class Arriving:
         return self._room
 
     def took(self, count: int) -> None:
-        """See `Sink.took`."""
         now, owner = time.monotonic(), self._owner
         due_s = asyncio.get_running_loop().time() + self._further_s
         if not self.silence.expired() and due_s - (self.silence.when() or due_s) > _MOVED_SHARE * self._further_s:
             self.silence.reschedule(due_s)
-        if not self.heard:
-            self.heard = True
+        if not self.begun:
+            self.begun = True
             self._late_until_s = owner.first_byte(self._begun_s, now)
         limit = owner.received(count, late=now < self._late_until_s)
         for piece, own in self._transfer.take(self._room[:count]):
@@ -401,7 +383,7 @@ class Arriving:
                 owner.advanced(piece, wanted)
 
     def push(self, part: memoryview) -> None:
-        """Take what lies elsewhere."""
+        """Deliver bytes from other memory."""
         while part:
             room = self.room()
             count = min(len(room), len(part))

@@ -1,7 +1,7 @@
-"""What is known of a store: models, pages, and where the groups of the assets in use are.
+"""Models, pages, and places of groups in a store.
 
-Only small objects are read here, and parsed in a thread. Many plays may wait for one small object: a request without an
-answer must not cost them much, so it is repeated while the first one is still waited for.
+Only small objects are read here, and parsed in a thread. Many plays may wait for one small object, so a request without
+an answer is repeated while the first one is still pending.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,17 +40,17 @@ LOG = logging.getLogger("kvabr.store")
 T = TypeVar("T")
 
 _AGAIN_S = 0.5
-"""Seconds after which what was not answered is asked for again; then after twice as many more."""
+"""Seconds until an unanswered request is repeated; doubled for each further repetition."""
 _SILENCE_S = 2.0
-"""Seconds for which the first request may bring nothing; doubled for each further one."""
+"""Seconds that the first request may take without data; doubled for each further one."""
 _TRIES = 3
 
 
 async def first_answer(ask: Callable[[float], Coroutine[Any, Any, T]]) -> T:
-    """Return the first answer to a request, which is made up to three times while nothing comes.
+    """Return the first answer to a request, which is made up to three times while there is none.
 
-    ``ask`` makes it, and takes the seconds for which it may bring nothing. An error is an answer, except that a
-    connection that is lost or silent leaves those that were made besides.
+    ``ask`` makes the request, given the seconds that it may take without data. An error is an answer, except that a
+    lost connection leaves the other requests pending.
     """
     tasks: list[asyncio.Task[T]] = []
     pending: set[asyncio.Task[T]] = set()
@@ -66,44 +65,20 @@ async def first_answer(ask: Callable[[float], Coroutine[Any, Any, T]]) -> T:
                 if not pending or not isinstance(task.exception(), ConnectionLostError):
                     return task.result()
     finally:
-        await cancel_all(tasks)  # several may have ended in one turn
+        await cancel_all(tasks)  # several may have ended at once
 
 
 _WARN_S = 60.0
-"""Seconds between warnings of what is in a store and cannot be used."""
+"""Seconds between warnings about unusable objects in a store."""
+_WARN_AT_S: dict[str, float] = {}
 _PAGES, _PAGES_S = 1024, 60.0
-"""Pages that are kept, and for how many seconds: a lifecycle rule may remove a page."""
+"""Most remembered pages, and their seconds: a lifecycle rule may remove a page."""
 _GONE = 4096
-"""Objects that are known to be missing, for as long."""
+"""Most objects that are remembered as missing, for as long."""
 _PLACED = 4096
-"""Assets of which it is kept where their groups are."""
 _RUNS, _PAGES_AT_ONCE = 1024, 32
 _AT_ONCE = 64
-"""Small objects that are asked for at the same time."""
-
-
-class Placed:
-    """Where the groups of a prefix are: its pages, from the first group on."""
-
-    def __init__(self, pages: Sequence[Page]) -> None:
-        """Take the pages."""
-        self._pages = pages
-
-    def place(self, track: str, group: int) -> FramePlace | None:
-        """Return where a group of a published track is; None if it is not known."""
-        likely = self._pages[min(group // PAGE_GROUPS, len(self._pages) - 1)]
-        if (found := likely.place(track, group)) is not None:
-            return found
-        # The snapshots of a state are numbered otherwise than groups of tokens.
-        return next((found for page in self._pages if (found := page.place(track, group)) is not None), None)
-
-
-@dataclass
-class StrangeAnswers:
-    """What is kept of a store, or a gateway in front of it, that answers with something else than was published."""
-
-    warn_s: float = -math.inf
-    """When a warning may follow the last one."""
+"""Most small objects requested at the same time."""
 
 
 class StoreIndex:
@@ -112,40 +87,31 @@ class StoreIndex:
     def __init__(
         self,
         store: Store,
-        heard: Callable[[int, float], None] = lambda _size, _seconds: None,
-        strange_answers: StrangeAnswers | None = None,
+        on_object: Callable[[int, float], None] = lambda _size, _seconds: None,
     ) -> None:
-        """Ask for nothing yet.
-
-        Args:
-            store: the store.
-            heard: is called with the bytes of every small object that arrived, and the seconds that it took.
-            strange_answers: those of earlier connections to the same store.
-        """
-        self._store, self._heard = store, heard
+        """``on_object`` is called with the bytes of every small object received, and its seconds."""
+        self._store, self._on_object = store, on_object
         self._opened = False
-        self._strange = StrangeAnswers() if strange_answers is None else strange_answers
         self._opening: asyncio.Task[KVSpec | None] | None = None
         self._pages: TTLCache[str, Page] = TTLCache(_PAGES, _PAGES_S, time.monotonic)
         """By name of the object."""
         self._gone: TTLCache[str, bool] = TTLCache(_GONE, _PAGES_S, time.monotonic)
-        """Objects with frames that were not there although a page named them."""
+        """Missing objects with frames that a page names."""
         self._runs: LRUCache[str, Sequence[str]] = LRUCache(_RUNS)
-        """Chained digests of prompts up to a group that was found, by the name of that group's page."""
+        """Chained digests of prompts up to a found group, by the name of that group's page."""
         self._placed: LRUCache[TrackNamespace, Callable[[str, int], FramePlace | None]] = LRUCache(_PLACED)
         self._profiles: LRUCache[str, int] = LRUCache(_PLACED)
-        """Bytes of codec profiles that pages and catalogs name."""
+        """Bytes of codec profiles in pages and catalogs."""
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._admitted = False
-        """Whether any object could be read: then a refusal means that there is none, as S3 answers those who may not
-        list."""
+        """Whether an object could be read: then a refusal means that there is none, since S3 hides missing objects from
+        users who may not list."""
         self.requests = 0
-        """GETs so far."""
 
     # ------------------------------------------------------------- models
 
     async def open(self) -> None:
-        """Find out once whether this is a store that can be read; raise `TransportError` if not."""
+        """Check once that this is a readable store; raise `TransportError` if not."""
         if not self._opened:
             if self._opening is None:
                 self._opening = asyncio.get_running_loop().create_task(self._model(0))
@@ -156,10 +122,10 @@ class StoreIndex:
     def _open_done(self, task: asyncio.Task[KVSpec | None]) -> None:
         self._opening = None
         if not task.cancelled():
-            task.exception()  # for its waiters, if there are any left
+            task.exception()  # avoids a warning if no waiter is left
 
     async def models(self) -> bytes:
-        """Return the list of models as an origin gives it."""
+        """Return the list of models in an origin's format."""
         specs: dict[bytes, KVSpec] = {}
         for number in range(MAX_MODELS):
             spec = await self._model(number)
@@ -169,7 +135,7 @@ class StoreIndex:
         return json.dumps({"models": [spec.to_json() for spec in specs.values()]}).encode()
 
     async def _model(self, number: int) -> KVSpec | None:
-        """Return a spec by its number, None behind the last; `RequestError` if the answer is none."""
+        """Return a spec by its number, None after the last; raise `RequestError` if it is unreadable."""
         name = model_name(number)
         data = await self._get(name, MAX_MODELS_BYTES)
         if data is None:
@@ -180,19 +146,19 @@ class StoreIndex:
             raise self._wrong(name, strange(data) or str(error)) from error
 
     def _wrong(self, name: str, why: str) -> RequestError:
-        """Return the error for an answer that nobody has published, and warn of it."""
+        """Return the error for an answer that no publisher wrote, and log a warning."""
         self._warn(name, why)
-        told = f"{self._store.where(name)}: the answer is not what was published: {why}; a gateway or a login page?"
-        return RequestError(told, reason=Reason.WRONG)
+        message = f"{self._store.where(name)}: the answer was not published by kvabr: {why}; a gateway or a login page?"
+        return RequestError(message, reason=Reason.WRONG)
 
     def _warn(self, name: str, why: str) -> None:
-        """Log, once in a while, that something in the store cannot be used."""
-        if time.monotonic() > self._strange.warn_s:
-            self._strange.warn_s = time.monotonic() + _WARN_S
+        """Log at most once a minute that an object of the store cannot be used."""
+        if time.monotonic() > _WARN_AT_S.get(self._store.url, -math.inf):
+            _WARN_AT_S[self._store.url] = time.monotonic() + _WARN_S
             LOG.warning("%s: cannot be used: %s", self._store.where(name), why)
 
     async def close(self) -> None:
-        """End what is being read."""
+        """Cancel the check of `open`."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})
@@ -200,20 +166,19 @@ class StoreIndex:
     # ------------------------------------------------------------- lookups
 
     async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
-        """See `PrefixFinder.find`."""
         await self.open()
         return await self._search(digests, has_states(spec), lambda page: page.fits(spec, any_dtype=any_dtype))
 
     async def lookup(self, namespace: TrackNamespace, track: str) -> bytes:
         """Return the answer to a relay's lookup by name: the catalog of the longest prefix.
 
-        Of a prompt so long that the name has not all of its groups, whole pages are found and what follows the last
-        one; the client asks again for groups inside the first page that is absent.
+        A very long prompt has too many groups for the name. Its full pages, and the groups after the last one, are
+        found; the client then looks up groups inside the first missing page.
 
         Raises:
             NotFoundError: there is none.
-            RequestError: what there is does not fit together.
-            TransportError: the store cannot be asked.
+            RequestError: its pages do not fit together.
+            TransportError: the store cannot be reached.
         """
         try:
             keys = [namespace.prompt[:16], *(key.hex() for key in parse_prefix_track(track))]
@@ -229,7 +194,7 @@ class StoreIndex:
         return best.catalog.dumps().encode()
 
     async def _search_named(self, keys: Sequence[str], model: str) -> FoundPrefix | None:
-        """Search for a prompt of which a lookup names the first group, and others as `prefix_positions` says."""
+        """Search for a prompt of a lookup that names the groups of `prefix_positions`."""
 
         def fits(page: Page) -> bool:
             return page.spec.model == model
@@ -245,18 +210,18 @@ class StoreIndex:
         return found
 
     async def _whole_digests(self, keys: Sequence[str]) -> list[str] | None:
-        """Return the digests of the groups of a prompt from the first one on, as far as a lookup tells them.
+        """Return a prompt's digests from the first group on, as far as the lookup and pages contain them.
 
-        Pages tell the digests between those that the lookup names. None: the lookup names all of them.
+        None: the lookup contains all of them.
         """
         if len(keys) > (MAX_PREFIX_DIGESTS + 1) // LOOKUP_RUN and (run := await self._run(keys[1:])):
             return [*run, *keys[1 + len(run) // PAGE_GROUPS :]]
-        # The second lookup of a prompt begins where the first one ended.
+        # The second lookup of a prompt begins at the end of the first one's result.
         known = self._runs.get(page_name(keys[1])) if len(keys) > 1 else None
         return None if known is None else [*known, *keys[2:]]
 
     async def _run(self, keys: Sequence[str]) -> list[str]:
-        """Return the digests in the whole pages from the first group on that are there, of those named ``keys``."""
+        """Return the digests in the leading full pages, of those named ``keys``."""
         run = list[str]()
         while len(run) < PAGE_GROUPS * len(keys):
             first = len(run) // PAGE_GROUPS
@@ -272,27 +237,26 @@ class StoreIndex:
     async def _search(self, digests: Sequence[str], states: bool, fits: Callable[[Page], bool]) -> FoundPrefix | None:
         search = PageSearch(digests, states=states)
         while asks := search.wanted():
-            came = await self._ask(asks, digests)
-            fitting = (page if page is not None and fits(page) and not self._lost(page) else None for page in came)
+            answers = await self._ask(asks, digests)
+            fitting = (page if page is not None and fits(page) and not self._lost(page) else None for page in answers)
             search.take(dict(zip(asks, fitting, strict=True)))
         pages = search.found
         if not pages:
             return None
         made = await asyncio.get_running_loop().run_in_executor(decoders(), prefix_of, pages)
         if made.catalog is not None:
-            self._keep(made.catalog.namespace, made.catalog, Placed(pages).place)
+            self._keep(made.catalog.namespace, made.catalog, partial(_place_in, pages))
         return made
 
     def _lost(self, page: Page) -> bool:
-        """Return whether a group of a page was missing on the lowest level a moment ago."""
+        """Return whether a base group of a page was missing within the last minute."""
         return bool(self._gone) and any(name in self._gone for name in page.base_objects)
 
     async def _ask(self, asks: Sequence[Ask], digests: Sequence[str]) -> list[Page | None]:
-        """Return some pages; None for those that are not there, or cannot be read."""
         names = [page_name(digests[ask.group], end=ask.kind == "end") for ask in asks]
         unknown = [name for name in dict.fromkeys(names) if name not in self._pages]
-        came = await asyncio.gather(*(self._get(name, MAX_PAGE_BYTES) for name in unknown))
-        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(_parsed, came))
+        answers = await asyncio.gather(*(self._get(name, MAX_PAGE_BYTES) for name in unknown))
+        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(_parsed, answers))
         fresh = dict[str, Page]()
         for name, page in zip(unknown, parsed, strict=True):
             if isinstance(page, Page):
@@ -304,7 +268,7 @@ class StoreIndex:
     # ------------------------------------------------------------- assets
 
     async def catalog(self, namespace: TrackNamespace) -> bytes:
-        """Return the catalog of an asset by its name, as it was published.
+        """Return the catalog of an asset, as it was published.
 
         Raises:
             NotFoundError: there is none.
@@ -322,33 +286,33 @@ class StoreIndex:
                 raise self._wrong(name, why) from error
             raise RequestError(f"{self._store.where(name)}: {error}; publish it again") from error
         if catalog.spec.model != namespace.model:
-            told = f"is of the model {catalog.spec.model}, not {namespace.model}"
-            raise NotFoundError(f"{self._store.where(name)}: {told}")
+            message = f"is of the model {catalog.spec.model}, not {namespace.model}"
+            raise NotFoundError(f"{self._store.where(name)}: {message}")
         self._keep(namespace, catalog, partial(placed, catalog))
         return text
 
     def place(self, namespace: TrackNamespace, track: str, group: int) -> FramePlace | None:
-        """Return where a group of an asset is that was found; None if it is not known."""
+        """Return the place of a group of an asset that was found; None if unknown."""
         place = self._placed.get(namespace)
         return None if place is None else place(track, group)
 
     def knows(self, namespace: TrackNamespace) -> bool:
-        """Return whether `place` knows of an asset."""
+        """Return whether `place` has an asset."""
         return namespace in self._placed
 
     def profile_bytes(self, sha256: str) -> int | None:
-        """Return the size of a codec profile, if a page or a catalog has named it."""
+        """Return the size of a codec profile, if a page or a catalog names it."""
         return self._profiles.get(sha256)
 
     async def whole(self, name: str, limit: int) -> memoryview:
-        """Return an object; `NotFoundError` if there is none."""
+        """Return an object; raise `NotFoundError` if there is none."""
         data = await self._get(name, limit)
         if data is None:
             raise self._store.missing(name)
         return data
 
     def lost(self, name: str) -> None:
-        """Note that an object with frames is gone: pages with it on their lowest level are not used for a while."""
+        """Note a missing object with frames: pages with it on their base level are not used for a minute."""
         self._gone[name] = True
 
     # -------------------------------------------------------------- internals
@@ -361,7 +325,6 @@ class StoreIndex:
             self._profiles[catalog.profile] = catalog.profile_bytes
 
     async def _get(self, name: str, limit: int) -> memoryview | None:
-        """Return an object; None if there is none."""
         async with self._turns:
             self.requests += 1
             begun_s = time.monotonic()
@@ -376,12 +339,11 @@ class StoreIndex:
                 data = None
             else:
                 self._admitted = True
-            self._heard(0 if data is None else len(data), time.monotonic() - begun_s)
+            self._on_object(0 if data is None else len(data), time.monotonic() - begun_s)
             return data
 
 
-def _parsed(came: Sequence[memoryview | None]) -> list[Page | FormatError | None]:
-    """Parse pages; those that cannot be read become the error."""
+def _parsed(answers: Sequence[memoryview | None]) -> list[Page | FormatError | None]:
 
     def one(data: memoryview | None) -> Page | FormatError | None:
         try:
@@ -389,4 +351,11 @@ def _parsed(came: Sequence[memoryview | None]) -> list[Page | FormatError | None
         except FormatError as error:
             return FormatError(strange(data) or str(error)) if data is not None else None
 
-    return list(map(one, came))
+    return list(map(one, answers))
+
+
+def _place_in(pages: Sequence[Page], track: str, group: int) -> FramePlace | None:
+    """Return the place of a group of a published track, from the pages of a prefix; None if unknown."""
+    likely = pages[min(group // PAGE_GROUPS, len(pages) - 1)]
+    # The snapshots of a state are numbered differently from groups of tokens.
+    return next((found for page in (likely, *pages) if (found := page.place(track, group)) is not None), None)

@@ -1,16 +1,15 @@
-"""Which byte ranges of a store's objects are fetched when: few lanes, adjoining ranges merged, the most urgent first.
+"""Schedules byte ranges of a store's objects on a few lanes: adjoining ranges merged, the most urgent first.
 
 No I/O, no clock. Rules:
 
-1. A lane carries one GET at a time. Few lanes fill a link; more only fill its queue, and then what is urgent waits.
-2. What is most urgent goes first. Waiting pieces that adjoin it in the object go with it in one GET, up to
-   `MOST_BYTES`, if they are of the same kind: needed, needed on a dearer track, or an upgrade
-   (`kvabr.player.requests`).
-3. What waits is shared out among the free lanes: one GET for everything would leave them idle.
-4. The spare lane is for what is needed while the others carry what is needed less. After a cancelled GET bytes are
-   still on their way, and a request on a connection that was open all the time gets past them soonest.
-5. A GET is ended once nobody wants the rest of it. If little is left, it is received to its end instead, without a
-   lane: an HTTP/1.1 connection survives only that, and a new one costs round trips.
+1. A lane carries one GET at a time. Few lanes fill a link; more would only fill its queue, where urgent bytes wait.
+2. The most urgent piece goes first. Waiting pieces that adjoin it in the object join its GET, up to `MOST_BYTES`, if
+   they are of the same kind: needed, needed on a dearer track, or an upgrade (`kvabr.player.requests`).
+3. Waiting pieces are divided among the free lanes: one GET for all would leave lanes idle.
+4. The spare lane is for needed pieces while the others carry less needed ones. After a cancelled GET, bytes are still
+   on their way, and a request on an open connection gets past them soonest.
+5. A GET ends once no piece of its rest is wanted. If little is left, it is received to its end instead, without a lane:
+   only then an HTTP/1.1 connection survives, and a new one costs round trips.
 """
 
 from __future__ import annotations
@@ -21,62 +20,58 @@ from kvabr.player.requests import DEARER, LEAST_URGENT
 
 LANES, SPARE_LANES = 4, 1
 MOST_BYTES = 1 << 20
-"""Bytes of a GET of several pieces, at most."""
+"""Most bytes of a GET of several pieces."""
 LEAST_BYTES = 64 << 10
-"""Bytes up to which pieces are not shared out among lanes."""
+"""Pieces of up to this size together are not divided among lanes."""
 KEEP_BYTES = 256 << 10
-"""Bytes that nobody wants and that are received all the same, so that the connection survives. As many are on their
-way, and come, when a GET is cancelled at 100 Mbit/s."""
-_NOTHING = 3
-"""Kind of a GET of which nobody wants the rest."""
+"""Most unwanted bytes that are received so that the connection survives. About as many arrive after a GET is cancelled
+at 100 Mbit/s."""
+_UNWANTED = 3
+"""Kind of a GET without a wanted piece."""
 _MOST_RESTS = 4
-"""GETs of which nobody wants the rest and that are received to their end."""
+"""Most GETs without a wanted piece that are received to their end."""
 
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """Consecutive bytes of an object that somebody wants."""
+    """Consecutive wanted bytes of an object."""
 
     key: str
-    """Name of the object."""
     begin: int
-    """First byte that has not come yet."""
+    """First missing byte."""
     end: int
     priority: int
-    """0 (most urgent) to 255."""
     number: int = 0
-    """Pieces that were wanted before it: equals go in this order."""
+    """Order among pieces of equal priority."""
     transfer: RangeTransfer | None = field(default=None, repr=False)
-    """The GET that carries it; None while it waits, and once it is over."""
+    """The GET that carries it; None while it waits and once it is over."""
     wanted: bool = True
 
     @property
     def kind(self) -> int:
-        """What it is for: 0 is needed, 1 is needed on a dearer track, 2 is an upgrade."""
+        """Purpose: 0 is needed, 1 is needed on a dearer track, 2 is an upgrade."""
         return (self.priority >= DEARER) + (self.priority >= LEAST_URGENT)
 
 
 @dataclass(eq=False, slots=True)
 class RangeTransfer:
-    """One GET: the bytes of one piece, or of several that adjoin one another."""
+    """One GET: the bytes of one piece, or of several adjoining ones."""
 
     key: str
     begin: int
     end: int
     pieces: list[Piece] = field(repr=False)
-    """By position; those that nobody wants any more are received and dropped."""
+    """By position; unwanted pieces are received and dropped."""
     spare: bool
-    """Whether it is on the spare lane."""
     at: int = 0
-    """The next byte to come."""
 
     @property
     def kind(self) -> int:
-        """Kind of the most urgent piece that is left; a kind of its own if there is none."""
-        return min((piece.kind for piece in self.pieces if piece.wanted), default=_NOTHING)
+        """Kind of the most urgent remaining piece, or `_UNWANTED`."""
+        return min((piece.kind for piece in self.pieces if piece.wanted), default=_UNWANTED)
 
     def take(self, part: memoryview) -> list[tuple[Piece, memoryview]]:
-        """Return what has come, at most the bytes up to `end`, for each piece that is wanted."""
+        """Split received bytes, at most up to `end`, among the wanted pieces."""
         taken = []
         while part:
             piece = self.pieces[0]
@@ -93,33 +88,32 @@ class RangeTransfer:
 
 
 class Lanes:
-    """Assigns what is wanted of one store to its lanes."""
+    """Assigns the wanted pieces of one store to its lanes."""
 
     def __init__(self, lanes: int = LANES, spare: int = SPARE_LANES) -> None:
-        """Begin with all lanes free."""
         self._lanes, self._spare = lanes, spare
         self._waiting: dict[Piece, None] = {}
         self._busy: set[RangeTransfer] = set()
         self._rests: dict[RangeTransfer, None] = {}
-        """Transfers that go on without a lane, the oldest first."""
+        """GETs without a lane, the oldest first."""
         self._wanted = 0
 
     @property
     def waiting(self) -> int:
-        """Pieces that wait for a lane."""
+        """Number of pieces that wait for a lane."""
         return len(self._waiting)
 
     def want(self, key: str, begin: int, end: int, priority: int) -> Piece:
-        """Add bytes ``begin`` to ``end`` (at least one) of an object; `due` says when they are to be fetched."""
+        """Add bytes ``begin`` to ``end`` (at least one) of an object; `due` schedules them."""
         piece = Piece(key, begin, end, priority, self._wanted)
         self._wanted += 1
         self._waiting[piece] = None
         return piece
 
     def cancel(self, piece: Piece) -> RangeTransfer | None:
-        """Drop a piece, and return the GET that is to be ended for it; None: there is none, or others need it.
+        """Drop a piece; return the GET to end, or None if there is none or other pieces need it.
 
-        Others may also need what comes far behind it: what `ended` returns is to wait again.
+        Pieces that `ended` then returns must wait again.
         """
         piece.wanted = False
         self._waiting.pop(piece, None)
@@ -136,11 +130,11 @@ class Lanes:
         return next(iter(self._rests)) if len(self._rests) > _MOST_RESTS else None
 
     def prioritise(self, piece: Piece, priority: int) -> None:
-        """Change a piece's priority. A GET under way goes on as it is: HTTP/1.1 has no priorities."""
+        """Change a piece's priority. A running GET is unaffected: HTTP/1.1 has no priorities."""
         piece.priority = priority
 
     def due(self) -> list[RangeTransfer]:
-        """Return the GETs that are to begin now."""
+        """Return the GETs to begin now."""
         begun = []
         while self._waiting:
             first = min(self._waiting, key=lambda piece: (piece.priority, piece.number))
@@ -151,7 +145,7 @@ class Lanes:
         return begun
 
     def ended(self, transfer: RangeTransfer) -> list[Piece]:
-        """Free the lane of a GET that has ended, however, and return the pieces that somebody wants the rest of.
+        """Free the lane of an ended GET, and return its wanted pieces that are incomplete.
 
         They no longer wait; `again` makes one wait for its missing bytes.
         """
@@ -164,13 +158,13 @@ class Lanes:
         return left
 
     def again(self, piece: Piece) -> None:
-        """Make a piece wait again, for the bytes of it that have not come; it keeps its place among equals."""
+        """Let a piece wait again for its missing bytes; it keeps its place among equals."""
         self._waiting[piece] = None
 
     # -------------------------------------------------------------- internals
 
     def _begin(self, first: Piece) -> RangeTransfer | None:
-        """Begin a GET with the most urgent piece and what adjoins it; None if there is no lane for it."""
+        """Begin a GET with the most urgent piece and adjoining ones; None if there is no lane for it."""
         free = self._lanes - sum(not transfer.spare for transfer in self._busy)
         spare = free <= 0
         if spare:

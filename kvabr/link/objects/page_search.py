@@ -1,11 +1,11 @@
 """Finds the longest prefix of a prompt among the pages of a store, in few rounds of requests. No I/O.
 
-A page is named by the chained digest of any of its groups. The first round asks for the pages of every 16th group, each
-of which should be whole, and of the last group; the last one for the pages inside the first one that is absent. Of more
-than `_AT_ONCE` pages, those at the beginning are requested first, and four times as many as so far in each further
-round, so that a long prompt of which little is cached costs few requests.
+A page is named by the chained digest of any of its groups. The first round requests the pages of every 16th group,
+which should be full, and of the last group; the final round requests the pages inside the first missing one. Of more
+than `_AT_ONCE` pages, those at the beginning are requested first, and four times as many in each further round, so that
+a long prompt with a short cached prefix needs few requests.
 
-A page counts only as far as its chained digests are those of the prompt.
+A page counts up to the last chained digest that it shares with the prompt.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from kvabr.types.records import fields_of
 from kvabr.types.units import hit, units_of
 
 _AT_ONCE, _GROWS = 31, 5
-"""Whole pages that are requested in the first round, enough for prompts of up to 511 groups; and the factor by which
-the pages requested so far grow with each further round."""
+"""Full pages requested in the first round, enough for prompts of up to 511 groups; and the factor by which the
+requested pages grow with each further round."""
 
 
 class Ask(NamedTuple):
-    """One object that may be there."""
+    """Request for an object that may exist."""
 
     kind: Literal["page", "end"]
     """A page, or the last page of an asset with recurrent states."""
     group: int
-    """The group of the prompt whose digest names it."""
+    """The group of the prompt with the digest that names the page."""
 
 
 class PageSearch:
-    """The search for one prompt. Ask for what `wanted` returns until that is nothing, then see `found`."""
+    """The search for one prompt: request the pages of `wanted` until there are none, then read `found`."""
 
     def __init__(self, digests: Sequence[str], *, states: bool = False) -> None:
-        """Begin with the chained digests of the prompt, or the beginnings of them.
+        """Take the chained digests of the prompt, or prefixes of them.
 
-        ``states``: the spec has a class of them.
+        ``states``: the spec has a recurrent state.
         """
         self._digests, self._states = digests, states
         self._full = len(digests) // PAGE_GROUPS
         self._pages: dict[int, Page] = {}
-        """Whole pages that are there, by number."""
+        """Full pages that exist, by number."""
         self._reach = 0
-        """How many were asked for."""
+        """Number of full pages requested so far."""
         self._tails: list[Page] = []
-        """Pages of which the prompt shares a part only, or that end their asset."""
-        self._asked: set[Ask] = set()
+        """Pages that the prompt shares in part, or that end their asset."""
+        self._requested: set[Ask] = set()
         self._round: list[Ask] = []
 
     def wanted(self) -> list[Ask]:
-        """Return what to ask for in the next round; empty: the search is over."""
-        self._round = [ask for ask in self._next() if ask not in self._asked]
-        self._asked.update(self._round)
+        """Return the requests of the next round; empty at the end of the search."""
+        self._round = [ask for ask in self._next() if ask not in self._requested]
+        self._requested.update(self._round)
         return list(self._round)
 
     def take(self, answers: Mapping[Ask, Page | None]) -> None:
-        """Take the pages that were there of what was wanted; None, or nothing, for those that were not."""
+        """Take the answers to `wanted`; missing pages are None or absent."""
         for ask in self._round:
             page = answers.get(ask)
             number = ask.group // PAGE_GROUPS
@@ -77,15 +77,12 @@ class PageSearch:
 
     @property
     def found(self) -> list[Page]:
-        """The pages of the longest prefix, in order; of the last one the prompt may share only the first groups.
-
-        All have the kind of the first one.
-        """
+        """The pages of the longest prefix, in order, all of one kind; the prompt may share only a part of the last."""
         run = self._run()
         tails = [page for page in self._tails if page.first <= run * PAGE_GROUPS]
         best = max(tails, key=lambda page: page.first + page.shared(self._digests), default=None)
         whole = [self._pages[number] for number in range(run)]
-        # The page that ends an asset has a snapshot that the one inside an asset lacks.
+        # The page that ends an asset has a snapshot that an inner page lacks.
         if best is not None and best.first + best.shared(self._digests) >= run * PAGE_GROUPS:
             whole = [*whole[: best.first // PAGE_GROUPS], best]
         return list(takewhile(lambda page: page.kind == whole[0].kind, whole))
@@ -93,12 +90,12 @@ class PageSearch:
     # -------------------------------------------------------------- internals
 
     def _run(self) -> int:
-        """Return how many whole pages are there from the first one on."""
+        """Return the number of leading full pages."""
         return next((number for number in range(self._full) if number not in self._pages), self._full)
 
     def _next(self) -> list[Ask]:
         run, begun = self._run(), self._reach
-        if self._asked and (run < begun or begun == self._full):
+        if self._requested and (run < begun or begun == self._full):
             return self._inside(run)
         self._reach = min(self._full, begun * _GROWS or _AT_ONCE)
         asks = list(map(self._page, range(begun, self._reach)))
@@ -109,13 +106,13 @@ class PageSearch:
         return Ask("page", (number + 1) * PAGE_GROUPS - 1)
 
     def _last(self) -> list[Ask]:
-        """Return what a prompt that was played before is found by at once."""
+        """Return the requests that find a prompt that was played before."""
         last = len(self._digests) - 1
         asks = [Ask("page", last)] if len(self._digests) % PAGE_GROUPS else []
         return [*asks, Ask("end", last)] if self._states else asks
 
     def _inside(self, run: int) -> list[Ask]:
-        """Return what may be there of a page that is not there as a whole."""
+        """Return the requests for parts of a page that does not exist in full."""
         first, groups = run * PAGE_GROUPS, len(self._digests)
         if any(page.first <= first and page.shared(self._digests) + page.first == groups for page in self._tails):
             return []
@@ -125,26 +122,26 @@ class PageSearch:
 
 
 def prefix_of(pages: Sequence[Page]) -> FoundPrefix:
-    """Return what consecutive pages from the first group on make: a catalog, cut to what there are snapshots for.
+    """Return the catalog of consecutive pages from the first group on, cut to the groups with snapshots.
 
     Raises `FormatError` if they do not fit together.
     """
     facts, spec = pages[0], pages[0].spec
     chunks, size = tuple(digest for page in pages for digest in page.chunks), pages[0].spec.group_tokens
     if not all(page.whole for page in pages[:-1]):
-        raise FormatError("pages: one lacks tokens, although another follows it")
+        raise FormatError("pages: a page lacks tokens, although another follows it")
     tokens, entries = pages[-1].first * size + pages[-1].tokens, Entries(pages)
     limited_by: str | None = None
     units = units_of(spec, tokens)
     names = [part.track_name(facts.levels[0].name) for part in spec.parts]
     if any((names[unit.part], unit.group) not in entries for unit in units):
-        # The last page is not the last of its asset: there is no snapshot of a state at its end.
+        # The last page is not the last of its asset: no snapshot of a state at its end.
         groups, limited_by = hit(spec, len(chunks), tokens + 1)
         if not groups:
             return FoundPrefix(None, limited_by)
         chunks, tokens = chunks[:groups], groups * size
         units = units_of(spec, tokens)
-    # What is left behind tails is a share of what a whole asset loses; the last page of one is as a rule not full.
+    # Tails are shares of a whole asset's loss; the last page of an asset is rarely full.
     rest: dict[str, Any] = {} if not pages[-1].whole else {"tails": ()}
     tracks = [Track(**fields_of(level, Level) | rest, **entries.listing(spec, level, units)) for level in facts.levels]
     catalog = Catalog(

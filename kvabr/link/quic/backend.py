@@ -1,8 +1,6 @@
 """One interface for two QUIC libraries: aioquic, and qh3, which has the same API and handles packets in Rust.
 
-Only this file and `kvabr.link.quic.transport` know where they differ. Packets come in batches: asyncio's own UDP
-transport reads one per turn of its loop, and a QUIC connection then looks for something to send after each. Reading all
-queued packets first saves a fifth of the receiver's time with aioquic.
+Only this file and `kvabr.link.quic.transport` know their differences.
 """
 
 from __future__ import annotations
@@ -11,8 +9,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,107 +21,11 @@ from kvabr.types.errors import TransportError
 from kvabr.types.installing import WHERE, extra
 from kvabr.types.peer import Quic
 
-MOST_AT_ONCE = 32
-"""Maximum packets in a batch: enough for the savings, few enough that acknowledgements are not late."""
-_BATCH_S = 0.01
-"""Seconds of processor time after which the next batch has half as many packets: a peer may fill them with frames that
-cost much and carry nothing."""
 _MOST_GAPS = 1024
-"""Gaps in what has come of a stream, with aioquic, which looks at all of them for each frame. Beyond a loss of 14 %, a
-whole window may have more."""
-_MOST_QUEUED = 4096
-"""Maximum packets that wait for a full socket; more are dropped, as a network would drop them."""
-
-
-class BatchTransport(asyncio.DatagramTransport):
-    """A transport for protocols that have ``datagrams_received(list, address)``."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Any) -> None:
-        """Start reading from a socket, bound and non-blocking, which is closed with the transport."""
-        super().__init__()
-        self._loop, self._sock, self._protocol = loop, sock, protocol
-        self._queue: deque[tuple[bytes, Any]] = deque()
-        self._closed = False
-        self._at_once = MOST_AT_ONCE
-        protocol.connection_made(self)
-        loop.add_reader(sock.fileno(), self._readable)
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return ``socket`` or ``sockname``."""
-        if name == "socket":
-            return self._sock
-        return self._sock.getsockname() if name == "sockname" else default
-
-    def sendto(self, data: Any, addr: Any = None) -> None:
-        """Send a packet, or queue it until the socket can take it."""
-        if self._closed:
-            return
-        if not self._queue:
-            try:
-                self._sock.sendto(data, addr)
-            except (BlockingIOError, InterruptedError):
-                self._loop.add_writer(self._sock.fileno(), self._writable)
-            except OSError as error:
-                self._protocol.error_received(error)
-                return
-            else:
-                return
-        if len(self._queue) < _MOST_QUEUED:
-            self._queue.append((bytes(data), addr))
-
-    def is_closing(self) -> bool:
-        """Return whether the transport is closed."""
-        return self._closed
-
-    def close(self) -> None:
-        """Close the socket; queued packets are dropped."""
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._sock.fileno())
-            self._loop.remove_writer(self._sock.fileno())
-            self._sock.close()
-            self._queue.clear()
-            self._loop.call_soon(self._protocol.connection_lost, None)
-
-    abort = close
-
-    def _readable(self) -> None:
-        batch: list[bytes] = []
-        source: Any = None
-        begun_s = time.thread_time()
-        for _ in range(self._at_once):
-            try:
-                data, address = self._sock.recvfrom(65536)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as error:  # an ICMP error, for instance of a closed port
-                self._protocol.error_received(error)
-                break
-            if address != source and batch:
-                self._protocol.datagrams_received(batch, source)
-                batch = []
-            source = address
-            batch.append(data)
-        if batch and not self._closed:
-            self._protocol.datagrams_received(batch, source)
-        slow = time.thread_time() - begun_s > _BATCH_S
-        self._at_once = max(1, self._at_once // 2) if slow else min(MOST_AT_ONCE, self._at_once + 1)
-
-    def _writable(self) -> None:
-        while self._queue:
-            data, address = self._queue[0]
-            try:
-                self._sock.sendto(data, address)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                self._protocol.error_received(error)
-            self._queue.popleft()
-        self._loop.remove_writer(self._sock.fileno())
-
+"""Most gaps in the received data of a stream, with aioquic, which scans all of them for each frame. Only a window with
+losses above 14 % has more."""
 
 LibraryName = Literal["aioquic", "qh3"]
-"""A QUIC library by name; ``auto`` is the fastest that is installed."""
 LIBRARIES: tuple[LibraryName, ...] = ("qh3", "aioquic")
 """Fastest first."""
 
@@ -134,17 +34,17 @@ STREAM_WINDOW = 8 << 20
 CONNECTION_WINDOW = 32 << 20
 """Flow control window of a connection, bytes. Larger windows make neither library faster."""
 REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW = 256 << 10, 1 << 20
-"""The same of a server, which receives nothing but requests. A client can make it keep as much by leaving gaps."""
+"""Windows of a server, which receives only requests. A client can make it buffer as much by leaving gaps."""
 SOCKET_BUFFER = 4 << 20
-"""Socket buffer to request from the kernel for each direction, bytes; it may grant less."""
+"""Requested socket buffer for each direction, bytes; the kernel may grant less."""
 IDLE_S = 30.0
 RETRY_LIFETIME_S = 30
-"""Lifetime of a Retry token; clients return theirs at once."""
+"""Lifetime of a Retry token; clients return it at once."""
 _INSTALL = {"qh3": f"{extra('fast')} ({WHERE})", "aioquic": "pip install aioquic"}
 _INTERNAL_ERROR = 0x1
 """QUIC error code (RFC 9000, section 20.1)."""
 _PEER_CLOSED = "Native peer close"
-"""How qh3's message about a peer that closed the connection begins; it warns of every one."""
+"""Beginning of qh3's warning about a peer that closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +57,6 @@ class QuicLibrary:
     connection: Any
     configuration: Any
     server: Any
-    """A datagram protocol with one connection per peer."""
 
     def configure(self, *, client: bool, alpn: Iterable[str], **more: Any) -> Any:
         """Return a configuration with our flow control windows."""
@@ -173,14 +72,14 @@ class QuicLibrary:
 
     def demand_proof(self, server: Any, tokens: RetryTokens | None) -> None:
         """Require new clients to prove their address by a Retry, in one more round trip; None: no longer."""
-        server._retry = tokens  # noqa: SLF001  # both libraries only let it be set when the server is made
+        server._retry = tokens  # noqa: SLF001  # both libraries only accept it in the constructor
 
     def replace_configuration(self, server: Any, configuration: Any) -> None:
         """Use another configuration for new connections."""
         server._configuration = configuration  # noqa: SLF001  # as above
 
     async def open_socket(
-        self, sock: socket.socket, protocol: Callable[[], Any], *, server: bool = False
+        self, sock: socket.socket, protocol: Callable[[], Any]
     ) -> tuple[asyncio.DatagramTransport, Any]:
         """Attach a protocol to a bound socket, on the library's fast path if it has one."""
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
@@ -188,24 +87,20 @@ class QuicLibrary:
                 sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
         loop = asyncio.get_running_loop()
         if self.name == "qh3":
-            # It reads many packets per system call; by itself qh3 uses it for clients only.
+            # Reads many packets per system call; qh3 itself uses it only for clients.
             fast = import_module("qh3.asyncio._transport").create_optimized_datagram_transport
             return await fast(loop, protocol, sock=sock)  # type: ignore[no-any-return]
-        if server:
-            return await loop.create_datagram_endpoint(protocol, sock=sock)
-        made = protocol()
-        return BatchTransport(loop, sock, made), made
+        return await loop.create_datagram_endpoint(protocol, sock=sock)
 
     async def open_server(
         self, sock: socket.socket, configuration: Any, protocol: Any
     ) -> tuple[asyncio.DatagramTransport, Any]:
         """Serve on a bound socket, with one ``protocol`` per connection."""
-        make = partial(self.server, configuration=configuration, create_protocol=protocol)
-        return await self.open_socket(sock, make, server=True)
+        return await self.open_socket(sock, partial(self.server, configuration=configuration, create_protocol=protocol))
 
 
 def _quiet_goodbye(record: logging.LogRecord) -> bool:
-    """Make a debug message of qh3's warning that the peer has closed the connection without an error."""
+    """Log qh3's warning about a connection closed without an error as a debug message."""
     event = record.args[0] if isinstance(record.args, tuple) and record.args else None
     if str(record.msg).startswith(_PEER_CLOSED) and isinstance(event, tuple) and event[2:3] == (0,):
         record.levelno, record.levelname = logging.DEBUG, "DEBUG"
@@ -215,7 +110,7 @@ def _quiet_goodbye(record: logging.LogRecord) -> bool:
 
 @cache
 def _limit_gaps() -> None:
-    """Have aioquic end connections whose peer leaves more than `_MOST_GAPS` gaps in a stream."""
+    """Let aioquic end connections with more than `_MOST_GAPS` gaps in a stream."""
     receiver: Any = import_module("aioquic.quic.stream").QuicStreamReceiver
     failed: Any = import_module("aioquic.quic.connection").QuicConnectionError
     handle = receiver.handle_frame
@@ -229,12 +124,12 @@ def _limit_gaps() -> None:
 
 
 def library(name: LibraryName) -> QuicLibrary:
-    """Import a library, or raise TransportError."""
+    """Import a library; raise TransportError if that fails."""
     try:
         import_module(name)
         asyncio_part: Any = import_module(f"{name}.asyncio.protocol")
         if name == "qh3":
-            logging.getLogger("quic").addFilter(_quiet_goodbye)  # once, however often this runs
+            logging.getLogger("quic").addFilter(_quiet_goodbye)  # has no effect when repeated
         else:
             _limit_gaps()
         return QuicLibrary(
@@ -251,7 +146,7 @@ def library(name: LibraryName) -> QuicLibrary:
 
 
 def installed_libraries(quic: Quic) -> tuple[LibraryName, ...]:
-    """Return the libraries to use, fastest first: all that are installed for ``auto``, else the named one."""
+    """Return the usable libraries, fastest first: all installed ones for ``auto``, else the named one."""
     if quic != "auto":
         return (quic,)
     if not (found := tuple(filter(_is_installed, LIBRARIES))):
@@ -262,25 +157,25 @@ def installed_libraries(quic: Quic) -> tuple[LibraryName, ...]:
 def _is_installed(name: LibraryName) -> bool:
     try:
         return find_spec(name) is not None
-    except ValueError:  # a module that was put into `sys.modules` by hand
+    except ValueError:  # a module put into `sys.modules` by hand
         return False
 
 
 def load_certificates(configuration: Any, certfile: Path, keyfile: Path) -> None:
-    """Load a server's certificate, or raise TransportError."""
+    """Load a server's certificate; raise TransportError if that fails."""
     try:
         configuration.load_cert_chain(certfile, keyfile)
-    except BaseException as error:  # whatever the library's TLS raises; qh3 panics, which is no `Exception`
+    except BaseException as error:  # the library's TLS raises anything; qh3 panics, which is no `Exception`
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise TransportError(f"{certfile}, {keyfile}: not a certificate and its key ({error})") from error
 
 
 class RetryTokens:
-    """Tokens of QUIC's Retry: proof that a client receives what is sent to its address (RFC 9000, section 8.1.2).
+    """Tokens of QUIC's Retry, which prove that a client receives at its address (RFC 9000, section 8.1.2).
 
-    qh3's own decrypt RSA for every packet that claims to carry one, and raise errors that nobody catches. These are
-    bound to address and time. The methods accept the arguments of qh3 and of all versions of aioquic.
+    qh3's own tokens decrypt RSA for every packet that claims to have one, and raise unhandled errors. These are bound
+    to address and time. The methods accept the arguments of qh3 and of all versions of aioquic.
     """
 
     def __init__(self) -> None:
@@ -310,9 +205,9 @@ class RetryTokens:
         destination_cid: bytes | None = None,
         **_: Any,
     ) -> bytes | tuple[bytes, bytes]:
-        """Return both connection IDs in a token, or only the client's if that of the Retry is given.
+        """Return both connection IDs of a token, or only the client's if that of the Retry is given.
 
-        Raise ValueError if the token is not ours, is for another address or connection, or has expired.
+        Raises ValueError if the token is not ours, has expired, or is for another address or connection.
         """
         from cryptography.fernet import InvalidToken  # noqa: PLC0415  # as above
 
@@ -331,7 +226,7 @@ def _at(address: Any) -> str:
 
 
 class NoTokens(RetryTokens):
-    """Accepts no token, so that new connections are refused before any state is kept for them."""
+    """Accepts no token, so that new connections are refused before they take memory."""
 
     def validate_token(self, *_: Any, **__: Any) -> bytes | tuple[bytes, bytes]:
         """Raise ValueError."""

@@ -1,4 +1,4 @@
-"""QUIC as a `StreamTransport`: calls of a library's connection, and its events for an `Endpoint`."""
+"""QUIC as a `StreamTransport`: wraps a library's connection, and passes its events to an `Endpoint`."""
 
 # ruff: noqa: SLF001  # neither library has a public way to most of this
 
@@ -17,26 +17,26 @@ from kvabr.link.transport import LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES, StreamTran
 from kvabr.moqt.codes import SessionCode, name_of
 
 _CRYPTO_ERROR = 0x100
-"""First of the QUIC error codes that are TLS alerts (RFC 9001, section 4.8)."""
+"""First QUIC error code of TLS alerts (RFC 9001, section 4.8)."""
 _INVALID_TOKEN = 0xB
-"""QUIC error code (RFC 9000, section 20.1). Our Retry tokens are valid, so it means that the server admits nobody."""
+"""QUIC error code (RFC 9000, section 20.1). Our Retry tokens are valid, so it means that the server is full."""
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
-_NEVER_SENDS = "the QUIC library cannot send any more on this connection"
+_CANNOT_SEND = "the QUIC library can no longer send on this connection"
 STILL_S = 1.0
-"""Seconds for which nothing is sent, although something has not been delivered and there is room for it, before a
-connection is given up: its library has lost track of a stream."""
+"""Seconds without sending, although undelivered data exists and may be sent, after which a connection is given up: its
+library has lost track of a stream."""
 _DATAGRAM = 1500
 """More bytes than any datagram has, unless the path's MTU is unusual."""
 _TOO_LONG = "capacity exhausted"
 """Part of qh3's message when a packet does not fit."""
 _NO_STREAM = "reserved stream is missing"
-"""Part of qh3's message when data that it had set aside to send again is of a stream that was acknowledged meanwhile,
-and is gone: after a loss, or where acknowledgements come late. qh3 2.1 then drops the packet, and never sends what
-other streams had set aside; nothing says so."""
+"""Part of qh3's message when data set aside for sending again is of a stream that was acknowledged meanwhile: after
+losses or late acknowledgements. qh3 2.1 then drops the packet, and silently never sends other streams' data that was
+set aside."""
 _LOST_PACKETS = 64
-"""Packets that may be lost so in a row."""
+"""Most packets in a row that may be lost in this way."""
 _STUCK = "stream reservation is already active"
-"""Part of qh3's message on every attempt to send after it has lost track of a packet: the connection is of no use."""
+"""Part of qh3's message on every attempt to send after it has lost track of a packet: the connection is useless."""
 _GONE = (ValueError, AssertionError, RuntimeError, KeyError)
 """Errors of the libraries on a stream that is over, which a peer can cause at any time."""
 
@@ -47,63 +47,53 @@ class QuicTransport(StreamTransport):
     broken: tuple[type[Exception], ...] = _GONE
 
     def __init__(self, library: QuicLibrary, driver: Any, quic: Any, endpoint: Endpoint) -> None:
-        """Take the library's protocol object and its connection."""
         self.driver, self.quic, self._endpoint = driver, quic, endpoint
         self.name = library.name
         self.socket: asyncio.DatagramTransport | None = None
-        """Of a client, which has one for each connection."""
+        """Socket of a client, which has one for each connection."""
         self._kinds = library.events
 
     def write(self, stream: int, data: bytes | memoryview, *, fin: bool = False) -> None:
-        """See `StreamTransport.write`."""
         self.quic.send_stream_data(stream, data, fin)
 
     def reset(self, stream: int, code: int) -> None:
-        """See `StreamTransport.reset`."""
         self.quic.reset_stream(stream, code)
 
     def stop(self, stream: int, code: int) -> None:
-        """See `StreamTransport.stop`."""
         self.quic.stop_stream(stream, code)
 
     def close(self, code: int, reason: str) -> None:
-        """See `StreamTransport.close`."""
         self.quic.close(error_code=code, reason_phrase=reason[:500])
 
     def ping(self) -> None:
-        """See `StreamTransport.ping`."""
         self.quic.send_ping(id(self) & 0xFFFF)
 
     def flush(self) -> None:
-        """See `StreamTransport.flush`."""
         self.driver.transmit()
 
     async def wait_closed(self) -> None:
-        """See `StreamTransport.wait_closed`."""
         await self.driver.wait_closed()
 
     def drop(self) -> None:
-        """See `StreamTransport.drop`."""
         if self.socket is not None:
             self.socket.close()
 
     @property
     @abstractmethod
     def _path(self) -> Any:
-        """What counts the bytes on the way; None once there is no path."""
+        """The object that counts the bytes in flight; None once there is no path."""
 
     def ahead(self) -> int:
-        """Return one congestion window, within bounds: all that the library can send before it asks again."""
+        """Return one congestion window, within bounds: the bytes that the library can send now."""
         return min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, int(self._path.congestion_window)))
 
     def in_flight(self) -> int:
-        """See `StreamTransport.in_flight`."""
         return 0 if self._path is None else int(self._path.bytes_in_flight)
 
     # ------------------------------------------------------------------ from the library
 
     def event(self, event: Any) -> None:
-        """Tell the endpoint of an event of the QUIC connection."""
+        """Pass an event of the QUIC connection to the endpoint."""
         kinds, endpoint = self._kinds, self._endpoint
         kind = type(event)
         if kind is kinds.StreamDataReceived:
@@ -126,16 +116,16 @@ class QuicTransport(StreamTransport):
     def closing(self) -> Any:
         """The ``ConnectionTerminated`` event of a closed connection, else None.
 
-        The libraries report it only after draining for three probe timeouts, which is seconds behind a long queue.
+        The libraries emit it only after three probe timeouts, which may take seconds.
         """
         return self.quic._close_event
 
-    def sent(self) -> None:  # only qh3 gets stuck
-        """Note that the library has sent what it could."""
+    def sent(self) -> None:  # only qh3 needs it
+        """Note that the library has sent all that it could."""
 
 
 class AioquicTransport(QuicTransport):
-    """One connection of aioquic, which has no public way to most of this."""
+    """One connection of aioquic, mostly by its private attributes."""
 
     def reset(self, stream: int, code: int) -> None:
         super().reset(stream, code)
@@ -148,7 +138,7 @@ class AioquicTransport(QuicTransport):
     def _hurry(self, stream: int) -> None:
         """Send a stream's RESET_STREAM or STOP_SENDING before the data of other streams.
 
-        aioquic fills a packet with data first, finds no room for the frame, and then stops sending until there is room.
+        aioquic fills a packet with data first, finds no space for the frame, and then stops sending until there is.
         """
         queue = self.quic._streams_queue
         if (found := self.quic._streams.get(stream)) in queue:
@@ -197,17 +187,17 @@ class AioquicTransport(QuicTransport):
 
 
 class Qh3Transport(QuicTransport):
-    """One connection of qh3, and what it takes to get along with the faults of qh3 2.1."""
+    """One connection of qh3, with workarounds for faults of qh3 2.1."""
 
     def __init__(self, library: QuicLibrary, driver: Any, quic: Any, endpoint: Endpoint) -> None:
         super().__init__(library, driver, quic, endpoint)
         from qh3.quic.connection import QuicConnectionError  # noqa: PLC0415  # only where it is installed
 
         self.broken = (*_GONE, QuicConnectionError)
-        quic.datagrams_to_send = self._packets_there_is_room_for
+        quic.datagrams_to_send = self._sendable_packets
         self._given_up = self._stuck = self._doubtful = False
         self._still: tuple[tuple[int, int], float] | None = None
-        """What has not been delivered although there is room for it, and since when."""
+        """Undelivered data that may be sent, and since when."""
         self._looking_again: asyncio.TimerHandle | None = None
 
     def may_open(self, stream: int) -> bool:
@@ -242,7 +232,7 @@ class Qh3Transport(QuicTransport):
         return None if certificate is None else bytes(certificate.public_bytes())
 
     def sent(self) -> None:
-        """End the connection, once this turn of the event loop is over, if the library can never send on it again."""
+        """End the connection after this turn of the event loop if the library can never send on it again."""
         if self._given_up:
             return
         loop = asyncio.get_running_loop()
@@ -259,34 +249,34 @@ class Qh3Transport(QuicTransport):
 
     def _give_up(self) -> None:
         with contextlib.suppress(*self.broken):
-            self.close(SessionCode.INTERNAL_ERROR, _NEVER_SENDS)
-        self._endpoint.ended(_NEVER_SENDS, SessionCode.INTERNAL_ERROR)
+            self.close(SessionCode.INTERNAL_ERROR, _CANNOT_SEND)
+        self._endpoint.ended(_CANNOT_SEND, SessionCode.INTERNAL_ERROR)
 
     def _is_stuck(self) -> bool:
-        """Return whether the connection can never send again, or not all of it."""
+        """Return whether the connection can never send all of its data."""
         core, underway = self._path, self._endpoint.underway
         if self._stuck or core is None or not (underway or self._doubtful):
             return self._stuck
         flying, still = core.bytes_in_flight, None
-        if flying and not self._doubtful:  # as nearly always: this is asked at every transmission
+        if flying and not self._doubtful:  # the usual case: this runs at every transmission
             self._still = None
             return False
         unsent = self.quic.get_send_buffer_size()
         if unsent and self._doubtful and core.congestion_window - flying >= _DATAGRAM:
-            still = unsent, 0  # there is room, and a deaf peer is no loss
+            still = unsent, 0  # it may send; a silent peer is no loss
         elif underway and not unsent and not flying:
-            still = 0, min(underway)  # what was lost is not sent again
+            still = 0, min(underway)  # lost data is not sent again
         now_s = time.monotonic()
         if still is None or self._still is None or self._still[0] != still:
             self._still = None if still is None else (still, now_s)
             return False
         return now_s - self._still[1] >= STILL_S
 
-    def _packets_there_is_room_for(self, now: float) -> list[tuple[bytes, Any]]:
-        """Return the packets that there are to send, without the rest where qh3 2.1 raises and loses them.
+    def _sendable_packets(self, now: float) -> list[tuple[bytes, Any]]:
+        """Return the packets to send, up to the point where qh3 2.1 would raise and lose them.
 
-        It does so when a packet exceeds what may be sent before a peer's address is validated (RFC 9000, section 8.1),
-        whereupon connecting takes a second, and when a stream that it wanted to send on is gone, as after losses.
+        It raises when a packet exceeds the limit before a peer's address is validated (RFC 9000, section 8.1), which
+        delays connecting by a second, and when a stream that it wants to send on is gone, as after losses.
         """
         core, lost = self._path, 0
         made: list[tuple[bytes, Any]] = []
@@ -294,13 +284,13 @@ class Qh3Transport(QuicTransport):
             try:
                 packet = core.poll_transmit(now)
             except (RuntimeError, ValueError) as error:
-                said = str(error)
-                if _NO_STREAM in said:
+                message = str(error)
+                if _NO_STREAM in message:
                     self._doubtful = True
                     lost += 1
                     continue
-                self._stuck = _STUCK in said
-                if not self._stuck and _TOO_LONG not in said:
+                self._stuck = _STUCK in message
+                if not self._stuck and _TOO_LONG not in message:
                     raise
                 break
             if packet is None:
@@ -313,24 +303,24 @@ _KINDS = {"aioquic": AioquicTransport, "qh3": Qh3Transport}
 
 
 def explain(code: int, frame_type: int | None, reason: str) -> str:
-    """Return why a connection ended, as text."""
-    said = f": {reason}" if reason else ""
+    """Return why a connection ended."""
+    details = f": {reason}" if reason else ""
     if code == _NO_APPLICATION_PROTOCOL or "ALPN" in reason:  # qh3 sends another alert
         return "no common protocol: the peer speaks none of the MoQT drafts that were offered"
     if code == _INVALID_TOKEN and frame_type is not None:
-        return "the server takes no more connections now; try another server, or later"
+        return "the server accepts no more connections now; try another server, or later"
     if _CRYPTO_ERROR <= code < _CRYPTO_ERROR + 0x100 and frame_type is not None:
-        return f"TLS failed (alert {code - _CRYPTO_ERROR}){said}"
+        return f"TLS failed (alert {code - _CRYPTO_ERROR}){details}"
     if frame_type is None and code:
-        return f"closed with {name_of(code, SessionCode)}{said}"
-    return f"the connection ended{said}" if code == 0 else f"QUIC error 0x{code:x}{said}"
+        return f"closed with {name_of(code, SessionCode)}{details}"
+    return f"the connection ended{details}" if code == 0 else f"QUIC error 0x{code:x}{details}"
 
 
 def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> Any:
     """Return a subclass of the library's protocol that passes events to an `Endpoint`, made by ``attach``."""
     base: Any = library.protocol
 
-    class EndpointProtocol(base):  # type: ignore[misc]  # the library decides what it is
+    class EndpointProtocol(base):  # type: ignore[misc]  # the class depends on the library
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.endpoint = attach(self)
@@ -346,16 +336,6 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
             self.endpoint.safely(self.endpoint.settle)
             if (closing := self.streams.closing) is not None:
                 self.streams.event(closing)
-
-        def datagrams_received(self, datagrams: list[bytes], address: Any) -> None:
-            if library.name == "qh3":
-                super().datagrams_received(datagrams, address)
-                return
-            quic, now = self._quic, self._loop.time()
-            for datagram in datagrams:
-                quic.receive_datagram(datagram, address, now)
-            self._process_events()
-            self.transmit()
 
         def transmit(self) -> None:
             self.endpoint.feed()

@@ -1,7 +1,7 @@
-"""The bytes of a connection: to and from a socket that never blocks, through TLS.
+"""The bytes of a connection, to and from a non-blocking socket through TLS.
 
-TLS is read and written in memory, so that a system call carries many of its records: with one for each, receiving takes
-half as much of the processor's time again.
+TLS runs in memory, so that a system call carries many of its records: one call per record would cost a receiver half as
+much processor time again.
 """
 
 from __future__ import annotations
@@ -14,53 +14,52 @@ from collections import deque
 from kvabr.qmux.connection import Buffer
 
 _RECORD = 16 << 10
-"""Most bytes in a record of TLS."""
+"""Most bytes in a TLS record."""
 _SEALED_BYTES = 7 * _RECORD
-"""Bytes that are encrypted at a time: what is allocated for them is still used again by malloc."""
+"""Bytes encrypted at a time: malloc still reuses memory of this size."""
 _MOST_RECORD = 5 + _RECORD + 256
-"""Most bytes in an encrypted record, with its header (RFC 8446, section 5.2)."""
+"""Most bytes in an encrypted record with its header (RFC 8446, section 5.2)."""
 _CIPHER_BYTES = 256 << 10
 """Bytes that a client reads at a time."""
 _RECORD_TYPES = range(20, 24)
-"""First byte of a record: change_cipher_spec, alert, handshake, application_data."""
+"""First bytes of records: change_cipher_spec, alert, handshake, application_data."""
 _SLICE_RECORDS, _SLICE_BYTES = 64, 4 * _RECORD
-"""Most that TLS gets before it is read: one KeyUpdate takes it about 15 us. It gets one long record while the last ones
-yielded no data."""
+"""Most records and bytes given to TLS before it is read: a KeyUpdate takes it about 15 us. While records yield no data,
+it gets one long record at a time."""
 _CALL_RECORDS = 128
-"""Records after which a call of `TlsChannel.receive` ends; the next one goes on."""
+"""Records after which a call of `TlsChannel.receive` ends."""
 _EMPTY_RECORDS, _EMPTY_BYTES = 100, 64 << 10
-"""Records, and bytes of them, that may carry no data, beyond two records and 512 bytes for each read that yields some.
-OpenSSL limits neither KeyUpdate nor NewSessionTicket."""
+"""Most records and bytes without data, beyond two records and 512 bytes for each read with data. OpenSSL limits neither
+KeyUpdate nor NewSessionTicket."""
 
 
 class EmptyRecordsError(OSError):
-    """The peer sends too many records of TLS that carry no data."""
+    """The peer sends too many TLS records without data."""
 
     def __init__(self, records: int, size: int) -> None:
-        """Take what came without data: records, and bytes of them."""
-        super().__init__(f"{records} records of TLS, {size} bytes, without data")
+        super().__init__(f"{records} TLS records, {size} bytes, without data")
 
 
 class TlsChannel:
-    """A socket with TLS. Its methods must not be called from two threads at a time."""
+    """A socket with TLS. Not thread-safe."""
 
     spent = False
-    """Whether the last `receive` has done all the work that one turn of an event loop may do."""
+    """Whether the last `receive` used up the work of one turn of an event loop."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool, host: str | None) -> None:
-        """Begin the handshake with `shake`; ``host`` is the name of the server, for a client."""
+        """Prepare the handshake of `shake`; ``host`` is a client's name of the server."""
         self.sock = sock
-        self._came, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._came, self._sealed, server_side=server, server_hostname=host)
+        self._incoming, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._sealed, server_side=server, server_hostname=host)
         self._cipher = memoryview(bytearray(_MOST_RECORD if server else _CIPHER_BYTES))
         self._begin = self._end = 0
-        """Which part of ``_cipher`` has come and TLS has not got."""
+        """Range of ``_cipher`` that was received and not yet given to TLS."""
         self._empty_records = self._empty_bytes = 0
-        """What TLS got without yielding data; see `_EMPTY_RECORDS`."""
+        """Records and bytes without data; see `_EMPTY_RECORDS`."""
         self._waiting = memoryview(b"")
 
     def shake(self) -> bool:
-        """Go on with the handshake, and return whether it is over; raises `OSError`."""
+        """Continue the handshake; return whether it is done. Raises `OSError`."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -78,19 +77,18 @@ class TlsChannel:
                 return True
 
     def receive(self, into: list[memoryview]) -> int:
-        """Fill buffers with what has come; return how many bytes, 0 at the end.
+        """Fill buffers with received data; return the number of bytes, 0 at the end of the connection.
 
-        It ends after a bounded number of records, and after the first one that is long and carries no data, so that a
-        peer cannot keep an event loop busy with records that fill no buffer. Raises `BlockingIOError`, `OSError`,
-        `EmptyRecordsError`.
+        A call processes a bounded number of records, so that a peer cannot keep an event loop busy with records without
+        data. Raises `BlockingIOError`, `OSError`, `EmptyRecordsError`.
         """
         self.spent = False
         count, records, empty = 0, 0, self._empty_bytes
-        came, tls = self._came, self._tls
+        incoming, tls = self._incoming, self._tls
         for buffer in into:
             at, size = 0, len(buffer)
             while at < size:
-                if not (came.pending or came.eof or tls.pending()):  # reading in vain would cost an exception
+                if not (incoming.pending or incoming.eof or tls.pending()):  # a read without data raises
                     self.spent = records >= _CALL_RECORDS or self._empty_bytes >= empty + _RECORD // 2
                     if not self.spent and (fed := self._feed()):
                         records += fed
@@ -99,7 +97,7 @@ class TlsChannel:
                         raise BlockingIOError
                     return count + at
                 try:
-                    read = tls.read(size - at, buffer[at:])  # a record at most
+                    read = tls.read(size - at, buffer[at:])  # at most a record
                 except ssl.SSLWantReadError:
                     continue
                 except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
@@ -114,16 +112,16 @@ class TlsChannel:
 
     @property
     def pending(self) -> bool:
-        """Whether `receive` may have more although nothing comes from the socket."""
-        return self._tls.pending() > 0 or self._came.pending > 0 or self._slice()[0] > 0
+        """Whether `receive` may return more without reading the socket."""
+        return self._tls.pending() > 0 or self._incoming.pending > 0 or self._slice()[0] > 0
 
     @property
     def unsent(self) -> int:
-        """Bytes that were taken by `send` and wait here."""
+        """Bytes taken by `send` that are not yet sent."""
         return len(self._waiting) + self._sealed.pending
 
     def send(self, out: deque[Buffer]) -> int:
-        """Send buffers, remove what has gone, and return how many bytes. Raises `BlockingIOError`, `OSError`."""
+        """Send and remove buffers; return the number of bytes. Raises `BlockingIOError`, `OSError`."""
         if not self.push():
             raise BlockingIOError
         taken = 0
@@ -137,7 +135,7 @@ class TlsChannel:
         return taken
 
     def push(self) -> bool:
-        """Send what waits here, and return whether all of it has gone; raises `OSError`."""
+        """Send pending bytes; return whether all were sent. Raises `OSError`."""
         if self._sealed.pending:
             fresh = self._sealed.read()
             self._waiting = memoryview(b"".join((self._waiting, fresh)) if self._waiting else fresh)
@@ -147,7 +145,7 @@ class TlsChannel:
         return not self._waiting
 
     def finish(self) -> None:
-        """Say that nothing follows."""
+        """Send the end of TLS."""
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
         with contextlib.suppress(OSError):
@@ -160,13 +158,13 @@ class TlsChannel:
 
     @property
     def protocol(self) -> str | None:
-        """What ALPN has agreed on."""
+        """The negotiated ALPN protocol."""
         return self._tls.selected_alpn_protocol()
 
     def _feed(self) -> int:
-        """Give TLS the records that follow; return how many, or 0 if none has come as a whole.
+        """Give TLS the next whole records; return their number, 0 if there is none.
 
-        The end of the connection counts as one, and so does anything that cannot be a record, which TLS refuses.
+        The end of the connection counts as a record, and so do malformed bytes, which TLS refuses.
         """
         if self._empty_records > _EMPTY_RECORDS or self._empty_bytes > _EMPTY_BYTES:
             raise EmptyRecordsError(self._empty_records, self._empty_bytes)
@@ -177,18 +175,18 @@ class TlsChannel:
             records, end = self._slice()
             if not count:
                 if self._begin < self._end:
-                    self._came.write(self._cipher[self._begin : self._end])
+                    self._incoming.write(self._cipher[self._begin : self._end])
                     self._begin = self._end
-                self._came.write_eof()
+                self._incoming.write_eof()
                 return 1
-        self._came.write(self._cipher[self._begin : end])
+        self._incoming.write(self._cipher[self._begin : end])
         self._empty_records += records
         self._empty_bytes += end - self._begin
         self._begin = end
         return records
 
     def _slice(self) -> tuple[int, int]:
-        """Return how many whole records TLS gets next, and where in ``_cipher`` they end."""
+        """Return the number of records that TLS gets next, and their end in ``_cipher``."""
         cipher, at, end, records = self._cipher, self._begin, self._end, 0
         most = at + (_RECORD if self._empty_bytes else _SLICE_BYTES)
         while end - at >= 5 and at < most and records < _SLICE_RECORDS:
@@ -202,7 +200,7 @@ class TlsChannel:
         return records, at
 
     def _pull(self) -> int | None:
-        """Read from the socket; return how many bytes came, 0 at the end, None if there are none now."""
+        """Read from the socket; return the number of bytes, 0 at the end, None if there are none now."""
         left = self._end - self._begin
         self._cipher[:left] = self._cipher[self._begin : self._end]
         self._begin, self._end = 0, left
@@ -222,13 +220,13 @@ def _remove(out: deque[Buffer], count: int) -> None:
 
 
 def _join(out: deque[Buffer]) -> None:
-    """Join short buffers, as a record of TLS costs the same for a few bytes as for all that it can hold."""
+    """Join short buffers: a TLS record costs the same for few bytes as for many."""
     parts, size = list[Buffer](), 0
     while out and size < _RECORD:
-        part, room = out.popleft(), _RECORD - size
-        if len(part) > room:
-            out.appendleft(memoryview(part)[room:])
-            part = part[:room]
+        part, space = out.popleft(), _RECORD - size
+        if len(part) > space:
+            out.appendleft(memoryview(part)[space:])
+            part = part[:space]
         parts.append(part)
         size += len(part)
     out.appendleft(b"".join(parts))

@@ -1,4 +1,4 @@
-"""TLS 1.3 for QMux: contexts of both ends, and the certificate of a server that is not trusted."""
+"""TLS 1.3 for QMux: contexts of both ends, and reading an untrusted certificate."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvabr.link.moqt.options import DialOptions, check_ca
 from kvabr.types.errors import TransportError
 
 PREFIX = "qmux-01."
-"""Before a MoQT draft in ALPN: QMux needs identifiers of its own (section 8.1). The bare ones of QUIC are accepted and
-offered as well, for peers that take them (moq-transport #1626)."""
+"""Prefix of a MoQT draft in ALPN: QMux needs its own identifiers (section 8.1). QUIC's identifiers are also offered and
+accepted, for peers that use them (moq-transport #1626)."""
 
 
 def client_context(options: DialOptions, drafts: Iterable[str]) -> ssl.SSLContext:
-    """Return what a client trusts, and offers; `TransportError` if certificates cannot be read."""
+    """Return the TLS context of a client; raise `TransportError` if certificates cannot be read."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if options.how.insecure or options.how.fingerprint is not None:
-        # `check_pinned` checks a pinned certificate before anything is said.
+        # `check_pinned` checks a pinned certificate before any data is sent.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     elif options.how.ca is not None:
@@ -33,7 +33,7 @@ def client_context(options: DialOptions, drafts: Iterable[str]) -> ssl.SSLContex
 
 
 def server_context(certfile: Path, keyfile: Path, drafts: Iterable[str]) -> ssl.SSLContext:
-    """Return what a server shows and accepts; `TransportError` if the certificate cannot be used."""
+    """Return the TLS context of a server; raise `TransportError` if the certificate cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certfile, keyfile)
@@ -43,7 +43,7 @@ def server_context(certfile: Path, keyfile: Path, drafts: Iterable[str]) -> ssl.
 
 
 async def certificate_at(address: tuple[Any, ...], host: str, timeout_s: float) -> bytes | None:
-    """Return the certificate, DER, that a server shows, trusted or not; None if none can be had."""
+    """Return a server's certificate, DER, trusted or not; None if it cannot be read."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

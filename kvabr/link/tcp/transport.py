@@ -1,9 +1,9 @@
-"""QMux on a TCP socket as a `StreamTransport`, with TLS.
+"""QMux on a TCP socket with TLS, as a `StreamTransport`.
 
-It runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and the payload of a
-group is read straight into the buffer of its transfer (`Endpoint.room`). On a path so fast that reads are long, TLS is
-decrypted in a thread, so that each lane has a core. While that reads, the loop leaves the socket alone, and what it has
-to send waits; the thread's views keep the buffer of a transfer that is cancelled meanwhile.
+It runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and payload is read
+directly into the buffer of its transfer (`Endpoint.room`). On a fast path, threads read and decrypt TLS, so that each
+lane has a core. Meanwhile the loop leaves the socket alone and output waits; the thread's views keep the buffer of a
+cancelled transfer alive.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from kvabr.qmux.frames import QuicCode, TransportParameters
 
 MOST_AHEAD_BYTES = 1 << 20
 RECORD_BYTES = MOST_AHEAD_BYTES + 64
-"""The longest record that is accepted. Nothing is kept of one: its data is passed on as it comes."""
+"""The longest accepted record. Records are not buffered: their data is passed on as it arrives."""
 AHEAD_S = 0.004
-"""Seconds of the path's rate that may wait in this process, and as much in the kernel: urgent data waits for that."""
+"""Seconds of the path's rate that may wait in this process, and as much in the kernel: urgent data waits for them."""
 STREAM_WINDOW, CONNECTION_WINDOW = 16 << 20, 64 << 20
-"""Flow control windows of a client, bytes. They bound nothing that is kept, as all of it is consumed at once."""
+"""Flow control windows of a client, bytes. They limit no memory, since all data is consumed at once."""
 STREAMS = 128
 """Streams of each kind that a peer may have open."""
 _TURN_BYTES = 1 << 20
-"""Bytes that one turn of the event loop reads or writes, about."""
+"""Approximate bytes that one turn of the event loop reads or writes."""
 _DIRECT_BYTES = 16 << 10
-"""Payload for which reading to where it stays is worth a system call."""
+"""Least payload that is read to its final place: smaller ones are not worth a system call."""
 _BESIDE_BYTES, _BESIDE_S = 256 << 10, 0.004
-"""Least payload for which a thread is worth while, and how long it waits for it: one that comes faster is."""
+"""Least payload that is worth a thread, and its longest wait; payload that arrives faster uses threads."""
 _READERS = 16
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _SCRATCH_BYTES = 64 << 10
 _REQUESTS_BYTES = 2 << 10
-"""The same of a server, which receives nothing but requests: at worst, 5 bytes of them take it 40 us."""
+"""Scratch bytes of a server, which receives only requests: at worst, 5 bytes of them cost 40 us."""
 _PARSE_COST = 16
-"""Bytes of payload that is read to where it stays for which a turn parses one byte instead."""
+"""Cost of parsing a byte in a turn, relative to reading a byte of payload to its final place."""
 _INFO_S = 0.01
-"""Seconds for which what the kernel tells of a connection is believed."""
+"""Seconds between two reads of the kernel's connection data."""
 _FADES = 0.9
-"""What of a rate is left when it is looked at again, so that a moment without the processor does not make it small."""
+"""Factor of the previous rate at each reading, so that a moment without the processor does not make it small."""
 _LINGER_S = 1.0
 """Seconds to wait for the other end after a close."""
 
@@ -77,12 +77,12 @@ def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_READERS, thread_name_prefix="kvabr-tls")
 
 
-if hasattr(os, "register_at_fork"):  # a child has none of the threads
+if hasattr(os, "register_at_fork"):  # a child does not inherit threads
     os.register_at_fork(after_in_child=_readers.cache_clear)
 
 
 def address_of(sock: socket.socket) -> str:
-    """Return the address of the peer, without port; empty if it has gone."""
+    """Return the address of the peer, without port; empty if it is gone."""
     try:
         return str(sock.getpeername()[0])
     except OSError:
@@ -90,17 +90,17 @@ def address_of(sock: socket.socket) -> str:
 
 
 class _TcpInfo:
-    """What Linux tells of a connection (``struct tcp_info``)."""
+    """Linux's data about a connection (``struct tcp_info``)."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._until_s = sock, 0.0
         self.round_trip: float | None = None
         self.rate = 0
-        """What the path has carried lately, bytes per second; 0 if it is not known."""
+        """Recent rate of the path, bytes per second; 0 if unknown."""
         self.retransmitted = 0
 
     def read(self, now_s: float) -> None:
-        """Look again, unless that was done a moment ago."""
+        """Read the data again, unless they are recent."""
         if now_s < self._until_s:
             return
         self._until_s = now_s + _INFO_S
@@ -112,7 +112,7 @@ class _TcpInfo:
                 self.round_trip = rtt_us / 1e6 or None
             if len(data) >= 168:
                 (mss,), (window,) = struct.unpack_from("=I", data, 16), struct.unpack_from("=I", data, 80)
-                (delivered,) = struct.unpack_from("=Q", data, 160)  # too high where acknowledgements come in bunches
+                (delivered,) = struct.unpack_from("=Q", data, 160)  # too high for bunched acknowledgements
                 fresh = min(delivered, int(mss * window / max(rtt_us, 1) * 1e6))
                 self.rate = max(fresh, int(_FADES * self.rate))
 
@@ -131,9 +131,9 @@ class QmuxTransport(StreamTransport):
         host: str | None = None,
         windows: tuple[int, int] = (STREAM_WINDOW, CONNECTION_WINDOW),
     ) -> None:
-        """Take a connected socket, non-blocking; `start` begins.
+        """Take a connected, non-blocking socket; call `start` then.
 
-        ``windows`` are those of a stream and of all; ``host`` is a client's name of the server.
+        ``windows`` are those of a stream and of the connection; ``host`` is a client's name of the server.
         """
         self._loop = asyncio.get_running_loop()
         self._sock, self._endpoint, self._client = sock, endpoint, client
@@ -153,21 +153,19 @@ class QmuxTransport(StreamTransport):
         )
         self._idle_s = idle_s
         self._conn: QmuxConnection | None = None
-        """Once TLS is there."""
+        """None before TLS is established."""
         self._channel = TlsChannel(sock, context, server=not client, host=host)
         self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
         """Bytes that one turn of the event loop reads."""
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
         self._out: deque[Buffer] = deque()
-        """What goes out next."""
         self._writes = False
-        """Whether the socket is watched for room."""
         self._fast = self._reading = False
-        """Whether enough comes for a thread, and whether that has the channel."""
-        self._since, self._came = self._loop.time(), 0
-        """Since when it is looked at how much comes, and how much has come."""
+        """Whether data arrives fast enough for a thread, and whether a thread has the channel."""
+        self._since, self._received_bytes = self._loop.time(), 0
+        """Start of the current rate measurement, and the bytes received since."""
         self._busy = self._again = False
-        """Whether `flush` is under way, and was called again meanwhile."""
+        """Whether `flush` is running, and was called again meanwhile."""
         self._ahead = LEAST_AHEAD_BYTES
         self._low_water = 0
         self._active_s = self._loop.time()
@@ -176,7 +174,7 @@ class QmuxTransport(StreamTransport):
         self._gone: asyncio.Future[None] = self._loop.create_future()
 
     def start(self) -> None:
-        """Begin with TLS."""
+        """Start TLS."""
         with contextlib.suppress(OSError):
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._loop.add_reader(self._sock.fileno(), self._ready)
@@ -187,30 +185,24 @@ class QmuxTransport(StreamTransport):
     # ------------------------------------------------------------------ StreamTransport
 
     def write(self, stream: int, data: bytes | memoryview, *, fin: bool = False) -> None:
-        """See `StreamTransport.write`."""
         self._qmux.send(stream, data, fin=fin)
 
     def reset(self, stream: int, code: int) -> None:
-        """See `StreamTransport.reset`."""
         self._qmux.reset(stream, code)
 
     def stop(self, stream: int, code: int) -> None:
-        """See `StreamTransport.stop`."""
         self._qmux.stop(stream, code)
 
     def close(self, code: int, reason: str) -> None:
-        """See `StreamTransport.close`."""
         if self._conn is None:
-            self._finish(f"closed before TLS was there: {reason}" if reason else "closed by this side")
+            self._finish(f"closed before TLS was established: {reason}" if reason else "closed by this side")
         else:
             self._conn.close(code, reason)
 
     def ping(self) -> None:
-        """See `StreamTransport.ping`."""
         self._qmux.ping()
 
     def flush(self) -> None:
-        """See `StreamTransport.flush`."""
         if self._conn is None or self._closed or self._reading:
             return
         if self._busy:
@@ -225,11 +217,9 @@ class QmuxTransport(StreamTransport):
                 self._loop.call_soon(self._more)
 
     async def wait_closed(self) -> None:
-        """See `StreamTransport.wait_closed`."""
         await asyncio.shield(self._gone)
 
     def drop(self) -> None:
-        """See `StreamTransport.drop`."""
         if self._closed:
             return
         self._closed = True
@@ -237,40 +227,36 @@ class QmuxTransport(StreamTransport):
             stop(self._sock.fileno())
         if self._timer is not None:
             self._timer.cancel()
-        if not self._reading:  # otherwise its number might be another's before the thread has read
+        if not self._reading:  # otherwise another file could get its number before the thread has read
             self._sock.close()
         if not self._gone.done():
             self._gone.set_result(None)
 
     def abandon(self, reason: str) -> None:
-        """End at once, without a word to the peer."""
+        """End at once, without notifying the peer."""
         self._finish(reason)
 
     def may_open(self, stream: int) -> bool:
-        """See `StreamTransport.may_open`."""
         return self._conn is not None and self._conn.may_open(stream)
 
     def backlog(self, stream: int) -> int:
-        """See `StreamTransport.backlog`."""
         return 0 if self._conn is None else self._conn.backlog(stream)
 
     def unsent(self, streams: Iterable[int]) -> int:
-        """See `StreamTransport.unsent`."""
         del streams
         mine = sum(map(len, self._out)) + self._channel.unsent
         return mine if self._conn is None else mine + self._conn.unsent
 
     def ahead(self) -> int:
-        """Return what the path carries in a few milliseconds."""
+        """Return the bytes that the path carries in a few milliseconds."""
         return self._ahead
 
     @property
     def piece(self) -> int:
-        """See `StreamTransport.piece`."""
         return self._ahead
 
     def in_flight(self) -> int:
-        """Return the bytes that the kernel has and the peer's has not."""
+        """Return the bytes that this kernel has sent or holds, and the peer's has not acknowledged."""
         if self._closed:
             return 0
         try:
@@ -283,23 +269,19 @@ class QmuxTransport(StreamTransport):
         return self._closed or self._conn is None or not (self._conn.sending(stream) or self._waits)
 
     def round_trip(self) -> float | None:
-        """See `StreamTransport.round_trip`."""
         if not self._closed:
             self._info.read(self._loop.time())
         return self._info.round_trip
 
     def lost(self) -> int | None:
-        """See `StreamTransport.lost`."""
         self.round_trip()
         return self._info.retransmitted
 
     @property
     def address(self) -> str:
-        """See `StreamTransport.address`."""
         return self._address
 
     def peer_certificate(self) -> bytes | None:
-        """See `StreamTransport.peer_certificate`."""
         return self._channel.certificate
 
     @property
@@ -321,11 +303,11 @@ class QmuxTransport(StreamTransport):
     def _step(self) -> None:
         if self._closed or self._reading or (self._conn is None and not self._shake()):
             return
-        assert self._conn is not None  # noqa: S101  # as `_shake` says
+        assert self._conn is not None  # noqa: S101  # after `_shake`
         self._read(self._conn)
 
     def _shake(self) -> bool:
-        """Go on with TLS, and return whether it is there; begin QMux then."""
+        """Continue TLS; return whether it is established, and begin QMux then."""
         try:
             done = self._channel.shake()
         except (BlockingIOError, InterruptedError):
@@ -363,49 +345,49 @@ class QmuxTransport(StreamTransport):
         return [*into, self._scratch[: _DIRECT_BYTES if into or self._fast else None]]
 
     def _receive(self, buffers: list[memoryview]) -> int | OSError:
-        """Read once; return how many bytes came, or why none."""
+        """Read once; return the number of bytes, or the error."""
         try:
             return self._channel.receive(buffers)
         except OSError as error:
             return error
 
-    def _take(self, conn: QmuxConnection, into: list[memoryview], came: int | Exception) -> int | None:
-        """Handle what a read has brought; return how many bytes, 0 at the end, None if there is nothing at present."""
-        if isinstance(came, BlockingIOError | InterruptedError):
+    def _take(self, conn: QmuxConnection, into: list[memoryview], received: int | Exception) -> int | None:
+        """Process the result of a read; return its bytes, 0 at the end, None if there are none now."""
+        if isinstance(received, BlockingIOError | InterruptedError):
             return None
-        if isinstance(came, EmptyRecordsError):
-            self._loop.remove_reader(self._sock.fileno())  # more of them would come
-            conn.fail(QuicCode.PROTOCOL_VIOLATION, str(came))
+        if isinstance(received, EmptyRecordsError):
+            self._loop.remove_reader(self._sock.fileno())  # more of them would follow
+            conn.fail(QuicCode.PROTOCOL_VIOLATION, str(received))
             return None
-        if isinstance(came, OSError):
-            conn.lost(_why(came))
+        if isinstance(received, OSError):
+            conn.lost(_why(received))
             return 0
-        if isinstance(came, Exception):
-            raise came
-        if not came:
+        if isinstance(received, Exception):
+            raise received
+        if not received:
             conn.lost("the peer has closed the connection")
             return 0
         if conn.terminated is not None:
-            return came
-        direct = min(came, sum(map(len, into)))
+            return received
+        direct = min(received, sum(map(len, into)))
         if direct:
-            assert conn.expected is not None  # noqa: S101  # there was room
+            assert conn.expected is not None  # noqa: S101  # since `_room` returned memory
             stream = conn.expected[0]
             conn.took(direct)
             self._endpoint.took(stream, into, direct)
-        if came > direct:
-            conn.receive(self._scratch[: came - direct])
+        if received > direct:
+            conn.receive(self._scratch[: received - direct])
             self._handle(conn)
-        self._came += came
-        if self._came >= _BESIDE_BYTES:
+        self._received_bytes += received
+        if self._received_bytes >= _BESIDE_BYTES:
             now = self._loop.time()
-            enough = now - self._since < _BESIDE_S * self._came / _BESIDE_BYTES
+            enough = now - self._since < _BESIDE_S * self._received_bytes / _BESIDE_BYTES
             self._fast = enough and self._client and _CORES > 1
-            self._since, self._came = now, 0
-        return came
+            self._since, self._received_bytes = now, 0
+        return received
 
     def _end_turn(self, conn: QmuxConnection, count: int | None) -> None:
-        """Act on what was read; ``count`` is that of the last read."""
+        """Act on received data; ``count`` is the result of the last read."""
         if self._closed:
             return
         self._active_s = self._loop.time()
@@ -415,17 +397,17 @@ class QmuxTransport(StreamTransport):
         if count == 0:
             self._finish("")
         elif conn.waits or ((count or self._channel.spent) and self._channel.pending):
-            self._loop.call_soon(self._ready)  # the socket would not say so
+            self._loop.call_soon(self._ready)  # the socket would not wake it
 
     def _read_beside(self, conn: QmuxConnection) -> None:
-        """Read in a thread, or later in the loop if there is none: Python is ending, or the system allows no more."""
+        """Read in a thread, or later in the loop if no thread is available (Python is ending, or a system limit)."""
         if self._closed:
             return
         into, claim = self._room(conn), threading.Lock()
         try:
             _readers().submit(self._beside, into, claim)
         except RuntimeError:
-            if claim.acquire(blocking=False):  # it may have been queued for another thread all the same
+            if claim.acquire(blocking=False):  # it may have been queued for another thread
                 self._fast = False
                 self._loop.call_soon(self._ready)
                 return
@@ -437,44 +419,44 @@ class QmuxTransport(StreamTransport):
         if not claim.acquire(blocking=False):
             return
         begin = time.thread_time()
-        came: int | Exception
+        received: int | Exception
         try:
-            came = self._fill(self._with_scratch(into), sum(map(len, into)))
-        except Exception as error:  # noqa: BLE001  # the loop raises it
-            came = error
+            received = self._fill(self._with_scratch(into), sum(map(len, into)))
+        except Exception as error:  # noqa: BLE001  # raised in the loop
+            received = error
         try:
-            self._loop.call_soon_threadsafe(self._back, into, came, time.thread_time() - begin)
+            self._loop.call_soon_threadsafe(self._back, into, received, time.thread_time() - begin)
         except RuntimeError:  # the loop is closed
             self._sock.close()
 
     def _fill(self, buffers: list[memoryview], wanted: int) -> int | OSError:
-        """Read until ``wanted`` bytes have come, or a while is over; return as `_receive`."""
-        until_s, came = time.monotonic() + _BESIDE_S, 0
+        """Read until ``wanted`` bytes have arrived or time is up; return as `_receive`."""
+        until_s, received = time.monotonic() + _BESIDE_S, 0
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         while True:
             more = self._receive(buffers)
             if isinstance(more, int) and more:
-                came += more
-                buffers = list(_behind(buffers, more))
+                received += more
+                buffers = list(_rest(buffers, more))
             elif not isinstance(more, BlockingIOError | InterruptedError):
-                return came or more
+                return received or more
             left_s = until_s - time.monotonic()
-            if came >= wanted or left_s <= 0 or self._channel.spent or not poll.poll(max(1, int(1000 * left_s))):
-                return came or BlockingIOError()
+            if received >= wanted or left_s <= 0 or self._channel.spent or not poll.poll(max(1, int(1000 * left_s))):
+                return received or BlockingIOError()
 
-    def _back(self, into: list[memoryview], came: int | Exception, cpu_s: float) -> None:
+    def _back(self, into: list[memoryview], received: int | Exception, cpu_s: float) -> None:
         self._reading = False
         if self._closed:
             self._sock.close()
             return
         self._loop.add_reader(self._sock.fileno(), self._ready)
-        self._endpoint.safely(self._came_beside, into, came, cpu_s)
+        self._endpoint.safely(self._finish_beside, into, received, cpu_s)
 
-    def _came_beside(self, into: list[memoryview], came: int | Exception, cpu_s: float) -> None:
+    def _finish_beside(self, into: list[memoryview], received: int | Exception, cpu_s: float) -> None:
         conn = self._qmux
         self._endpoint.worked(cpu_s)
-        self._end_turn(conn, self._take(conn, into, came))
+        self._end_turn(conn, self._take(conn, into, received))
 
     def _room(self, conn: QmuxConnection) -> list[memoryview]:
         if (expected := conn.expected) is None or expected[1] < _DIRECT_BYTES:
@@ -482,7 +464,7 @@ class QmuxTransport(StreamTransport):
         return self._endpoint.room(*expected)
 
     def _handle(self, conn: QmuxConnection) -> None:
-        """Pass on events; what they refer to is used up before anything else is read."""
+        """Pass events on; their views are used up before the next read."""
         events = conn.take_events()
         for event in events:
             self._tell(event)
@@ -504,26 +486,22 @@ class QmuxTransport(StreamTransport):
             case Ponged():
                 endpoint.alive()
             case Terminated():
-                endpoint.settle()  # what came before counts, and may have to be ended
+                endpoint.settle()  # earlier data counts, and may have to be ended
                 self._terminated(event)
 
     def _terminated(self, event: Terminated) -> None:
-        said = f": {event.reason}" if event.reason else ""
+        details = f": {event.reason}" if event.reason else ""
+        code = event.code if event.application else SessionCode.INTERNAL_ERROR
         if event.application:
-            why = (
-                f"closed with {name_of(event.code, SessionCode)}{said}" if event.code else f"the connection ended{said}"
-            )
-            code = event.code
+            why = f"closed with {name_of(code, SessionCode)}{details}" if code else f"the connection ended{details}"
         else:
-            why = f"QMux error 0x{event.code:x}{said}" if event.code else event.reason
-            code = SessionCode.INTERNAL_ERROR
+            why = f"QMux error 0x{event.code:x}{details}" if event.code else event.reason
         self._tell_end(why, code)
 
     # ------------------------------------------------------------------ writing
 
     @property
     def _waits(self) -> bool:
-        """Whether something waits for the socket."""
         return bool(self._out) or self._channel.unsent > 0
 
     def _flush(self, conn: QmuxConnection) -> None:
@@ -560,7 +538,7 @@ class QmuxTransport(StreamTransport):
             self._endpoint.safely(self.flush)
 
     def _adapt(self) -> None:
-        """Keep as much ahead as the path carries in a few milliseconds, here and in the kernel."""
+        """Adapt the unsent bytes, here and in the kernel, to a few milliseconds of the path's rate."""
         self._info.read(self._loop.time())
         ahead = min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, int(self._info.rate * AHEAD_S)))
         if not self._low_water or not 0.5 < ahead / self._ahead < 2:
@@ -586,10 +564,10 @@ class QmuxTransport(StreamTransport):
         if left > 0:
             self._timer = self._loop.call_later(left, self._look_idle)
         else:
-            self._finish("nothing came for too long")
+            self._finish("the connection was idle for too long")
 
     def _shut_down(self) -> None:
-        """Send no more than what waits, and wait a moment for the peer to read it and do the same (section 7.2)."""
+        """Send the remaining output, and wait a moment for the peer to read it and end as well (section 7.2)."""
         if self._closed:
             return
         if not self._lingers:
@@ -604,12 +582,10 @@ class QmuxTransport(StreamTransport):
                 self._sock.shutdown(socket.SHUT_WR)
 
     def _finish(self, reason: str, code: int = 0) -> None:
-        """The connection is over, and the socket of no more use."""
         self._tell_end(reason, code)
         self.drop()
 
     failure: Exception | None = None
-    """Why TLS could not be established."""
 
     def _tell_end(self, reason: str, code: int) -> None:
         if not self._ended:
@@ -617,8 +593,7 @@ class QmuxTransport(StreamTransport):
             self._endpoint.ended(reason, code)
 
 
-def _behind(buffers: list[memoryview], count: int) -> Iterator[memoryview]:
-    """Yield what is left of buffers behind their first ``count`` bytes."""
+def _rest(buffers: list[memoryview], count: int) -> Iterator[memoryview]:
     for buffer in buffers:
         if count < len(buffer):
             yield buffer[count:]
@@ -626,7 +601,6 @@ def _behind(buffers: list[memoryview], count: int) -> Iterator[memoryview]:
 
 
 def _why(error: Exception) -> str:
-    """Return what went wrong with a socket, as text."""
     if isinstance(error, ssl.SSLEOFError):
         return "the peer has closed the connection"
     if isinstance(error, ssl.SSLError):

@@ -41,7 +41,7 @@ async def read_in_place(wire: bytes, reads: list[int], limit: int, *, exact: boo
                 if isinstance(item, memoryview):
                     transfer.append(item)
     parser.finish()
-    transfer.came()
+    transfer.progressed()
     transfer.finish()
     return bytes(transfer.data), parser, fed
 

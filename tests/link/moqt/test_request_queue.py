@@ -55,15 +55,15 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
             plain.waiting.append((which, len(made), one))
         elif kind == 4 and plain.asked:
             number = list(plain.asked)[which % len(plain.asked)]
-            assert queue.asked.pop(number) is plain.asked.pop(number)
+            assert queue.in_flight.pop(number) is plain.asked.pop(number)
         while (found := queue.next()) is not None:
             assert found is plain.next()
             numbers += 1
-            queue.asked[numbers] = found
+            queue.in_flight[numbers] = found
             plain.asked[numbers] = found
         assert plain.next() is None
         assert len(queue) == len(plain.waiting)
-        assert queue.asked == plain.asked
+        assert queue.in_flight == plain.asked
     assert queue.clear() == [entry[2] for entry in sorted(plain.waiting, key=lambda entry: entry[1])]
     assert len(queue) == 0
 
@@ -81,11 +81,11 @@ def all_of(count):
     while True:
         while (found := queue.next()) is not None:
             begun += 1
-            queue.asked[begun] = found
+            queue.in_flight[begun] = found
         if ended == begun:
             return begun
         ended += 1
-        del queue.asked[ended]
+        del queue.in_flight[ended]
 
 
 def test_many_requests_cost_no_more_each():

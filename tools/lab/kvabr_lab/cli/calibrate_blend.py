@@ -9,7 +9,7 @@ from kvabr.cli.calibrate import CalibrateCommand
 from kvabr.cli.options import load
 from kvabr.types.errors import UsageError
 
-_OF_PROFILES = ("text", "contexts", "context_tokens", "stack_layers", "kept", "sinks", "target_kl", "target_track")
+_OF_PROFILES = ("text", "contexts", "context_tokens", "kept", "target_kl", "target_track")
 
 
 def run(args: CalibrateCommand) -> int:

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.cli.options import check_writable, seconds
+from kvabr.cli.options import check_writable
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     crowd = parser.add_argument_group("the players")
     crowd.add_argument("-n", "--players", type=int, default=1_000_000, metavar="N", help="(default: 1000000)")
     crowd.add_argument(
-        "--within", type=seconds, default=60.0, metavar="S", help="seconds in which they all come (default: 60)"
+        "--within", type=float, default=60.0, metavar="S", help="seconds in which they all come (default: 60)"
     )
     crowd.add_argument(
-        "-d", "--deadline", type=seconds, default=2.0, metavar="S", help="TTFT deadline, seconds (default: 2)"
+        "-d", "--deadline", type=float, default=2.0, metavar="S", help="TTFT deadline, seconds (default: 2)"
     )
     crowd.add_argument(
         "--access", type=float, default=1000.0, metavar="MBPS", help="each player's own link, Mbit/s (default: 1000)"

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.cli.options import seconds
 from kvabr.types.errors import UsageError
 from kvabr.types.words import counted
 
@@ -106,7 +105,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
         "source", nargs="+", type=Path, metavar="MATRIX.toml|TRACE", help="a matrix, or trace files and folders"
     )
     axes = parser.add_argument_group("the matrix: every combination of")
-    axes.add_argument("-d", "--deadline", nargs="+", type=seconds, metavar="S", help="TTFT deadlines (default: 2)")
+    axes.add_argument("-d", "--deadline", nargs="+", type=float, metavar="S", help="TTFT deadlines (default: 2)")
     axes.add_argument(
         "--load",
         nargs="+",

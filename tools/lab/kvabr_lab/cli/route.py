@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.cli.options import check_writable, seconds
+from kvabr.cli.options import check_writable
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 
@@ -62,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     cost = "cost of a prefill: TOK/S or C,B,A (default: %(default)s)"
     parser.add_argument("--local", default="4000", metavar="COST", help=f"local {cost}")
     parser.add_argument("--remote", default="16000", metavar="COST", help=f"remote {cost}")
-    parser.add_argument("-d", "--deadline", type=seconds, metavar="S", help="TTFT deadline, seconds (default: none)")
+    parser.add_argument("-d", "--deadline", type=float, metavar="S", help="TTFT deadline, seconds (default: none)")
     parser.add_argument(
         "--at-end", action="store_true", help="the remote site sends when its prefill has ended, not meanwhile"
     )
@@ -88,8 +88,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     now.add_argument("--listen", type=float, default=5.0, metavar="S", help="seconds to listen at most (default: 5)")
     now.add_argument("--local-cached", type=int, default=0, metavar="N", help="tokens of the prompt cached here")
     now.add_argument("--remote-cached", type=int, default=0, metavar="N", help="tokens of the prompt cached there")
-    now.add_argument("--local-queue", type=seconds, default=0.0, metavar="S", help="seconds until a worker is free")
-    now.add_argument("--remote-queue", type=seconds, default=0.0, metavar="S", help="the same at the remote site")
+    now.add_argument("--local-queue", type=float, default=0.0, metavar="S", help="seconds until a worker is free")
+    now.add_argument("--remote-queue", type=float, default=0.0, metavar="S", help="the same at the remote site")
     now.add_argument("--backlog", type=float, default=0.0, metavar="MB", help="megabytes under way on the link")
     _add_day_options(parser)
     parser.add_argument("--json", type=Path, metavar="F", help="the answer, or the day's numbers")
