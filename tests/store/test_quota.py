@@ -51,13 +51,13 @@ def offer_tokens(root, ids, max_bytes=None, age_s=0.0):
 def size(root, number=None):
     """Bytes of what is there, or of one asset."""
     store = AssetStore(LocalStore(root))
-    names = store.list().versions if number is None else [name(number)]
+    names = store.list() if number is None else [name(number)]
     assets = [store.open(each) for each in names]
     return sum(sum(asset.objects.values()) + asset.catalog_size for asset in assets)
 
 
 def there(root):
-    return set(AssetStore(LocalStore(root)).list().versions)
+    return set(AssetStore(LocalStore(root)).list())
 
 
 def test_what_was_computed_longest_ago_goes_first(tmp_path):
