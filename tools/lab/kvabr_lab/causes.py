@@ -120,7 +120,7 @@ def _split_loss(catalog: Catalog, curves: LossCurves, case: Case, useful: float,
         out["too_high" if useful > carried else "decode"] += level - floor
         level = floor
     wasted = record.bytes_wasted + use.ghost_bytes
-    lost = max(0.0, wasted - record.bytes_undecoded - use.cut_told_bytes)
+    lost = max(0.0, wasted - record.bytes_undecoded - use.cut_reported_bytes)
     place = useful
     for cause, nbytes in (
         ("decode", float(record.bytes_undecoded)), ("wasted", lost), ("too_high", use.cut_bytes),

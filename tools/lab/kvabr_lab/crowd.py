@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.replay.experiment import MOST_DEADLINE_S, Experiment, ReplayOptions, check_rtt
+from kvabr.replay.experiment import MAX_DEADLINE_S, Experiment, ReplayOptions, check_rtt
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
@@ -126,7 +126,7 @@ class Crowd:
         if not 1 <= self.players <= 10**9:
             raise UsageError(f"{self.players} players: give 1 to a thousand million")
         check_rtt(self.rtt_s)
-        most = {"deadline": MOST_DEADLINE_S, "within": _MOST_DEADLINES * self.deadline_s, "access": _MOST_ACCESS}
+        most = {"deadline": MAX_DEADLINE_S, "within": _MOST_DEADLINES * self.deadline_s, "access": _MOST_ACCESS}
         for name, limit in most.items():
             value = getattr(self, name if name == "access" else f"{name}_s")
             if not 0 < value <= limit:

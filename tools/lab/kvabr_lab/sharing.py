@@ -250,7 +250,7 @@ class Player:
         if not (due or self._fresh or self._machine.next_s() <= now + EPSILON):
             return
         self._tell_streams(now, due=due)
-        self._machine.tell(now)
+        self._machine.report(now)
         if due:
             session.timer(now)
         self._obey(session.actions(), now)
