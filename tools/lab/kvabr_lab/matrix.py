@@ -36,7 +36,7 @@ from kvabr.types.errors import AssetError, PolicyError, UsageError
 _ENGINE = re.compile(
     rf"(?:(none)|(asset|{'|'.join(ENGINES)})|([0-9.eE+-]+)(x|/s))(?:@([0-9.eE+-]+|inf))?(?::(suffix|hole))?"
 )
-_MOST_PLAYS = 10_000_000
+_MAX_PLAYS = 10_000_000
 SHIPPED = "smollm2-8k"
 """Name of the default asset, which comes with the package."""
 DEFAULT_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -203,9 +203,9 @@ class LabMatrix:
                 raise UsageError(f"the matrix names {twice!r} twice in its {name}")
         if self.starts < 1 or (self.per_family is not None and self.per_family < 1):
             raise UsageError(f"{min(self.starts, self.per_family or 1)} starts; at least one is needed")
-        if self.plays > _MOST_PLAYS:
+        if self.plays > _MAX_PLAYS:
             raise UsageError(
-                f"the matrix has {self.plays:,} plays; at most {_MOST_PLAYS:,} are allowed: take fewer starts"
+                f"the matrix has {self.plays:,} plays; at most {_MAX_PLAYS:,} are allowed: take fewer starts"
             )
         for cell in self.cells():
             self.options(cell)  # raises on values out of range now, not after hours of work

@@ -12,7 +12,7 @@ from kvabr.replay.fitting_table import FittingTable
 from kvabr.replay.report.queries import DASH, nats
 from kvabr.types.words import counted
 from kvabr_lab.causes import CAUSES
-from kvabr_lab.paired import LEAST_TRACES
+from kvabr_lab.paired import MIN_TRACES
 from kvabr_lab.totals import Cut
 
 _WORDS = {
@@ -167,10 +167,10 @@ def verdict(result: dict[str, Any]) -> str:
     rows = [row for row in everyone if not row["policy"].endswith("oracle")] or everyone
     best = rows[0]
     plays, traces = result["comparison"]["plays"], result["comparison"]["traces"]
-    if len(rows) > 1 and traces < LEAST_TRACES:
+    if len(rows) > 1 and traces < MIN_TRACES:
         return (
             f"{best['policy']} has the least mean regret, {short(best['regret_mean'])}, but {counted(plays, 'play')} "
-            f"over {counted(traces, 'trace')} are too few to tell policies apart. It takes {LEAST_TRACES} traces; more "
+            f"over {counted(traces, 'trace')} are too few to tell policies apart. It takes {MIN_TRACES} traces; more "
             "--starts on the same traces do not replace them."
         )
     said = f"{best['policy']} leads with mean regret {short(best['regret_mean'])} ({interval(best['regret_ci95'])})"

@@ -24,7 +24,7 @@ SHARES = (0.0, 0.05, 0.15, 0.3)
 _PROMPTS = 6
 """Prompts of each kind: a text that goes on, and an entry of one of five manual pages."""
 _KINDS: tuple[Kind, ...] = ("text", "facts")
-_PASSAGE, _LEAST_PASSAGE = 256, 32
+_PASSAGE, _MIN_PASSAGE = 256, 32
 _AROUND = 320
 """Tokens of a prompt besides its passages, at most; and passages of one."""
 _PASSAGES = 5
@@ -55,9 +55,9 @@ def measure_model(
     """
     engine = blend_engine(loaded.engine)
     size = min(_PASSAGE, (engine.context - _AROUND) // _PASSAGES)
-    if size < _LEAST_PASSAGE:
+    if size < _MIN_PASSAGE:
         raise UsageError(
-            f"{engine.spec.model} sees {engine.context} tokens, too few for {_PASSAGES} passages of {_LEAST_PASSAGE}"
+            f"{engine.spec.model} sees {engine.context} tokens, too few for {_PASSAGES} passages of {_MIN_PASSAGE}"
         )
     lab = FusionLab(engine, contexts_for(loaded, calibration_texts(), CONTEXTS), [], [])
     made = [

@@ -46,7 +46,7 @@ _SIDE = 32
 """Bits of the scale and the offset of a run, per token."""
 _UNIT = 16
 """Runs start at multiples of this many components, and take multiples of this many bits per token."""
-_MOST_COMPONENTS = 4096
+_MAX_COMPONENTS = 4096
 _MEASURED = 256
 """Tokens on which the errors of runs are measured, none of which the transform was learnt from."""
 
@@ -93,7 +93,7 @@ def learn_bases(spec: KVSpec, caches: Iterable[torch.Tensor]) -> KvtcBasis:
         mean = sums[half] / seen
         covariance = squares[half] / seen - mean[:, None] * mean
         _, found = torch.linalg.eigh(covariance)
-        basis = found.flip(1)[:, :_MOST_COMPONENTS].contiguous()
+        basis = found.flip(1)[:, :_MAX_COMPONENTS].contiguous()
         means.append(mean)
         bases.append(basis)
         sample.append((vectors[:: max(1, len(vectors) // _MEASURED)][:_MEASURED] - mean) @ basis)

@@ -34,7 +34,7 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.peer import PeerOptions
 from kvabr.types.units import computed_shape
 from kvabr_lab.live.child import Usage
-from kvabr_lab.live.lane import LEAST_QUEUE_BYTES, Conditions
+from kvabr_lab.live.lane import MIN_QUEUE_BYTES, Conditions
 from kvabr_lab.live.origin import LiveOrigin
 from kvabr_lab.live.shaper import Shaper
 
@@ -170,7 +170,7 @@ class LiveExperiment:
         """Open the congestion window as an earlier play over the same trace and asset would have."""
         catalog = self.experiment.catalog
         track = min(catalog.tracks, key=lambda track: track.total_bytes)
-        left = _WARM_ROUND_TRIPS * max(LEAST_QUEUE_BYTES, conditions.rtt_s * trace.mean_rate)
+        left = _WARM_ROUND_TRIPS * max(MIN_QUEUE_BYTES, conditions.rtt_s * trace.mean_rate)
         self._shaper.begin(trace, start_s, conditions)
         fetches = []
         for group in itertools.islice(itertools.cycle(range(catalog.groups)), _WARM_REQUESTS):

@@ -109,7 +109,7 @@ PACKET_BYTES = 1228
 """A full packet of QUIC on the wire: 1,200 bytes of UDP payload and the headers of UDP and IPv4."""
 _AT_BEST = 0.05
 """Share of its time in which a link exceeds its line rate; see `line_rate`."""
-LEAST_QUEUE_BYTES = 64 * PACKET_BYTES
+MIN_QUEUE_BYTES = 64 * PACKET_BYTES
 """Least default size of the queue: several bursts of a pacer, 16 packets each, must fit."""
 
 
@@ -145,7 +145,7 @@ class Conditions:
         """Return the most bytes that wait for a bottleneck with a line rate of ``rate`` bytes per second."""
         if self.queue_bytes is not None:
             return self.queue_bytes
-        return max(LEAST_QUEUE_BYTES, int(self.rtt_s * rate))
+        return max(MIN_QUEUE_BYTES, int(self.rtt_s * rate))
 
 
 def line_rate(trace: Trace) -> float:
