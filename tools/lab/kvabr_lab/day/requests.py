@@ -4,11 +4,16 @@ Conversations begin as a Poisson process with a rate that varies over the day as
 optional bursts. There are three kinds. Numbers are medians of log-normal distributions, with the deviation of the
 logarithm in parentheses:
 
-| | chat | document | agent | |---|---|---|---| | share of conversations | 0.5 | 0.3 | 0.2 | | shared beginnings | 12
-system prompts | 300 documents | 40 repositories | | their tokens | 1,000 (0.6) | 16,000 (0.8) | 12,000 (0.8) | | first
-message | 250 (1.0) | 120 (0.7) | 1,500 (1.0) | | further turns, geometric mean | 4 | 2 | 10 | | tokens that a turn adds
-| 150 (1.0) | 80 (0.7) | 1,200 (1.0) | | answer | 300 (0.8) | 250 (0.8) | 200 (0.8) | | pause after an answer,
-exponential mean | 45 s | 60 s | 15 s |
+| | chat | document | agent |
+|---|---|---|---|
+| share of conversations | 0.5 | 0.3 | 0.2 |
+| shared beginnings | 12 system prompts | 300 documents | 40 repositories |
+| their tokens | 1,000 (0.6) | 16,000 (0.8) | 12,000 (0.8) |
+| first message | 250 (1.0) | 120 (0.7) | 1,500 (1.0) |
+| further turns, geometric mean | 4 | 2 | 10 |
+| tokens that a turn adds | 150 (1.0) | 80 (0.7) | 1,200 (1.0) |
+| answer | 300 (0.8) | 250 (0.8) | 200 (0.8) |
+| pause after an answer, exponential mean | 45 s | 60 s | 15 s |
 
 A turn follows a pause after the previous answer, which takes 20 ms a token from its first token: a slow rule delays its
 own requests. Beginnings follow Zipf's law (exponent 1). A turn's prompt is everything before it. A conversation ends

@@ -3,12 +3,17 @@
 Sessions begin as a Poisson process. Each belongs to a tenant and begins with one of the shared beginnings (tools and
 repositories) by Zipf's law. Lengths are log-normal: median, and deviation of the logarithm in parentheses.
 
-| | | |---|---| | shared beginnings | 24, 12,000 tokens (0.7) | | task | 1,500 tokens (1.0) | | turns | geometric, mean
-12 | | tool output | 900 tokens (1.2) | | answer | 180 tokens (0.9) | | a turn also begins a fork, a session with the
-prompt so far | 4 % of turns |
+| | |
+|---|---|
+| shared beginnings | 24, 12,000 tokens (0.7) |
+| task | 1,500 tokens (1.0) |
+| turns | geometric, mean 12 |
+| tool output | 900 tokens (1.2) |
+| answer | 180 tokens (0.9) |
+| a turn also begins a fork, a session with the prompt so far | 4 % of turns |
 
-The time between an answer and the next turn has a heavy tail: a quick tool (85 %: median 2 s, 1.0), a build or test (12
-%: 45 s, 0.9), or a person (3 %: 400 s, 1.2).
+The time between an answer and the next turn has a heavy tail: a quick tool (85 %: median 2 s, 1.0), a build or test
+(12 %: 45 s, 0.9), or a person (3 %: 400 s, 1.2).
 
 These are assumptions, not measurements. `read_sessions` replays measured sessions, without the reasons for the gaps.
 """
