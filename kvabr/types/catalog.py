@@ -55,7 +55,7 @@ from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_
 T = TypeVar("T")
 
 _TRACK_ORDER = ("name", "refines", "decode_s", "measured", "tails", "packs", "bytes", "loss", "digests")
-"""JSON order of a track's last fields; any others precede them."""
+"""JSON order of a track's last fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Level:
         return own_state(self)
 
     def pack(self, part: int) -> int:
-        """Return the number of groups of a layer class in one object."""
+        """Return the groups of a layer class per object."""
         return self.packs[part] if part < len(self.packs) else 1
 
     def to_json(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def groups_of(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Trac
 
 def _some(values: Sequence[T], places: Sequence[int]) -> tuple[T, ...]:
     if isinstance(places, range) and places.step == 1:
-        return tuple(values[places.start : places.stop])  # a long prompt has thousands of groups
+        return tuple(values[places.start : places.stop])
     return tuple(values[place] for place in places)
 
 
@@ -209,7 +209,7 @@ _ORDER = (
     *("namespace", "spec", "tokens", "position", "passage", "source", "chunks", "profile", "profile_bytes", "prefill"),
     *("loss_method", "mixes", "tracks"),
 )
-"""JSON order of the last fields; any others precede them."""
+"""JSON order of the last fields."""
 _ALWAYS = "source", "profile", "profile_bytes", "prefill", "loss_method", "mixes"
 """Fields written even at their default."""
 RECOMPUTED = "recomputed"
@@ -251,7 +251,7 @@ class Catalog(CommonFacts):
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
     """Tokens of the prompt before this asset; positive for a keyed piece or a placed passage (`at`)."""
     passage: PassageNotes | None = None
-    """Notes of a passage; None for a prompt or a piece of one."""
+    """Notes of a passage; otherwise None."""
     offset: int = field(default=0, metadata=IN_MEMORY)
     """Published groups before this catalog's first: group ``g`` is published as ``offset + g``."""
     chosen: tuple[Unit, ...] | None = field(default=None, metadata=IN_MEMORY)
@@ -262,7 +262,6 @@ class Catalog(CommonFacts):
     tail: int = field(default=0, metadata=IN_MEMORY)
     """Tokens that the engine computes after this catalog; the losses apply after them."""
     whole: Catalog | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
-    """The catalog that its units were chosen from."""
 
     def __post_init__(self) -> None:
         check(self, "catalog")
@@ -304,7 +303,7 @@ class Catalog(CommonFacts):
         """Kind of the group digests, see `kvabr.types.digests`."""
         return kind_of(self.tracks[0].digests[0])
 
-    @cached_property  # read tens of thousands of times per play
+    @cached_property
     def every_token(self) -> bool:
         """True if the only class needs every group."""
         return len(self.spec.classes) == 1 and self.spec.only.kind in ("full", "latent")
@@ -457,10 +456,7 @@ class Catalog(CommonFacts):
         return list(map(self.share, range(self.groups)))
 
     def tokens_before(self, group: int) -> int:
-        """Return this catalog's tokens before a group; for index `groups`, all of them.
-
-        Computing groups ``first`` to ``last`` - 1 covers the tokens between the results for ``first`` and ``last``.
-        """
+        """Return this catalog's tokens before a group; all of them for the index after the last group."""
         if self.even:
             return min(group * self.spec.group_tokens, self.tokens)
         if group >= self.groups:
@@ -548,7 +544,6 @@ class Catalog(CommonFacts):
         """
         if not tail:
             return self.prefix(groups)
-        # The losses of these groups are computed below.
         shorter = self._slice(0, groups) if self.even and 0 < groups < len(self.chunks) else self.prefix(groups)
         tracks = []
         for track, whole in zip(shorter.tracks, self.tracks, strict=True):

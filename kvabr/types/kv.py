@@ -29,7 +29,6 @@ GROUP_TOKENS = 128
 """Tokens in a group (draft-shi-moq-kvcache-00, section 3)."""
 FP16_MAX = 65504.0
 MAX_MODELS_BYTES = 1 << 20
-"""Maximum size of a list of models."""
 _MAX_CLASSES = 16
 MAX_GROUP_TOKENS = 65536
 DTYPES = ("float16", "bfloat16", "float32")
@@ -43,7 +42,6 @@ _ROLE = re.compile(r"[a-z]{0,16}")
 _MAX_FREQUENCY = 1024.0
 """Maximum radians per token and maximum factor of a rotation; the minimum is the inverse. Real models are near 1."""
 _MAX_THETA = 1e30
-"""Maximum base of the frequencies."""
 _MAX_SCALE = 2.0**32
 """Maximum scale of quantised numbers; the minimum is the inverse. Real scales are near 1."""
 
@@ -116,7 +114,6 @@ def _is_number(value: Any) -> bool:
 
 
 KINDS = ("full", "window", "chunked", "latent", "state")
-"""See `LayerClass.kind`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ class LayerClass:
     query's own chunk of `window` tokens. ``latent``: one vector per token that yields keys and values (MLA). ``state``:
     one recurrent matrix per head, stored as snapshots."""
     layers: tuple[int, ...]
-    """Layer numbers in the model, ascending."""
+    """Ascending layer numbers in the model."""
     heads: int
     k_dim: int
     """Dimensions of a key or latent; rows of a state."""
@@ -316,7 +313,6 @@ class KVSpec:
     """Shape and meaning of one model's KV cache. Specs with equal digests can exchange groups."""
 
     model: str
-    """Model name in the track namespace."""
     tokenizer: str
     """Digest or name of the tokenizer: equal token ids must mean equal text."""
     classes: tuple[LayerClass, ...]
@@ -557,7 +553,6 @@ class KVSpec:
             (one.model, one.tokenizer, len(one.classes), one.part_of and one.part_of[1]) for one in (self, other)
         )
         pairs = zip(self.classes, other.classes, strict=False)
-        # Usually equal, and equality is cheap.
         return mine == theirs and all(
             one == another or replace(one, interval=None) == replace(another, interval=None) for one, another in pairs
         )

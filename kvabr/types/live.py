@@ -45,8 +45,6 @@ _DECODER = json.JSONDecoder()
 
 
 class _Head(Struct):
-    """First line of a live catalog."""
-
     key: Key
     seconds: tuple[Positive, ...]
 
@@ -98,7 +96,6 @@ class PublishedFrames:
 
     key: Key
     group: Annotated[int, Meta(ge=0)]
-    """The group of tokens."""
     ready_s: Positive
     """Publication time, seconds after the producer began."""
     frames: Mapping[str, _Frame]

@@ -1,4 +1,4 @@
-"""`kvabr crowd`: how many caches do very many players of one asset need, and what breaks first?"""
+"""`kvabr crowd`: the number of caches for very many players of one asset, and the first bottleneck."""
 
 from __future__ import annotations
 
