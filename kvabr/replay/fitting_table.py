@@ -76,6 +76,6 @@ def _may_be_shortened(column: Column) -> bool:
 
 
 _SHORTENED = 12
-"""Least width of a column whose text may be shortened."""
+"""Minimum width of a column with shortened text."""
 _FOLDED = 12
-"""Longer words of a column that wraps may be broken."""
+"""Longer words in wrapping columns may be broken."""

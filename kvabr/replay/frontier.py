@@ -23,7 +23,7 @@ Array = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 
 _PRICE_COUNT, _PRICE_RANGE = 1024, 1e11
-"""Number of prices of a decoder second besides zero, and the ratio of the largest to the smallest. Curves are computed
+"""Number of positive prices of a decoder second, and the ratio of the largest to the smallest. Curves are computed
 on demand, and few are needed."""
 _STRIDES, _HINT_RANGE = (64, 16, 4, 1), 64
 """Strides of the search for the best price; with a hint, its range around the hint, with the last three strides."""

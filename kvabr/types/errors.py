@@ -207,7 +207,7 @@ def told_if_exhausted(relieve: Callable[[], object] = lambda: None) -> Iterator[
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether a retry may succeed: a peer or store was unreachable or overloaded, but refused nothing."""
+    """Return whether a retry may succeed: a peer or store was unreachable or overloaded, not refusing."""
     if isinstance(error, AssetError) and error.__cause__ is not None:
         return may_pass(error.__cause__)
     if isinstance(error, ExhaustedError):

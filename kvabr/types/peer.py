@@ -74,7 +74,7 @@ class PeerOptions:
 
     @property
     def for_stores(self) -> bool:
-        """Whether nothing here is for peers alone: object stores take neither tokens nor certificates from us."""
+        """True if no option is for peers only: object stores use neither our tokens nor certificates."""
         trust = self.token_file, self.ca, self.fingerprint
         return (
             trust == (None, None, None) and not self.insecure and self.token in {None, os.environ.get(TOKEN_VARIABLE)}

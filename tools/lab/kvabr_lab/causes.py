@@ -9,24 +9,25 @@ The loss is reduced first, at the end E of the play (at most the deadline). f(x)
 
 1. ``order``: the bytes in place, U, could have bought f(U). Irrevocable choices: tracks that are not layers, the
    engine's order, a suboptimal sequence of upgrades.
-2. ``decode``: bytes received but not decoded by the end of the play. 3. ``wasted``: bytes of abandoned, failed and
-replaced transfers, and of cancelled ones that still used the link. 4. ``too_high``: bytes of requests in flight at the
-end. The play requested more than could arrive. 5. ``idle``: bytes that the link could have carried during requests
-without service yet: round trips. 6. ``too_low``: all other link bytes by E, because the play requested no data. 7.
-``compute``: with an engine, the rest, and the play's engine time: other groups, or another number of them, should
+2. ``decode``: bytes received but not decoded by the end of the play.
+3. ``wasted``: bytes of abandoned, failed and replaced transfers, and of cancelled ones that still used the link.
+4. ``too_high``: bytes of requests in flight at the end. The play requested more than could arrive.
+5. ``idle``: bytes that the link could have carried during requests without service yet: round trips.
+6. ``too_low``: all other link bytes by E, because the play requested no data.
+7. ``compute``: with an engine, the rest, and the play's engine time: other groups, or another number of them, should
    have been recomputed. Zero without an engine.
 
 The rest is due to the choice of E:
 
-8. ``too_low`` if the play ended too early: further data was worth its time. 9. ``waited`` if it ended too late: the
-last data was not worth its time.
+8. ``too_low`` if the play ended too early: further data was worth its time.
+9. ``waited`` if it ended too late: the last data was not worth its time.
 
 The cost of lateness, including time, is reduced by the time at which the cache would have been complete:
 
-1. ``compute`` or ``decode``: from the end to the last byte, by the source of the group that was ready last. 2.
-``idle``: to the time at which a link without idle time would have delivered all fetched bytes. 3. ``wasted``: to the
-time at which it would have delivered the useful bytes. 4. ``too_high``: the rest: the useful bytes exceeded the link's
-bytes by the deadline. The loss saved by these bytes,
+1. ``compute`` or ``decode``: from the end to the last byte, by the source of the group that was ready last.
+2. ``idle``: to the time at which a link without idle time would have delivered all fetched bytes.
+3. ``wasted``: to the time at which it would have delivered the useful bytes.
+4. ``too_high``: the rest: the useful bytes exceeded the link's bytes by the deadline. The loss saved by these bytes,
    compared to the best cache by the deadline, is subtracted.
 
 An abandoned play has no cache: all its regret is ``gave_up``. ``residual`` is rounding.

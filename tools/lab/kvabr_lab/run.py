@@ -72,7 +72,7 @@ def run(
 
     Args:
         matrix: What to play.
-        store: Keeps the plays; what it has is not repeated.
+        store: Keeps the plays; stored plays are not repeated.
         jobs: Processes; None for one per core. With 1, play in this process.
         progress: Called with the number of plays finished since the last call.
         planned: Called once with the number of missing plays and of all plays.
@@ -120,7 +120,7 @@ _Known = dict[tuple[int, int, str], dict[int, Line]]
 
 
 def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: PlayStore) -> tuple[_Known, list[PlayBatch]]:
-    """Return what the store has, and batches for the rest."""
+    """Return the stored plays, and batches for the rest."""
     known: _Known = {}
     todo: list[PlayBatch] = []
     counts = matrix.counts()

@@ -73,7 +73,7 @@ class Search:
     """The size of a search."""
 
     points: int = 16
-    """Points of the first round, besides the default."""
+    """Points of the first round, in addition to the default."""
     rounds: int = 2
     """Local rounds."""
     near: int = 4

@@ -53,7 +53,7 @@ def read_texts(folder: Path | None, domains: Sequence[str] | None) -> dict[str, 
     """Return texts by domain.
 
     Args:
-        folder: Folder of ``DOMAIN.txt`` files; None for texts that come with Python.
+        folder: Folder of ``DOMAIN.txt`` files; None for texts included in Python.
         domains: Domains to return, in this order; None for the existing ones of `DOMAINS`, or all if there are none.
 
     Raises:

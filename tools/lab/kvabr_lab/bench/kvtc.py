@@ -157,7 +157,7 @@ def allot(sample: torch.Tensor, budget: int) -> tuple[Run, ...]:
         budget: bits per token, scales and offsets included.
 
     Returns:
-        Runs from the first component on; components behind the last run are dropped.
+        Runs from the first component on; components after the last run are dropped.
     """
     units = sample.shape[1] // _UNIT
     room = budget // _UNIT

@@ -1,4 +1,4 @@
-"""Pages of manuals of invented programs, of which no model knows the answers."""
+"""Manual pages of invented programs, with answers unknown to any model."""
 
 from __future__ import annotations
 

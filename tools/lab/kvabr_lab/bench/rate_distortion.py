@@ -164,7 +164,7 @@ def result(findings: Findings, families: Mapping[str, str], plan: BenchPlan) -> 
     Args:
         findings: The findings of `run`.
         families: The curve of each scheme, from `run`.
-        plan: What was measured.
+        plan: The measurements.
     """
     contexts = plan.contexts
     seen = seen_shares(contexts, (plan.profiles or {}).values())

@@ -93,11 +93,11 @@ def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point], note: str = _NO
 
     Args:
         shapes: The caches, in the order of their columns.
-        points: What was measured. The first way is drawn boldly.
+        points: The measurements. The first way is drawn boldly.
         note: A line below.
 
     Raises:
-        FormatError: There is nothing to draw.
+        FormatError: There are no points.
     """
     drawn = [entry for entry in shapes if any(point.shape == entry["title"] for point in points)]
     if not drawn:

@@ -47,7 +47,7 @@ _BATCH = 64
 _SOCKET_BYTES = 4 << 20
 """Size of the kernel's socket buffers: packets must not be lost while this process does not run."""
 _PLAYERS = 256
-"""Most players; the one that was silent longest makes room for a new one."""
+"""Maximum players; a new one replaces the longest silent one."""
 _MAX_HELD_BYTES = 64 << 20
 """Maximum bytes in flight in one direction; more are dropped to bound memory."""
 _LATE_STEP_S = 100e-6

@@ -38,7 +38,7 @@ class LogAxis:
         """Create an axis.
 
         Args:
-            values: what it must hold.
+            values: the values to include.
             left: position of the lowest decade.
             right: position of the highest decade.
             unit: unit of positions: pixels if empty, else ``%``.

@@ -43,7 +43,7 @@ def replay_worst(
     """Find the worst plays and replay them.
 
     Args:
-        matrix: What was played.
+        matrix: The plays.
         played: The lines.
         policies: The policies, best first; the first also replays every play where another was at its worst.
         per_policy: Plays per policy.

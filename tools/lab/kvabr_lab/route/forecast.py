@@ -6,7 +6,7 @@ the decode time per token, ``g`` the tokens per group. ``h`` and ``r`` are the c
 
 - ``local``: local queue + prefill of n - h tokens.
 - ``remote``: half a round trip, the remote queue, and prefill of n - r tokens there; tokens missing here are sent
-  *during* the prefill. Since each token takes at least as long as the one before, the last group arrives at the latest
+  *during* the prefill. Since each token takes no less time than the one before, the last group arrives at the latest
   of three times: when it is computed and sent; when the link has sent everything computed, from the first group on;
   when
   it has sent everything, from the remotely cached part on. Then follow half a round trip, the decoding of the last
