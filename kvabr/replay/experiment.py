@@ -298,7 +298,6 @@ class Experiment:
         return replace(bound, objective=min(bound.objective, self._no_cache())) if bound.feasible else bound
 
     def _no_cache(self) -> float:
-        """Return the objective of an abandoned play."""
         config, deadline_s = self.options.config, self.options.deadline_s
         end_s, price = config.give_up_after * deadline_s, config.time_price
         return objective(NO_CACHE_LOSS, end_s, deadline_s, met=False, engine_s=0.0, time_price=price, gpu_price=0.0)
@@ -394,7 +393,6 @@ class Experiment:
         return {family(track.name): self.options.decode_latency_s for track in self.catalog.tracks}
 
     def _simulate(self, session: Session, capacity: Capacity, rtt_s: float) -> LinkUse:
-        """Play a session to its end in the simulator."""
         options = self.options
         simulator = Simulator(
             session,

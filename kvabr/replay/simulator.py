@@ -75,7 +75,6 @@ class Machine:
         decoders: int,
         decode_latency_s: float = 0.0,
     ) -> None:
-        """Begin idle; the arguments are those of `Simulator`."""
         self._latency_s, self._now = decode_latency_s, 0.0
         self._batch: list[tuple[int, float]] = []
         """Requests waiting for the next batch, with their seconds of decoding."""
@@ -157,7 +156,6 @@ class _Pipe:
     """The link of one source and its flows."""
 
     def __init__(self, capacity: Capacity) -> None:
-        """Begin without flows."""
         self.capacity = capacity
         self.coming: deque[_Flow] = deque()
         """Flows still waiting for their first byte, earliest first."""

@@ -232,7 +232,6 @@ class NewsOrder:
     """Checks that news match each other and their live catalog."""
 
     def __init__(self, live: LiveCatalog) -> None:
-        """Begin without news."""
         self._key, self._catalog = live.key, live.catalog
         self._units = None if live.catalog.every_token else units_by_chunk(live.catalog.units, len(live.catalog.chunks))
         self.groups = 0

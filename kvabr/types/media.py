@@ -61,7 +61,6 @@ class MediaTokens(Sequence[int]):
             place = end
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self.ids)
 
     @overload
@@ -84,19 +83,15 @@ class MediaTokens(Sequence[int]):
         return MediaTokens(ids, found) if found and ids else ids
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the ids."""
         return iter(self.ids)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both have the same ids and media."""
         return isinstance(other, MediaTokens) and (self.ids, self.media) == (other.ids, other.media)
 
     def __hash__(self) -> int:
-        """Return a hash of ids and media."""
         return hash((self.ids, self.media))
 
     def __repr__(self) -> str:
-        """Return the number of tokens and the media."""
         return f"MediaTokens({len(self.ids)} tokens, {list(self.media)})"
 
 

@@ -197,7 +197,6 @@ def _fields(kind: Any) -> tuple[Field[Any], ...]:
 
 @once
 def _published(kind: Any) -> dict[str, Any]:
-    """Return the types of a record's fields by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in _fields(kind)}
 
@@ -274,7 +273,6 @@ def _check_dense(data: bytes, what: str) -> None:
 
 
 def _wrong(error: Exception, what: str, where: str) -> FormatError:
-    """Return an error that names the problem and the field."""
     if isinstance(error, FormatError):
         return error
     problem = "values are nested too deeply" if isinstance(error, RecursionError) else str(error)

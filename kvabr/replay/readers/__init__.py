@@ -204,7 +204,6 @@ def _walk(folder: Path) -> Iterable[Path]:
 
 
 def _names(path: Path) -> tuple[str, str]:
-    """Return the family and the name of a file's trace."""
     where = Path(os.path.normpath(path.absolute()))
     above = list(where.parents)[:3]
     home = next((folder for folder in above if (folder / "SOURCE.txt").is_file()), where.parent)

@@ -176,7 +176,6 @@ def _find_rate(table: _Table) -> tuple[int, float]:
 
 
 def _find_counter(table: _Table) -> tuple[int, float]:
-    """Return the counter column, and the bytes in one of its units."""
     said = table.source.said
     if said.rate is not None:
         raise table.source.error("--counter and --rate-column both name the rate; give only one of them")
@@ -328,7 +327,6 @@ def _ends(table: _Table, column: int, start: int, mark: Mark, starts: Sequence[f
 
 
 def _date_of(table: _Table, column: int) -> int | None:
-    """Return the column with the dates of a column of times, if there is one."""
     names = [ColumnName.of(name).words for name in table.header]
     return next((index for index, name in enumerate(names) if name == DATE and index != column), None)
 

@@ -106,7 +106,6 @@ def _is_udp(report: dict[str, Any]) -> bool:
 
 
 def _carried(source: TraceFile, report: dict[str, Any]) -> float:
-    """Return the share of a sender's datagrams that arrived."""
     end = report.get("end")
     totals = [end.get(key) for key in ("sum_received", "sum")] if isinstance(end, dict) else []
     for total in totals:

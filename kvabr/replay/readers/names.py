@@ -342,7 +342,6 @@ def table() -> str:
 
 
 def _examples(unit: str) -> Iterator[str]:
-    """Yield some common spellings of a unit."""
     prefix, bits = unit.removesuffix("bit/s").removesuffix("byte/s").removesuffix("B/s"), unit.endswith("bit/s")
     letter, word = ("b", "bits") if bits else ("B", "bytes")
     capital = prefix[:1].upper() + prefix[1:]

@@ -175,7 +175,6 @@ def _axis(start: PlayStarted, scale: _Scale, bottom: float, end_s: float) -> Ite
 
 
 def _ended(x: float, bottom: float) -> Iterator[str]:
-    """Mark the delivery of the cache."""
     yield f'<line class="ended" x1="{x}" x2="{x}" y1="{_LINK_TOP}" y2="{bottom:.1f}"/>'
     if x < _LEFT + _WIDTH - 150:  # the space on its right is empty
         yield _text(x + 6, bottom - 8, "the cache is complete", "muted")

@@ -245,7 +245,6 @@ class PlayTable:
         )
 
     def _levels(self, track: str) -> list[str]:
-        """Return a track and the tracks that it refines."""
         levels, name = list[str](), track if track in self.catalog.by_name else None
         while name is not None:
             levels.append(name)

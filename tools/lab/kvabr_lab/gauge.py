@@ -116,7 +116,6 @@ def _reading(
 
 
 def _send(pipe: Connection, pps: float, seconds: float) -> None:
-    """The sender's process."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind(("127.0.0.1", 0))
         sock.settimeout(_SILENCE_S + seconds)

@@ -120,7 +120,6 @@ _Known = dict[tuple[int, int, str], dict[int, Line]]
 
 
 def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: PlayStore) -> tuple[_Known, list[PlayBatch]]:
-    """Return the stored plays, and batches for the rest."""
     known: _Known = {}
     todo: list[PlayBatch] = []
     counts = matrix.counts()

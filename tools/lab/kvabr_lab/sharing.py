@@ -147,7 +147,6 @@ class SharedClient:
     """State shared by the plays of one client; see `kvabr.client.runner` for the order."""
 
     def __init__(self, link: Bottleneck, sender: Sender) -> None:
-        """Begin without plays."""
         self.bandwidth = SharedLink(clock=lambda: link.now)
         self._link, self._sender = link, sender
         self._schedule: EdfScheduler[Player] = EdfScheduler()

@@ -151,7 +151,6 @@ def _codes(model: TextModel, dice: random.Random, size: int, texts: Mapping[str,
 
 
 def _piece(dice: random.Random, texts: Mapping[str, list[int]], tokens: int) -> list[int]:
-    """Return consecutive tokens of one text."""
     long = sorted(name for name, ids in texts.items() if len(ids) >= tokens)
     if not long:
         raise UsageError(f"no text has {tokens} tokens: give longer ones, or ask for shorter passages")

@@ -38,7 +38,6 @@ class ManualPage:
     """A page of an invented program's manual. Pages share some options, with other defaults."""
 
     def __init__(self, dice: random.Random) -> None:
-        """Draw a page."""
         program = "".join(dice.choices(SYLLABLES, k=3))
         deed, thing = dice.choice(_DEEDS), dice.choice(_THINGS)
         entries, answers = [], []

@@ -227,7 +227,6 @@ class QualityBench:
         return out
 
     def _steps(self, stage: str, total: int) -> Iterator[None]:
-        """Report progress at every step."""
         for done in range(1, total + 1):
             self.progress(stage, done, total)
             yield

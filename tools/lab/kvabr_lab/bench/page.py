@@ -259,7 +259,6 @@ class LogScale:
         self._begin, self._end = begin, end
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return round(self._begin + share * (self._end - self._begin), 1)
 

@@ -113,7 +113,6 @@ class _Shelf:
         self.quota.make_room(passage.name(SPEC, salt).prompt)
 
     def _store(self, passage: Passage, salt: bytes) -> int:
-        """Publish a document; return its bytes."""
         chunks = passage_chain(
             passage.ids, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens, salt=salt
         )

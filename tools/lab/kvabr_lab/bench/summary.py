@@ -64,7 +64,6 @@ def _mean(rows: Sequence[Row], key: str) -> float | None:
 
 
 def _interval(values: Sequence[float]) -> list[float] | None:
-    """Return the bootstrapped interval of a mean."""
     if len(values) < 2:
         return None
     samples = np.asarray(values)

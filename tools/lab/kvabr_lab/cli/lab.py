@@ -166,7 +166,6 @@ def axes_of(args: argparse.Namespace) -> dict[str, Any]:
 def _play(
     matrix: LabMatrix, folder: Path, jobs: int | None, axes: dict[str, Any] | None = None
 ) -> tuple[PlayedMatrix, dict[str, Any]]:
-    """Play the missing plays of a folder with these axes; return all plays, and the result."""
     from kvabr.cli.display import PlayBar
     from kvabr_lab import results_folder, run, totals
 

@@ -131,7 +131,6 @@ def _action(kinds: _Actions, name: str, action: _Action, what: str, epilog: str)
 
 
 def _add_reading(kinds: _Actions, name: str, action: _Action, what: str, epilog: str) -> argparse.ArgumentParser:
-    """Declare an action that reads traces."""
     parser = _action(kinds, name, action, what, epilog)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
     group = parser.add_argument_group("how to read files of unclear format")
@@ -247,7 +246,6 @@ def _synth(args: argparse.Namespace) -> int:
 
 
 def _recipe(args: argparse.Namespace) -> str:
-    """Return the command that makes this file."""
     words = ["kvabr traces synth", args.kind, f"--mean-mbps {_short(args.mean_mbps)}"]
     words += [f"--duration {_short(args.duration)}", f"--step {_short(args.step)}", f"--seed {args.seed}"]
     if args.rtt is not None:

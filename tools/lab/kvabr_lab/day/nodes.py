@@ -156,7 +156,6 @@ class Fleet:
     """Nodes and the turns of a day."""
 
     def __init__(self, turns: Sequence[SessionTurn], shape: FleetShape) -> None:
-        """Begin with empty nodes and origin."""
         self._turns, self._shape, self._clock = turns, shape, _Clock()
         self._nodes = [_Node(shape, self._clock) for _ in range(shape.nodes)]
         self._published: set[GroupKey] = set()
@@ -198,7 +197,6 @@ class Fleet:
         heapq.heappush(self._events, (at_s, next(self._numbers), what, number))
 
     def _groups(self, turn: SessionTurn) -> list[GroupKey]:
-        """Return the whole groups of a prompt."""
         size, found, end = self._shape.cache.group_tokens, list[GroupKey](), 0
         for part, length in turn.parts:
             end += length
@@ -206,7 +204,6 @@ class Fleet:
         return found
 
     def _place(self, turn: SessionTurn) -> _Node:
-        """Return the node for a turn of a known session."""
         shortest = min(self._nodes, key=lambda node: (node.free_s, -len(node.engine)))
         own, _ = self._at.get(turn.session, (None, 0))
         own = self._planned.get(turn.session, own)

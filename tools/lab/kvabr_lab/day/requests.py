@@ -175,7 +175,6 @@ class _Zipf(Generic[T]):
 
 
 def _shared_texts(kind: Kind, shape: DayShape, dice: Dice, numbers: count[int]) -> _Texts:
-    """Return the shared beginnings of a kind."""
     return _Zipf([(next(numbers), _length(kind.shared, shape, dice)) for _ in range(kind.texts)])
 
 

@@ -147,7 +147,6 @@ class Kvabr:
         return choice_of(options[index])
 
     def _known(self, options: Sequence[Forecast], request: DayRequest, world: World, now: float) -> Sequence[Forecast]:
-        """Return the forecasts to choose from."""
         del request, world, now
         return options
 

@@ -132,7 +132,6 @@ class World:
     """Both sites and the link, at the time of the last request."""
 
     def __init__(self, shape: WorldShape) -> None:
-        """Begin with empty queues and caches."""
         self.shape = shape
         capacity = Capacity(shape.trace.scaled(PAYLOAD_SHARE), slow_start=False)
         self._set(
@@ -341,7 +340,6 @@ class Day:
     """A world and its future requests."""
 
     def __init__(self, requests: Sequence[DayRequest], world: World) -> None:
-        """Begin with the first request of the first conversation."""
         self._requests, self.world = requests, world
         self._firsts = [(request.at_s, request.number) for request in requests if request.at_s is not None]
         self._index = 0

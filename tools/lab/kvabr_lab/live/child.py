@@ -93,7 +93,6 @@ class Child:
                 self._process.join()
 
     def _greeting(self) -> Any:
-        """Return the greeting of the process."""
         said = self.answer()
         if isinstance(said, str):
             raise TransportError(f"the {self._name} of this replay cannot start: {said}")

@@ -55,7 +55,6 @@ class RobustMpc(Policy):
     parameters: ClassVar[Mapping[str, Parameter]] = {"horizon": Parameter(1.0, 64.0, 5.0, log=True)}
 
     def __init__(self, *, horizon: float = 5.0) -> None:
-        """Set the number of groups planned ahead."""
         self._horizon = round(horizon)
 
     def start(self, view: View) -> None:
@@ -142,7 +141,6 @@ class RobustMpc(Policy):
 
 
 def _by_group(steps: Iterable[LadderStep]) -> dict[int, list[LadderStep]]:
-    """Return the steps of each group."""
     found: dict[int, list[LadderStep]] = {}
     for step in steps:
         found.setdefault(step.group, []).append(step)

@@ -60,7 +60,6 @@ class HeldPrefixes:
         """Blocks skipped: beyond the limit, after an unknown block, or not of text alone."""
 
     def __len__(self) -> int:
-        """Return the number of stored blocks."""
         return sum(len(blocks.media) for blocks in self._held.values())
 
     @property
@@ -153,7 +152,6 @@ class HeldPrefixes:
 
 
 def _chain(parent: bytes, tokens: Sequence[int], size: int) -> Iterable[bytes]:
-    """Yield the key of each whole block."""
     parent = parent or hashlib.blake2b(size.to_bytes(4, "little"), digest_size=_KEY_BYTES).digest()
     for first in range(0, len(tokens) - size + 1, size):
         data = parent + struct.pack(f"<{size}I", *tokens[first : first + size])
