@@ -1,8 +1,8 @@
-"""Add a compression level: Int8 behind zlib. Measure its size and error on a cache.
+"""Add a compression level: Int8 compressed by zlib. Measure its size and error on a cache.
 
     python examples/own_codec.py
 
-A package registers a codec with the entry point `kvabr.codecs`; then `kvabr encode --tracks Int8-zlib` knows it.
+A package registers a codec with the entry point `kvabr.codecs`; then `kvabr encode --tracks Int8-zlib` accepts it.
 """
 
 import zlib

@@ -10,10 +10,10 @@ from kvabr.replay.trace import Trace
 
 
 class EarliestFirst(Policy):
-    """Every group on the best track that its share of the link carries, in the order of the prompt."""
+    """Fetch groups in prompt order, each on the best track that its share of the link carries."""
 
     def decide(self, view: View) -> Decision:
-        """Return what to request next, with a reason."""
+        """Return the next request, with a reason."""
         group = view.first_missing()
         if group is None:
             return Decision.finish("every group is in place or under way")

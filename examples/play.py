@@ -1,4 +1,4 @@
-"""Play a cache from an origin, and print what came.
+"""Play a cache from an origin, and print the result.
 
     python examples/play.py moqt://127.0.0.1:4443/ prompt.json [FINGERPRINT]
 
@@ -22,7 +22,7 @@ with kvabr.Client(url, kvabr.PeerOptions(fingerprint=fingerprint[0] if fingerpri
         played = client.play(tokens, deadline=2.0)
     except kvabr.IncompleteError as error:
         print(error)
-        played = error.prefix  # what came before the first missing group, or None
+        played = error.prefix  # the part before the first missing group, or None
 if isinstance(played, kvabr.Played):
     print(f"{played.tokens} of {len(tokens)} tokens after {played.ttft_s:.2f} s, loss {played.loss:.2g}")
     print("tracks:", ", ".join(played.coverage))

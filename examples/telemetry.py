@@ -1,4 +1,4 @@
-"""Play a cache, and see what the play tells about itself: JSON lines, Prometheus metrics, and every decision.
+"""Play a cache, and see its telemetry: JSON lines, Prometheus metrics, and every decision.
 
     python examples/telemetry.py moqt://127.0.0.1:4443/ prompt.json [FINGERPRINT]
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from relay import server  # the example beside this one
+from relay import server  # the example in this folder
 
 import kvabr
 from kvabr.engines.transformers import cache_publisher, play_cache, publish_cache

@@ -1,30 +1,28 @@
-"""The clairvoyant bound: the least objective that any schedule could reach if it knew the whole trace.
+"""The clairvoyant bound: the lowest objective of any schedule that knows the whole trace.
 
-If only "everything in place at T" counts, the order of transfers does not matter. The best cache is a multiple-choice
-knapsack, one option per group, over two resources (`frontier`):
+For a fixed end T the order of transfers does not matter. The best cache is a multiple-choice knapsack, one option per
+group, over two resources (`frontier`):
 
-- Bytes: what the link carries by T minus the time to decode the last transfer (the quickest to decode that the link
-  could carry in place of a cheaper one).
-- Decoding, with n decoders. Layers of a group are decoded together, once. By any time t, at most C(t) bytes have
-  arrived, which hold at most r C(t) seconds of decoding (r is the largest ratio of seconds to bytes of any option),
-  and n (T - t) seconds are left for the rest. So all decoding sums to at most the minimum over t of r C(t) + n (T -
-  t).
+- Bytes: the link's bytes by T minus the decode time of the last transfer (the fastest option to decode that the link
+  could carry instead of a cheaper one).
+- Decoding, with n decoders. The layers of a group are decoded together. At any time t, the C(t) bytes received so far
+  hold at most r C(t) seconds of decoding (r: largest ratio of seconds to bytes of any option), and n (T - t) seconds
+  remain for the rest. Total decoding is therefore at most the minimum over t of r C(t) + n (T - t).
 
-The bound is the knapsack's linear relaxation, so a play can approach it but not beat it.
+The bound is the linear relaxation of the knapsack, so a play can approach it but not beat it.
 
-The end T is free. Over an interval of ends, the objective is at least the loss at its end plus the price of time at
-its start. The interval with the least such value is divided until it is close to the best end found, and that least
-value is the bound: it holds for every end, not only for those that were tried.
+T itself is free. Over an interval of ends, the objective is at least the loss at its end plus the price of time at its
+start. The interval with the lowest such value is subdivided until it is close to the best end found. The lowest value
+is the bound and holds for all ends.
 
-An engine that recomputes shrinks the network's part:
+An engine that recomputes reduces the network's part:
 
-- ``suffix``: for every cut, the tail is computed once the network has brought the groups before the cut, at least on
-  the cheapest tracks; better ones may come by T.
-- ``hole``: k groups are computed while the network loads the others. Either these are the first k, from the start on.
-  Or the network brings one of the groups before the last of them, and what is behind it is computed once it is in
-  place; the last group of all, which may be short, once everything else is. Then the bound does not fix which k: it
-  takes those that help the network most, at the engine time of those that are cheapest to compute, so no choice of
-  groups can beat it.
+- ``suffix``: for every cut, the tail is computed after the groups before the cut have arrived, at least on the cheapest
+  tracks; better tracks may arrive until T.
+- ``hole``: k groups are computed while the network loads the others. These are either the first k, computed from the
+  start, or include groups that follow a group from the network, computed once it is in place; the last group, which may
+  be short, once everything else is. The bound uses the groups that help the network most at the engine time of the
+  cheapest groups, so no choice of groups beats it.
 """
 
 from __future__ import annotations
@@ -41,31 +39,31 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.engine import EngineMode
 
-_ENDS, _PARTS = 64, 8
-"""Intervals of ends to begin with, and the parts that one is divided into."""
-_ROUNDS = 12
-_LATEST = 64.0
-"""Most deadlines after the deadline at which an end is looked for."""
-_GAP, _NEAR = 1e-7, 2e-3
-"""Absolute (nats per token) and relative distance between bound and reached objective at which the search ends."""
+_INTERVALS, _SUBINTERVALS = 64, 8
+"""Number of initial intervals of ends, and of subintervals."""
+_MAX_ROUNDS = 12
+_MAX_LATE_DEADLINES = 64.0
+"""Latest end searched, in deadlines after the deadline."""
+_ABSOLUTE_GAP, _RELATIVE_GAP = 1e-7, 2e-3
+"""Absolute (nats per token) and relative gap between bound and reached objective at which the search stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a clairvoyant player could do."""
+    """Bound on the plays of any clairvoyant player."""
 
     feasible: bool
-    """Whether any schedule meets the deadline at all."""
+    """Whether any schedule meets the deadline."""
     least_loss: float
-    """The least expected loss by the deadline at any price, nats per generated token; infinite if not feasible."""
+    """Lowest expected loss by the deadline at any price, nats per generated token; infinite if not feasible."""
     objective: float
-    """The least objective; no schedule can have less. Infinite if not feasible."""
+    """Lowest objective of any schedule; infinite if not feasible."""
     loss: float
-    """The loss where the objective is least, and what its bytes cost."""
+    """Loss at the lowest objective, including the price of its bytes."""
     end_s: float
-    """The end where the objective is least: TTFT, seconds."""
+    """TTFT at the lowest objective, seconds."""
     engine_s: float
-    """Engine time where the objective is least, seconds."""
+    """Engine time at the lowest objective, seconds."""
 
 
 INFEASIBLE = Bound(feasible=False, least_loss=math.inf, objective=math.inf, loss=math.inf, end_s=math.inf, engine_s=0.0)
@@ -76,20 +74,20 @@ class _Way:
     """One division of the groups between network and engine."""
 
     part: GroupSubset | None
-    """What the network brings; None: nothing."""
+    """Groups from the network; None: none."""
     engine_s: float = 0.0
     earliest_s: float = 0.0
-    """No end is before that, seconds."""
+    """Earliest end, seconds."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """The least objective of one or more ways."""
+    """The lowest objective of one or more ways."""
 
     floor: float = math.inf
-    """No end has less."""
+    """Lower bound over all ends."""
     objective: float = math.inf
-    """The least that was reached, at ``end_s``."""
+    """Lowest reached objective, at ``end_s``."""
     loss: float = math.inf
     end_s: float = math.inf
     engine_s: float = 0.0
@@ -112,11 +110,11 @@ class Clairvoyant:
 
         Args:
             catalog: the catalog.
-            cost: what the engine's prefill costs; None for no engine.
-            mode: what the engine can recompute.
+            cost: the engine's prefill cost; None for no engine.
+            mode: the engine's mode.
             decode_scale: factor for the catalog's decode times.
-            decoders: groups that are decoded at once.
-            decode_latency_s: seconds that the last batch takes besides those of its groups.
+            decoders: number of groups decoded at once.
+            decode_latency_s: additional seconds for the last batch.
         """
         self._catalog, self._cost = catalog, cost
         self._mode: EngineMode = mode if catalog.every_token else "suffix"
@@ -124,10 +122,10 @@ class Clairvoyant:
         self.frontier = frontier = Frontier(catalog, decode_scale)
         tails_s = frontier.decodes.min(axis=0) + decode_latency_s
         self.tail_s = float(tails_s.min())
-        """Least time to decode the last group, seconds."""
+        """Shortest time to decode the last group, seconds."""
         more = (frontier.sizes - frontier.least_bytes[:, None]).min(axis=0)
         self.lasts: list[tuple[float, float]] = []
-        """Candidates for the last transfer: least decode time, and bytes beyond those of the cheapest cache."""
+        """Options for the last transfer: shortest decode time, and bytes beyond the cheapest cache."""
         for decode_s, extra in sorted(zip(tails_s.tolist(), more.tolist(), strict=True)):
             if not self.lasts or extra < self.lasts[-1][1]:
                 self.lasts.append((decode_s, extra))
@@ -148,9 +146,9 @@ class Clairvoyant:
             capacity: the link; its time begins with the play.
             deadline_s: the deadline, seconds.
             time_price: price of a second before the first token, nats per token.
-            gpu_price: price of a second of engine time, nats per token; an infinite one counts nothing.
-            begun_s: seconds of the deadline that passed before the play began.
-            first_byte_s: seconds in which nothing can arrive: a round trip.
+            gpu_price: price of a second of engine time, nats per token; infinite counts as 0.
+            begun_s: seconds of the deadline that passed before the play.
+            first_byte_s: seconds before anything can arrive: a round trip.
         """
         left_s = deadline_s - begun_s
         if left_s <= 0:
@@ -183,12 +181,12 @@ class Clairvoyant:
         time_price: float,
         gpu_price: float,
     ) -> None:
-        """Let ends after the deadline compete, if what was found is so bad that a miss could be cheaper."""
+        """Include ends after the deadline if the result is so bad that a miss could be cheaper."""
         base, slope = MISS_PENALTY + time_price * left_s, time_price + 1.0 / deadline_s
         since_s, until_s = left_s, left_s + deadline_s
         while found.floor > base + slope * (since_s - left_s):
-            if since_s - left_s > _LATEST * deadline_s:
-                found.floor = base + slope * (since_s - left_s)  # no later end can be below
+            if since_s - left_s > _MAX_LATE_DEADLINES * deadline_s:
+                found.floor = base + slope * (since_s - left_s)  # no later end can be better
                 return
             link = _Link(self, capacity, until_s, first_byte_s)
             late = _Search(link, (since_s, until_s), slope, gpu_price).over(self._ways(link))
@@ -200,19 +198,19 @@ class Clairvoyant:
             since_s, until_s = until_s, left_s + 2.0 * (until_s - left_s)
 
     def least_at(self, capacity: Capacity, end_s: float, *, gpu_price: float, first_byte_s: float = 0.0) -> float:
-        """Return the least sum of loss and priced engine time of any schedule that ends at ``end_s``.
+        """Return the lowest sum of loss and priced engine time of any schedule that ends at ``end_s``.
 
         Args:
             capacity: the link; its time begins with the play.
             end_s: the end, seconds from the start of the play.
-            gpu_price: price of a second of engine time, nats per token; an infinite one counts nothing.
-            first_byte_s: seconds in which nothing can arrive.
+            gpu_price: price of a second of engine time, nats per token; infinite counts as 0.
+            first_byte_s: seconds before anything can arrive.
         """
         link = _Link(self, capacity, max(0.0, end_s), first_byte_s)
         return _least_at_last(link, self._ways(link), gpu_price if math.isfinite(gpu_price) else 0.0)
 
     def _ways(self, link: _Link) -> list[_Way]:
-        """Return all divisions of the groups between network and engine, the network alone first."""
+        """Return all divisions of the groups between network and engine, starting with network only."""
         catalog, cost, frontier = self._catalog, self._cost, self.frontier
         ways = [_Way(WHOLE, 0.0, link.when(float(frontier.least_bytes.sum())) + self.tail_s)]
         size, tokens, groups = catalog.spec.group_tokens, catalog.tokens, catalog.groups
@@ -229,7 +227,7 @@ class Clairvoyant:
                 takes_s = cost.seconds(begin, tokens - begin)
                 base_s = link.when(float(frontier.least_bytes[:cut].sum())) + self.tail_s
                 base_s = max(base_s, begins_s + float(work_s[cut - 1]))
-                # While the engine computes, the groups before the cut may still be upgraded.
+                # During the computation, the groups before the cut may still be upgraded.
                 ways.append(_Way(GroupSubset(first=cut), takes_s, base_s + takes_s))
             return ways
         front_s: Array = np.array([cost.seconds(0, min(count * size, tokens)) for count in range(groups + 1)])
@@ -240,26 +238,27 @@ class Clairvoyant:
         sums = np.cumsum(np.sort(frontier.least_bytes[:-1]))
         last_s = cost.seconds((groups - 1) * size, tokens - (groups - 1) * size) + self.tail_s
         for count in range(1, groups):
-            # With the last group of all, or without it.
+            # With and without the last group of the cache.
             earliest_s = (link.when(float(sums[groups - 1 - count])) + last_s, 0.0)
             front_done_s = np.maximum(front_s[:count], come_s[:count])
-            for behind_s, from_s in zip(_behind(catalog, cost, count), earliest_s, strict=True):
+            for behind_s, from_s in zip(_rest_seconds(catalog, cost, count), earliest_s, strict=True):
                 takes_s, ends_s = float((front_s[:count] + behind_s).min()), float((front_done_s + behind_s).min())
                 if takes_s < math.inf:
                     ways.append(_Way(GroupSubset(free=count), takes_s, max(from_s, ends_s)))
         return ways
 
 
-def _behind(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Array, Array]:
-    """Return lower bounds of the seconds to compute, of ``count`` groups, those that are not in front.
+def _rest_seconds(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Array, Array]:
+    """Return lower bounds of the seconds to compute those of ``count`` groups that are not in front.
 
     Returns:
-        Where the first p of them are in front and the others behind group p, the latter's part, by p: if the last group
-        of all is among them, and if not; infinite where that cannot be.
+        Indexed by p, for the first p in front and the others after group p: seconds for the others if the last group of
+        the
+        cache is among them, and if not; infinite if impossible.
     """
     size, last = catalog.spec.group_tokens, catalog.group_tokens(catalog.groups - 1)
     last_s = cost.added_s(catalog.tokens - last, last)
-    before: Array = np.arange(1, count + 1, dtype=float) * size  # right behind it a group is cheapest to compute
+    before: Array = np.arange(1, count + 1, dtype=float) * size  # right after it, a group is cheapest to compute
     tokens: Array = np.arange(count, 0, -1, dtype=float) * size
 
     def seconds(tokens: Array, more_s: float = 0.0) -> Array:
@@ -273,7 +272,7 @@ def _behind(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Array, Arr
 
 
 class _Link:
-    """What one play's link and decoders can bring by any time."""
+    """The capacity of one play's link and decoders over time."""
 
     def __init__(self, clairvoyant: Clairvoyant, capacity: Capacity, until_s: float, first_byte_s: float) -> None:
         self.frontier, self._decoders = clairvoyant.frontier, clairvoyant.decoders
@@ -285,7 +284,7 @@ class _Link:
         )
 
     def when(self, nbytes: float) -> float:
-        """Return when ``nbytes`` have arrived, seconds; infinite if they have not by ``until_s``."""
+        """Return the arrival time of ``nbytes``, seconds; infinite if after ``until_s``."""
         index = int(np.searchsorted(self._carried, nbytes))
         if index == 0:
             return 0.0
@@ -302,7 +301,7 @@ class _Link:
         return self.frontier.loss(part, nbytes, self._decoding(ends), care=care, hint=hint)
 
     def price(self, end_s: float) -> int:
-        """Return the index of the price of decoding that counts at one end, see `Frontier.price`."""
+        """Return the index of the tightest price of decoding at one end, see `Frontier.price`."""
         ends = np.array([end_s])
         return self.frontier.price(WHOLE, self._whole(ends), self._decoding(ends))
 
@@ -310,7 +309,7 @@ class _Link:
         return np.interp(times, self._times, self._carried)
 
     def _whole(self, ends: Array) -> Array:
-        """Return the bytes that can arrive in time if the option that decodes fastest comes last."""
+        """Return the bytes that can arrive in time if the option that decodes fastest arrives last."""
         least = float(self.frontier.least_bytes.sum())
         found = np.full(len(ends), -1.0)
         for decode_s, more in reversed(self._lasts):
@@ -319,13 +318,13 @@ class _Link:
         return found
 
     def _decoding(self, ends: Array) -> Array:
-        """Return the most seconds of decoding that can be done by each end."""
+        """Return the maximum seconds of decoding by each end."""
         before = self._least[np.searchsorted(self._times, ends, side="right") - 1]
         return np.minimum(before + self._decoders * ends, self.frontier.per_byte * self._carried_by(ends))
 
 
 def _opened(capacity: Capacity, until_s: float, first_byte_s: float) -> tuple[Array, Array]:
-    """Return times, and the bytes that have arrived by each if nothing can before ``first_byte_s``."""
+    """Return times, and cumulative bytes if nothing arrives before ``first_byte_s``."""
     times, carried = capacity.points(until_s)
     opened = float(np.interp(first_byte_s, times, carried))
     place = int(np.searchsorted(times, first_byte_s))
@@ -333,11 +332,11 @@ def _opened(capacity: Capacity, until_s: float, first_byte_s: float) -> tuple[Ar
 
 
 def _least_at_last(link: _Link, ways: Sequence[_Way], gpu_price: float) -> float:
-    """Return the least sum of loss and priced engine time at the latest end; infinite if nothing is complete."""
+    """Return the lowest sum of loss and priced engine time at the latest end; infinite if incomplete."""
     end = np.array([link.until_s])
     ways = [way for way in ways if way.earliest_s <= link.until_s]
     if not gpu_price:
-        # Of the numbers of groups that could be computed, the largest is the best.
+        # Without an engine price, computing more groups is never worse.
         parts = [WHOLE, *(way.part for way in ways if way.part is not None)]
         most = {GroupSubset(skip=max(part.skip for part in parts)), GroupSubset(free=max(part.free for part in parts))}
         ways = [way for way in ways if way.part is None or way.part.first is not None or way.part in {WHOLE, *most}]
@@ -354,7 +353,7 @@ def _least_at_last(link: _Link, ways: Sequence[_Way], gpu_price: float) -> float
 
 
 class _Search:
-    """Searches the ends of one play for the least of loss + prices of time and engine."""
+    """Searches the ends of one play for the lowest loss plus priced time and engine."""
 
     def __init__(self, link: _Link, span: tuple[float, float], time_price: float, gpu_price: float) -> None:
         self._link, self._span = link, span
@@ -362,13 +361,13 @@ class _Search:
         self._found = _Found()
 
     def over(self, ways: Sequence[_Way]) -> _Found:
-        """Return the least objective of all ways; the network alone is the first of them."""
+        """Return the lowest objective of all ways; the first uses only the network."""
         first, last = self._span
         first = max(first, min(way.earliest_s for way in ways))
         if first > last:
             return self._found
-        # Where time costs nothing, the latest end is the best.
-        ends = np.linspace(first, last, _ENDS + 1) if self._time_price > 0 else np.array([last])
+        # Without a time price, the latest end is the best.
+        ends = np.linspace(first, last, _INTERVALS + 1) if self._time_price > 0 else np.array([last])
         network, others = ways[0], [way for way in ways[1:] if way.earliest_s <= last]
         self._divide(network, ends, self._link.loss(network.part, ends, care=1))
         found = self._found
@@ -383,7 +382,7 @@ class _Search:
         return found
 
     def _divide(self, way: _Way, ends: Array, losses: Array, hint: int = 0) -> None:
-        """Note the least objective of a way: divide the intervals between ``ends`` where it may be until it is found.
+        """Record the lowest objective of a way by subdividing the intervals between ``ends``.
 
         Args:
             way: the way.
@@ -393,14 +392,18 @@ class _Search:
         """
         found = self._found
         starts, stops, losses = _intervals(way, ends, losses)
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             floors = self._floors(way, starts, losses)
-            near = found.objective - max(_GAP, _NEAR * found.objective) if math.isfinite(found.objective) else math.inf
+            near = (
+                found.objective - max(_ABSOLUTE_GAP, _RELATIVE_GAP * found.objective)
+                if math.isfinite(found.objective)
+                else math.inf
+            )
             going = floors < near
             found.floor = min(found.floor, float(floors[~going].min(initial=math.inf)))
             if not going.any():
                 return
-            steps = np.linspace(starts[going], stops[going], _PARTS + 1, axis=1)
+            steps = np.linspace(starts[going], stops[going], _SUBINTERVALS + 1, axis=1)
             starts, stops = steps[:, :-1].ravel(), steps[:, 1:].ravel()
             losses = self._link.loss(way.part, stops, care=4, hint=hint)
             self._note(way, stops, losses)
@@ -411,7 +414,7 @@ class _Search:
         return float(self._floors(way, starts, losses).min())
 
     def _floors(self, way: _Way, starts: Array, losses: Array) -> Array:
-        """Return what no end within the intervals can be below, given the losses at the intervals' ends."""
+        """Return lower bounds over the intervals, given the losses at their ends."""
         return losses + self._time_price * starts + self._gpu_price * way.engine_s
 
     def _note(self, way: _Way, ends: Array, losses: Array) -> None:
@@ -423,7 +426,7 @@ class _Search:
 
 
 def _intervals(way: _Way, ends: Array, losses: Array) -> tuple[Array, Array, Array]:
-    """Return starts, ends, and losses at the ends, of the intervals in which a way may end; the first is one point."""
+    """Return starts, ends and losses at the ends of a way's feasible intervals; the first is a point."""
     keep = ends >= way.earliest_s
     starts = np.concatenate([ends[:1], ends[:-1]])[keep]
     return np.maximum(starts, way.earliest_s), ends[keep], losses[keep]

@@ -1,4 +1,4 @@
-"""What prefills cost on engines that were measured, by name, and the notation of a cost that is given as numbers."""
+"""Measured prefill costs of engines by name, and the notation for costs given as numbers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MEASURED = MappingProxyType(
         "h200-70b": (*((0, new, ms) for new, ms in zip(_WHOLE, _H200_70B, strict=True)), *_H200_70B_BEHIND),
     }
 )
-"""Tokens before, new tokens and milliseconds of prefills by transformers in BF16: Llama-3.1-8B's shape on an H200, and
-that of a 70B model on one, of which 10 of 80 layers were timed."""
+"""Tokens before, new tokens and milliseconds of prefills with transformers in BF16: Llama-3.1-8B's shape on an H200,
+and a 70B model's shape, with 10 of 80 layers timed."""
 ENGINES = MappingProxyType(
     {
         "h200-8b": PrefillCost(4.15e-3, 2.76e-5, 4.76e-10, 1.70e-6, 0.0209),
@@ -33,18 +33,18 @@ ENGINES = MappingProxyType(
         "cpu-smollm2": PrefillCost(0.0423, 2.31e-3, 9.60e-7),
     }
 )
-"""Costs by name: those fitted to `MEASURED`, and SmolLM2-135M's on two cores of a server in float32."""
+"""Costs fitted to `MEASURED`, and SmolLM2-135M's in float32 on two cores of a server."""
 _FORM = "TOK/S, or FIXED:LINEAR[:BEFORE[:QUADRATIC[:FLOOR]]] in seconds"
 
 
 def parse_cost(text: str, option: str) -> PrefillCost:
     """Return a prefill cost from a rate or from constants in seconds, see `PrefillCost`.
 
-    ``8000`` is tokens a second. ``0.004:28e-6:1.7e-6:4.8e-10:0.02`` is per call, per token, per token before, per pair
-    of tokens, and the least of a call.
+    ``8000`` means tokens per second. ``0.004:28e-6:1.7e-6:4.8e-10:0.02`` means seconds per call, per token, per token
+    before, per pair of tokens, and the minimum per call.
 
     Raises:
-        UsageError: the text is neither, or out of range.
+        UsageError: the text is invalid or out of range.
     """
     try:
         numbers = [float(part) for part in text.split(":")]
@@ -61,7 +61,7 @@ def parse_cost(text: str, option: str) -> PrefillCost:
 
 
 def engine_cost(name: str, option: str) -> PrefillCost:
-    """Return the cost of an engine of `ENGINES`; a `UsageError` has the nearest name."""
+    """Return the cost of an engine in `ENGINES`; raise a `UsageError` with the nearest name if there is none."""
     if name not in ENGINES:
         close = difflib.get_close_matches(name, ENGINES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ENGINES)}"

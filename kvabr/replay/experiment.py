@@ -50,22 +50,21 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import CacheDelivered, PlayEvent, PlayStarted, RecomputeDone, RecomputeStarted
 
 DEFAULT_RTT_S = 0.04
-"""Round trip, seconds, if neither the user nor the trace gives one."""
-MOST_DEADLINE_S, MOST_RTT_S = 86_400.0, 3600.0
-"""Longest deadline and round trip, seconds: a simulation looks at every part of a play."""
-_LEAST_SHARE, _LEAST_S = 0.1, 1e-3
-"""Least share of the deadline that a play gets, however long the lookup took, as far as its patience allows; and the
-least seconds."""
+"""Default round trip, seconds."""
+MAX_DEADLINE_S, MAX_RTT_S = 86_400.0, 3600.0
+"""Maximum deadline and round trip, seconds; a simulation visits every part of a play."""
+_MIN_SHARE, _MIN_PLAY_S = 0.1, 1e-3
+"""Minimum share of the deadline, and minimum seconds, left to a play after its lookup, within its patience."""
 
 
 def check_rtt(rtt_s: float) -> None:
-    """Raise `UsageError` unless a round trip, in seconds, can be simulated."""
-    if not 0 <= rtt_s <= MOST_RTT_S:
+    """Raise a `UsageError` unless a round trip, in seconds, can be simulated."""
+    if not 0 <= rtt_s <= MAX_RTT_S:
         raise UsageError(f"the round trip is {rtt_s:g} s; it must be zero or more seconds, an hour at most")
 
 
 class LinkSharing(Protocol):
-    """How plays share a link: a dataclass, such as `kvabr_lab.sharing.Sharing`."""
+    """How plays share a link, a dataclass such as `kvabr_lab.sharing.Sharing`."""
 
     def play(
         self,
@@ -83,7 +82,7 @@ class LinkSharing(Protocol):
 
 
 class Planner(Protocol):
-    """What the class of a policy has that asks for a plan of the whole play (`kvabr.abr.view.Future.plan`)."""
+    """Class of a policy that requests a plan of the whole play (`kvabr.abr.view.Future.plan`)."""
 
     @staticmethod
     def foresee(
@@ -96,60 +95,60 @@ class Planner(Protocol):
         """Return the plan.
 
         Args:
-            view: the play, which has not begun.
+            view: the play, before it begins.
             frontier: the options of its catalog.
             capacity: the link; its time begins with the play.
             first_byte_s: seconds until the first byte of a request.
-            tried: returns the objective of a plan in a simulated play of the same policy.
+            tried: returns a plan's objective in a simulated play of the same policy.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """Options that all plays of a replay share."""
+    """Options of all plays of a replay."""
 
     deadline_s: float
     rtt_s: float | None = None
     """Round trip for all traces, seconds; None for the trace's own, or `DEFAULT_RTT_S`."""
     scale_to_mean: float | None = None
-    """Scale every trace so that its mean carries this fraction of the FP16 cache within the deadline."""
+    """Scale every trace so that its mean rate carries this fraction of the FP16 cache within the deadline."""
     cost: PrefillCost | None = None
-    """What the engine's prefill costs; None for no engine."""
+    """The engine's prefill cost; None for no engine."""
     mode: EngineMode = "hole"
     decode_scale: float = 1.0
     """Factor for the catalog's decode times."""
     decode_latency_s: float = 0.0
-    """Seconds that a batch takes besides those of its groups, on a device that decodes all that waits together; 0:
-    groups are decoded one by one."""
+    """Additional seconds per batch, on a device that decodes all waiting groups together; 0: groups are decoded singly.
+    """
     decoders: int = 1
-    """Threads that decode, each a group at a time."""
+    """Decoder threads."""
     slow_start: bool = True
     cold: bool = False
-    """Whether the deadline includes handshake and lookup; if not, the connection is open and the catalog known."""
+    """Whether the deadline includes handshake and lookup; otherwise the connection is open and the catalog known."""
     guard_s: float = 0.0
-    """Seconds before the deadline at which the player aims to end: a real event loop is late now and then."""
+    """Safety margin before the deadline, seconds: a real event loop is sometimes late."""
     estimator: str | None = None
     """Estimator for every policy; None for each policy's own."""
     prior: Prior | None = None
-    """What earlier plays told of the link; None: it is unknown."""
+    """Link statistics of earlier plays; None: unknown."""
     config: PlayerConfig = field(default_factory=PlayerConfig)
     sharing: LinkSharing | None = None
-    """How the link is shared with other plays, packet by packet; None: a play has it to itself, without a queue."""
+    """Link sharing with other plays, packet by packet; None: a play has the link to itself, without a queue."""
     blend: BlendGoal | None = None
-    """What is computed again of a prompt joined from passages; None: the catalog is no such prompt's."""
+    """Recomputation goal for a prompt joined from passages; None for other catalogs."""
     producer: Producer | None = None
-    """Who prefills the cache while it is played; None: all of it is published."""
+    """Producer that prefills the cache during the play; None: the cache is fully published."""
     question: int = 0
-    """Tokens that the engine computes behind the cache in any case, such as a question's."""
+    """Tokens that the engine always computes after the cache, such as a question."""
     tail: int = MOST_TAIL
-    """Tokens of the cache at its end that it may compute with them, if there are any; see `kvabr.abr.tail`."""
+    """Maximum tokens at the end of the cache that it may compute with the question; see `kvabr.abr.tail`."""
     links: tuple[Trace, ...] = ()
-    """Links to further sources of the asset, beside that of the trace: they begin with it, at their own rates."""
+    """Links to further sources of the asset; they start with that of the trace, at their own rates."""
     prefix: bool = False
-    """Whether a play delivers a prefix, behind which the engine computes the rest by itself, as vLLM and SGLang do."""
+    """Whether a play delivers a prefix and the engine computes the rest itself, as vLLM and SGLang do."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.deadline_s <= MOST_DEADLINE_S:
+        if not 0 < self.deadline_s <= MAX_DEADLINE_S:
             raise UsageError(f"the deadline is {self.deadline_s:g} s; it must be positive, and a day at most")
         if self.scale_to_mean is not None and not 0 < self.scale_to_mean < math.inf:
             raise UsageError(f"the load is {self.scale_to_mean}; it must be a positive fraction of the FP16 cache")
@@ -193,11 +192,11 @@ class Experiment:
     """Plays policies over traces with one catalog and one set of options."""
 
     def __init__(self, catalog: Catalog, options: ReplayOptions, tail: TailOffer | None = None) -> None:
-        """Prepare to play a catalog; or, of one with a question, what is fetched before one tail."""
+        """Prepare to play a catalog, or with a question the part before one tail."""
         self.options, self.tail = options, tail
         self.catalog = catalog.to_play if tail is None else tail.catalog
         self._offers: dict[int, Experiment] = {}
-        """Experiments with each tail, by its tokens."""
+        """Experiments by tokens of the tail."""
         if options.question and tail is None:
             most = 0 if options.cost is None else options.tail
             offers = tail_offers(self.catalog, options.cost, following=options.question, most=most)
@@ -217,11 +216,11 @@ class Experiment:
             else LiveClairvoyant(self.catalog, options.decode_scale, options.decode_latency_s)
         )
         self.catalog_bytes = sum(len(each.dumps()) for each in catalog.sources or (catalog,))
-        """Bytes that a lookup brings."""
+        """Bytes of a lookup."""
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
-        """Return the link of one play, its round trip, and the clairvoyant bound."""
+        """Return the link of one play, its round trip in seconds, and the clairvoyant bound."""
         capacity, rtt_s = self.link(trace, start_s)
         if self._live is not None and self.options.producer is not None:
             published_s = self.options.producer.published_s(self.catalog)
@@ -247,14 +246,14 @@ class Experiment:
     def link(self, trace: Trace, start_s: float) -> tuple[Capacity, float]:
         """Return the link of one play and its round trip, seconds.
 
-        The link counts bytes of the cache, while the trace counts headers, too.
+        The link counts only payload; the trace also counts headers.
         """
         rtt_s = self.options.rtt_s if self.options.rtt_s is not None else trace.rtt_s
         rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
-        # Bytes that came before the play have opened the window, too.
+        # Bytes received before the play have already opened the window.
         window = INITIAL_WINDOW + HANDSHAKE_BYTES + self.catalog_bytes
         begins_s = start_s + self.lookup_s(trace, start_s, rtt_s)
-        # On a link that is shared every connection has its own slow start.
+        # On a shared link every connection has its own slow start.
         slow_start = self.options.slow_start and self.options.sharing is None
         link = self._capacity(trace, begins_s, rtt_s, window, slow_start=slow_start)
         if not self.options.links:
@@ -271,7 +270,7 @@ class Experiment:
         return Capacity(carried, start_s, rtt_s, slow_start=slow_start, window=window, sums=sums)
 
     def new_clairvoyant(self, cost: PrefillCost | None, catalog: Catalog | None = None) -> Clairvoyant:
-        """Return the clairvoyant for these plays with an engine of some cost, or without one; or of another catalog."""
+        """Return the clairvoyant for these plays with an engine of this cost or none, or for another catalog."""
         options = self.options
         return Clairvoyant(
             catalog or self.catalog,
@@ -299,39 +298,35 @@ class Experiment:
         return replace(bound, objective=min(bound.objective, self._no_cache())) if bound.feasible else bound
 
     def _no_cache(self) -> float:
-        """Return what a play costs that is given up."""
         config, deadline_s = self.options.config, self.options.deadline_s
         end_s, price = config.give_up_after * deadline_s, config.time_price
         return objective(NO_CACHE_LOSS, end_s, deadline_s, met=False, engine_s=0.0, time_price=price, gpu_price=0.0)
 
     def lookup_s(self, trace: Trace, start_s: float, rtt_s: float) -> float:
-        """Return the seconds before a play can begin, if the deadline includes them.
+        """Return the seconds of lookup before a play, if the deadline includes them.
 
-        They are those of the handshake, the request, and the bytes of the catalog, in slow start.
+        They cover the handshake, the request, and the catalog's bytes in slow start.
         """
         if not self.options.cold:
             return 0.0
-        asked_s = (LOOKUP_ROUND_TRIPS - 1.0) * rtt_s
+        request_s = (LOOKUP_ROUND_TRIPS - 1.0) * rtt_s
         window, slow_start = INITIAL_WINDOW + HANDSHAKE_BYTES, self.options.slow_start
-        link = self._capacity(trace, start_s + asked_s, rtt_s, window, slow_start=slow_start)
-        return asked_s + link.when(rtt_s, self.catalog_bytes)
+        link = self._capacity(trace, start_s + request_s, rtt_s, window, slow_start=slow_start)
+        return request_s + link.when(rtt_s, self.catalog_bytes)
 
     def time_for(self, lookup_s: float) -> float:
         """Return the player's deadline, seconds from the end of the lookup."""
         options = self.options
         left_s = options.deadline_s - lookup_s - options.guard_s - self._tail_s
-        wanted_s = max(_LEAST_SHARE * options.deadline_s, left_s)
-        return max(_LEAST_S, min(wanted_s, options.config.give_up_after * options.deadline_s - lookup_s))
+        wanted_s = max(_MIN_SHARE * options.deadline_s, left_s)
+        return max(_MIN_PLAY_S, min(wanted_s, options.config.give_up_after * options.deadline_s - lookup_s))
 
     def played(self, trace: Trace) -> Trace:
-        """Return the trace as it is played: scaled, if the options say so."""
+        """Return the trace scaled as the options require."""
         return self._scaled(trace)[0]
 
     def _scaled(self, trace: Trace) -> tuple[Trace, Trace, list[float]]:
-        """Return the trace as it is played, its payload, and the running sums of that.
-
-        The last result is cached, since plays come trace by trace.
-        """
+        """Return the scaled trace, its payload, and that payload's running sums, cached for the last trace."""
         if self._last is None or self._last[0] is not trace:
             played = trace
             if self.options.scale_to_mean is not None:
@@ -349,7 +344,7 @@ class Experiment:
     def play_on(
         self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
     ) -> PlayOutcome:
-        """Play once over a link from `prepare`, which the policies compared at one start share."""
+        """Play once over a link from `prepare`; the policies compared at one start share it."""
         if self._offers:
             chosen = self.with_tail(policy, self.lookup_s(trace, start_s, rtt_s))
             return chosen.play_on(trace, start_s, policy, capacity, rtt_s, bound, log=log)
@@ -366,7 +361,7 @@ class Experiment:
         return outcome
 
     def with_tail(self, policy: str, lookup_s: float = 0.0) -> Experiment:
-        """Return the experiment with the tail that a policy chooses for itself; this one if nothing follows."""
+        """Return the experiment with the policy's choice of tail; this one without a question."""
         if not self._offers:
             return self
         options, config = self.options, self.options.config
@@ -386,7 +381,7 @@ class Experiment:
 
     @property
     def whole(self) -> Experiment:
-        """The experiment in which all of the cache is fetched, in front of the question if there is one."""
+        """The experiment that fetches all of the cache, before the question if there is one."""
         return self._offers.get(0, self)
 
     @property
@@ -398,7 +393,6 @@ class Experiment:
         return {family(track.name): self.options.decode_latency_s for track in self.catalog.tracks}
 
     def _simulate(self, session: Session, capacity: Capacity, rtt_s: float) -> LinkUse:
-        """Play a session to its end in the simulator."""
         options = self.options
         simulator = Simulator(
             session,
@@ -431,13 +425,13 @@ class Experiment:
 
         Args:
             trace: the trace to play over.
-            start_s: where in the trace, seconds.
+            start_s: start in the trace, seconds.
             policy: name of the policy.
-            capacity: the modelled link, for policies that are told the future.
+            capacity: the modelled link, for policies that know the future.
             rtt_s: round trip, seconds.
-            lines: takes the play's events; None for no log.
-            lookup_s: seconds of the deadline that have passed when the play begins.
-            share: makes of an estimator of the link one of the play's share; None if the play is alone.
+            lines: receives the play's events; None for no log.
+            lookup_s: seconds of the deadline used before the play begins.
+            share: converts an estimator of the link to one of the play's share; None if the play is alone.
         """
         options, links = self.options, len(capacity.links)
         estimators = [self._estimator(policy, links) for _ in capacity.links]
@@ -477,7 +471,7 @@ class Experiment:
         return session
 
     def _estimator(self, policy: str, links: int) -> Estimator:
-        """Return a fresh estimator of one of so many links, which knows what earlier plays told."""
+        """Return a fresh estimator for one of ``links`` links, primed with earlier plays."""
         options = self.options
         estimator = new_estimator(policy, options.estimator)
         if options.prior is not None:
@@ -493,7 +487,7 @@ class Experiment:
         lookup_s: float,
     ) -> Session:
         options = self.options
-        # Patience is counted in whole deadlines, not in what the lookup left of one.
+        # Patience is measured in whole deadlines, including the lookup.
         return new_session(
             self.ladder,
             self.time_for(lookup_s),
@@ -527,15 +521,15 @@ class Experiment:
         """Return the outcome of a finished play.
 
         Args:
-            trace: the trace that was played over.
-            start_s: where in the trace, seconds.
+            trace: the trace played over.
+            start_s: start in the trace, seconds.
             policy: name of the policy.
             session: the session.
             capacity: the modelled link.
             bound: the clairvoyant bound.
             lines: the play's events; None for no log.
-            lookup_s: seconds of the deadline that passed before the play began.
-            ghost_bytes: bytes that came for cancelled requests.
+            lookup_s: seconds of the deadline used before the play began.
+            ghost_bytes: bytes received for cancelled requests.
         """
         options, record = self.options, self.finished(session, lines, lookup_s)
         catalog, config, deadline_s = self.catalog, options.config, options.deadline_s
@@ -552,7 +546,7 @@ class Experiment:
     def _show_tail(
         self, tail: TailOffer, end_s: float, record: PlayRecord, run: dict[str, Any], lines: list[PlayEvent] | None
     ) -> None:
-        """Add what was computed with the question to what is told of a play, as groups behind those that it fetched."""
+        """Add the tokens computed with the question to the report, as groups after the fetched ones."""
         first, size, begin_s = self.catalog.groups, self.catalog.spec.group_tokens, end_s - tail.engine_s
         last = first - (-tail.tokens // size)
         record.steps.append(("compute", first, last))
@@ -567,9 +561,9 @@ class Experiment:
             lines += [RecomputeStarted(begin_s, first, last), RecomputeDone(end_s, first, last)]
 
     def finished(self, session: Session, lines: list[PlayEvent] | None, lookup_s: float) -> PlayRecord:
-        """Return the record of a play that is over, counted from before its lookup.
+        """Return the record of a finished play, with times from before its lookup.
 
-        A joined prompt whose play was given up is computed, as a client does.
+        If the play of a joined prompt was abandoned, the prompt is computed, as in a client.
         """
         record, cost = session.record, self.options.cost
         if record.gave_up is not None and self.catalog.sources and cost is not None:

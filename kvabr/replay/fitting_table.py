@@ -1,4 +1,4 @@
-"""A terminal table that leaves out columns where it would otherwise cut numbers."""
+"""A terminal table that omits columns instead of truncating numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.table import Column, Table
 
 
 class FittingTable(Table):
-    """A table that gives up columns, one by one, until what is left fits the width."""
+    """A table that drops columns one by one until the rest fits the width."""
 
     spare: Sequence[str] = ()
-    """Headers of the columns that may be left out, the first one first."""
+    """Headers of the columns that may be dropped, in order."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table without the columns that do not fit, and a line that names them."""
@@ -31,7 +31,7 @@ class FittingTable(Table):
             yield console.render_str(f"[dim]not shown in {options.max_width} columns: {', '.join(left_out)}[/]")
 
     def needed(self, console: Console, options: ConsoleOptions) -> int:
-        """Return the least width at which no number is cut and no word broken."""
+        """Return the minimum width without truncated numbers or broken words."""
         free = options.update_width(10_000)
         needed = self._extra_width
         for column in self.columns:
@@ -43,13 +43,12 @@ class FittingTable(Table):
         return needed
 
     def _without(self, header: str) -> FittingTable:
-        """Return the table without a column."""
         return self._with([column for column in self.columns if column.header != header])
 
     def shortened(self, room: int) -> FittingTable:
-        """Return the table with texts that may be shortened as long as ``room`` allows beyond the least.
+        """Return the table with shortened texts, using ``room`` characters beyond the minimum.
 
-        Otherwise rich takes the width from columns that wrap, down to a single character.
+        Otherwise rich narrows wrapping columns down to a single character.
         """
         columns = list(self.columns)
         for index, column in enumerate(columns):
@@ -77,6 +76,6 @@ def _may_be_shortened(column: Column) -> bool:
 
 
 _SHORTENED = 12
-"""Least width of a column whose text may be shortened."""
+"""Minimum width of a column with shortened text."""
 _FOLDED = 12
-"""Longer words of a column that wraps may be broken."""
+"""Longer words in wrapping columns may be broken."""

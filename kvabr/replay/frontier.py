@@ -1,11 +1,10 @@
-"""The least loss that bytes and decoder seconds can buy, for any set of groups.
+"""The minimum loss for given bytes and decoder seconds, for any set of groups.
 
-This is the linear relaxation of a multiple-choice knapsack with two resources: one option per group, each with its
-bytes, its seconds of decoding and its loss. With a price q on decoder seconds, the relaxation has one resource left,
-and the greedy order along the convex hulls of all groups solves it exactly: the result is a convex, falling,
-piecewise linear function of bytes, a *curve*. By Lagrangian duality, the least loss within B bytes and R seconds is
-the largest value of curve_q(B) - q R over q >= 0. Every q alone gives a valid lower bound, so a fixed grid of prices
-does, and the curves of a catalog are computed once for all links.
+This is the linear relaxation of a multiple-choice knapsack with two resources: one option per group, with its bytes,
+decode seconds and loss. With a price q on decoder seconds, one resource remains, and the greedy order along the convex
+hulls of all groups is exact: the result is a *curve*, a convex, falling, piecewise linear function of bytes. By
+Lagrangian duality, the minimum loss for B bytes and R seconds is the maximum of curve_q(B) - q R over q >= 0. Every q
+gives a valid lower bound, so a fixed grid of prices suffices, and curves are computed once per catalog.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from kvabr.types.catalog import Catalog
 Array = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 
-_PRICES, _RANGE = 1024, 1e11
-"""Prices of a decoder second besides zero, and the ratio of the largest to the smallest. A curve is computed when it is
-first needed, and few ever are."""
-_STRIDES, _REACH = (64, 16, 4, 1), 64
-"""The best price is searched in these strides; with a hint, within this distance of it and in the last three."""
-_MIXES = 96
-"""Mixes of bytes and seconds at which infeasibility is tested."""
-_LINES = 256
-"""Most prices of a byte at which the cheapest groups are ranked, for curves that leave some of them out."""
+_PRICE_COUNT, _PRICE_RANGE = 1024, 1e11
+"""Number of positive prices of a decoder second, and the ratio of the largest to the smallest. Curves are computed
+on demand, and few are needed."""
+_STRIDES, _HINT_RANGE = (64, 16, 4, 1), 64
+"""Strides of the search for the best price; with a hint, its range around the hint, with the last three strides."""
+_WEIGHTINGS = 96
+"""Number of weightings of bytes and seconds in the feasibility test."""
+_MAX_BYTE_PRICES = 256
+"""Maximum number of byte prices at which groups are ranked, for curves that omit some groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +38,27 @@ class Curve:
     """A convex, falling, piecewise linear function of bytes."""
 
     bytes: Array
-    """Breakpoints, ascending; below the first there is no cache."""
+    """Breakpoints, ascending; there is no cache below the first."""
     loss: Array
-    """Values at the breakpoints, nats per token; with a price of decoding, its cost is included."""
+    """Values at the breakpoints, nats per token, including priced decoding."""
     decode_s: Array | None = None
     """Seconds of decoding at the breakpoints."""
 
     def at(self, nbytes: Array) -> Array:
-        """Return the least values within several numbers of bytes; infinite where not even the cheapest options fit."""
+        """Return the minimum values for several byte counts; infinite if the cheapest options do not fit."""
         return np.where(nbytes < self.bytes[0], np.inf, np.interp(nbytes, self.bytes, self.loss))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSubset:
-    """The groups of a cache that are fetched."""
+    """The fetched groups of a cache."""
 
     first: int | None = None
-    """The group before which the part ends; None: it goes to the end."""
+    """Group after the last one; None: up to the end."""
     skip: int = 0
-    """The group that it begins with."""
+    """First group."""
     free: int = 0
-    """Number of groups, those that are dearest, that cost nothing because an engine computes them."""
+    """Number of most expensive groups that are free because an engine computes them."""
 
 
 WHOLE = GroupSubset()
@@ -79,17 +78,17 @@ class Frontier:
         share = np.array(catalog.shares)
         self.groups = catalog.groups
         self.losses: Array = np.array([track.loss for track in catalog.tracks], float).T
-        """Loss by group and option, as the other two tables."""
+        """Loss by group and option, like the other tables."""
         self.sizes: Array = np.array([np.sum([layer.bytes for layer in layers], axis=0) for layers in stacks], float).T
         self.decodes: Array = share[:, None] * decode_scale * np.array([track.decode_s for track in catalog.tracks])
         self.least_bytes: Array = self.sizes.min(axis=1)
         self.per_byte = float((self.decodes / self.sizes).max())
-        """Most seconds of decoding that a byte holds."""
-        self.prices: Array = np.concatenate([[0.0], _grid(self._dearest_second(), _PRICES, _RANGE)])
+        """Maximum decode seconds per byte."""
+        self.prices: Array = np.concatenate([[0.0], _grid(self._dearest_second(), _PRICE_COUNT, _PRICE_RANGE)])
         """Prices of a decoder second, nats per token; the first is zero."""
-        # What bytes and seconds the leanest options need, weighed in many ways.
+        # Minimum needs of bytes and seconds at various weightings.
         scale = self.sizes.sum() / max(float(self.decodes.sum()), 1e-12)
-        angles = np.linspace(0.0, math.pi / 2, _MIXES)
+        angles = np.linspace(0.0, math.pi / 2, _WEIGHTINGS)
         self._mixes: Array = np.stack([np.cos(angles), scale * np.sin(angles)], axis=1)
         self._mixed: Array = np.array([(a * self.sizes + b * self.decodes).min(axis=1) for a, b in self._mixes])
         self._needs: dict[GroupSubset, Array] = {}
@@ -106,14 +105,14 @@ class Frontier:
         care: int = len(_STRIDES),
         hint: int = 0,
     ) -> Array:
-        """Return lower bounds of the loss within several pairs of bytes and seconds; infinite where nothing fits.
+        """Return lower bounds of the loss for several pairs of bytes and seconds; infinite if nothing fits.
 
         Args:
             part: the groups to fetch.
             nbytes: bytes.
             decode_s: seconds of decoding.
-            care: how closely the best price of decoding is searched, 0 (not at all) to 4.
-            hint: index of a price that may be near the best ones; 0 for none.
+            care: number of strides in the search for the best price of decoding, 0 to 4.
+            hint: index of a price near the best ones; 0 for none.
         """
         found, places = self._short(part, nbytes, decode_s)
         if len(places) and (care or hint):
@@ -127,7 +126,7 @@ class Frontier:
         return found
 
     def price(self, part: GroupSubset, nbytes: Array, decode_s: Array) -> int:
-        """Return the index of the price of decoding that bounds the loss best within one pair of bytes and seconds."""
+        """Return the index of the decode price with the tightest bound for one pair of bytes and seconds."""
         found, places = self._short(part, nbytes, decode_s)
         if not len(places):
             return 0
@@ -135,7 +134,7 @@ class Frontier:
         return max(known, key=lambda index: float(known[index][0]))
 
     def _short(self, part: GroupSubset, nbytes: Array, decode_s: Array) -> tuple[Array, Whole]:
-        """Return the losses within the bytes alone, and where decoding these options takes longer than there is."""
+        """Return the losses for the bytes alone, and the indices where decoding exceeds the available time."""
         curve = self.curve(part, 0)
         found = curve.at(nbytes)
         found[decode_s < 0] = np.inf
@@ -153,15 +152,15 @@ class Frontier:
         care: int,
         hint: int,
     ) -> dict[int, Array]:
-        """Return curve(B) - price x R by index of the price, searched for the largest; it is concave in the price.
+        """Return curve(B) - price x R by price index, searched for the maximum; it is concave in the price.
 
         Args:
             part: the groups to fetch.
             nbytes: bytes.
             decode_s: seconds of decoding.
-            free: the value at the price zero.
+            free: the value at price zero.
             care: number of strides.
-            hint: index to search near to; 0 to search everywhere.
+            hint: index to search near; 0 to search everywhere.
         """
         known = {0: free}
         top = len(self.prices)
@@ -174,7 +173,7 @@ class Frontier:
                     known[index] = least - self.prices[index] * decode_s
 
         if hint:
-            add(range(hint - _REACH, hint + _REACH + 1, _STRIDES[1]) if care > 1 else [hint])
+            add(range(hint - _HINT_RANGE, hint + _HINT_RANGE + 1, _STRIDES[1]) if care > 1 else [hint])
         else:
             add(range(_STRIDES[0], top, _STRIDES[0]))
         for stride in _STRIDES[2 if hint else 1 : care]:
@@ -184,7 +183,7 @@ class Frontier:
         return known
 
     def curve(self, part: GroupSubset, price: int) -> Curve:
-        """Return least loss + price x decoder seconds of some groups, as a function of bytes.
+        """Return the minimum loss + price x decoder seconds of some groups, as a function of bytes.
 
         Args:
             part: the groups.
@@ -196,7 +195,7 @@ class Frontier:
         return self._curves[key]
 
     def _dearest_second(self) -> float:
-        """Return the most loss that a second of decoding saves anywhere."""
+        """Return the maximum loss saved by a second of decoding."""
         saved = self.losses[:, :, None] - self.losses[:, None, :]
         longer = self.decodes[:, None, :] - self.decodes[:, :, None]
         ratio = np.divide(saved, longer, out=np.zeros_like(saved), where=(saved > 0) & (longer > 0))
@@ -213,30 +212,30 @@ class Frontier:
         return Curve(sums[:, 0], sums[:, 1], sums[:, 2])
 
     def _envelope(self, free: int, price: int) -> Curve:
-        """Return the curve of all groups but the ``free`` dearest: the upper envelope of lines, one per byte price."""
+        """Return the curve without the ``free`` most expensive groups: an envelope of one line per byte price."""
         if price not in self._lines:
             self._lines[price] = self._ranked(price)
         byte_prices, sums = self._lines[price]
         keep = self.groups - free
         least = float(np.sort(self.least_bytes)[:keep].sum())
         values = sums[:, keep - 1]
-        # Neighbouring lines value_i - p_i B meet at these numbers of bytes, which fall with the price.
+        # Neighbouring lines value_i - p_i B intersect at these byte counts, which fall with the price.
         meet = np.diff(values) / np.diff(byte_prices)
         meet = np.minimum.accumulate(meet)
         inside = meet > least
-        last = int(inside.sum())  # the line that counts at the least bytes
+        last = int(inside.sum())  # the line at the fewest bytes
         at = np.concatenate([[least], meet[:last][::-1]])
         line = np.concatenate([[last], np.arange(last)[::-1]])
         return Curve(at, values[line] - byte_prices[line] * at)
 
     def _ranked(self, price: int) -> tuple[Array, Array]:
-        """Return prices of a byte, and for each the sums of the cheapest one, two, ... groups."""
+        """Return byte prices, and for each the cumulative cost of the cheapest groups."""
         cost = self.losses + self.prices[price] * self.decodes
         _, points = _hull_steps(self.sizes, cost, self.decodes)
         steps = points[points[:, 1] < 0]
         worth = np.unique(-steps[:, 1] / np.maximum(steps[:, 0], 1.0))
-        if len(worth) > _LINES:
-            worth = np.unique(worth[np.linspace(0, len(worth) - 1, _LINES).astype(int)])
+        if len(worth) > _MAX_BYTE_PRICES:
+            worth = np.unique(worth[np.linspace(0, len(worth) - 1, _MAX_BYTE_PRICES).astype(int)])
         top = float(worth[-1]) if len(worth) else 1.0
         byte_prices = np.unique(np.concatenate([[0.0], worth, top * np.array([1.5, 2.0, 4.0])]))
         least = np.array([np.sort((cost + p * self.sizes).min(axis=1)) for p in byte_prices])
@@ -250,12 +249,12 @@ class Frontier:
 
 
 def _grid(top: float, count: int, ratio: float) -> Array:
-    """Return ``count`` prices up to ``top``, in even ratios; none if ``top`` is zero."""
+    """Return ``count`` prices up to ``top`` in geometric steps; none if ``top`` is zero."""
     return top * np.geomspace(1.0 / ratio, 1.0, count) if top > 0 else np.zeros(0)
 
 
 def _hull_steps(sizes: Array, cost: Array, decodes: Array) -> tuple[Whole, Array]:
-    """Return the steps along the lower convex hulls of cost against bytes, those that save most per byte first.
+    """Return the steps along the lower convex hulls of cost against bytes, largest saving per byte first.
 
     Args:
         sizes: bytes, [group, option].
@@ -263,7 +262,7 @@ def _hull_steps(sizes: Array, cost: Array, decodes: Array) -> tuple[Whole, Array
         decodes: seconds of decoding, [group, option].
 
     Returns:
-        The group of each step, and its (bytes, cost, seconds) as [step, 3]: the starts of all groups come first.
+        The group of each step, and its (bytes, cost, seconds) as [step, 3]; the starts of all groups are first.
     """
     rows = np.arange(len(sizes))
     smallest = sizes == sizes.min(axis=1, keepdims=True)

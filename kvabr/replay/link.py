@@ -1,17 +1,14 @@
-"""The link model: a trace's rate, a round trip, slow start, and capacity shared among the requests in flight.
+"""The link model: a trace's rate, a round trip, slow start, and sharing among requests in flight.
 
-The model:
-
-- Capacity is the payload's share of the trace's rate, from the play's start on, wrapped at the trace's end.
-- Slow start bounds it in the first round trips. The window starts at ten packets plus the bytes of the lookup, and
-  nearly doubles every round trip until the link is full; after that it never limits the link again. (Behind a drop-tail
-  queue of one round trip a live connection then loses packets and halves its window, but keeps the link full. A fluid
-  model of that loss recovery did not predict live transfers any better.)
-- The first byte of a request comes one round trip after it was sent, plus the time that both ends need to handle it.
-  The request with the lowest priority number takes all the capacity; among equals, the one requested first, as kvabr's
-  origins send them.
-- A cancelled request keeps taking capacity for one round trip: bytes in flight cannot be called back.
-- There is no loss, no queueing delay beyond the sharing, and no cross traffic except what the trace recorded.
+- Capacity is the payload share of the trace's rate from the play's start on; the trace wraps at its end.
+- Slow start limits the first round trips. The window starts at ten packets plus the bytes of the lookup and nearly
+  doubles every round trip until the link is full; then it never limits the link again. (With a drop-tail queue of one
+  round trip, a live connection then loses packets and halves its window, but keeps the link full. A fluid model of that
+  loss recovery did not predict live transfers better.)
+- The first byte of a request arrives one round trip plus processing time after it was sent. The request with the lowest
+  priority number gets all capacity; among equals, the earliest request, as kvabr's origins send them.
+- A cancelled request uses capacity for one more round trip, for the bytes in flight.
+- There is no loss, no queueing delay beyond the sharing, and no cross traffic except that recorded in the trace.
 """
 
 from __future__ import annotations
@@ -29,39 +26,38 @@ from kvabr.types.errors import TraceError
 Array = npt.NDArray[np.float64]
 
 PAYLOAD_SHARE = 0.948
-"""Bytes of a cache per byte on the wire; the rest are headers.
+"""Cache bytes per byte on the wire.
 
-Measured over whole real plays on aioquic: of 1,228 bytes, 28 are UDP and IPv4, about 35 QUIC, less than one MoQT."""
+Measured over real plays on aioquic: of 1,228 bytes, 28 are UDP and IPv4, about 35 QUIC, less than one MoQT."""
 INITIAL_WINDOW = 10 * 1164
 """Payload in flight at the start of a connection: ten packets (RFC 9002, section 7.2)."""
 HANDSHAKE_BYTES = 2_000
-"""Bytes that a handshake brings from the origin: certificate and SETUP. They widen the window like any others."""
+"""Bytes of certificate and SETUP from the origin during the handshake; they open the window, too."""
 WINDOW_GROWTH = 1.85
-"""Growth of the window per round trip of slow start. Without pacing it would be 2. With pacing the first
-acknowledgements come while the rest of the window still waits to be sent, which gives at least 1.76."""
+"""Window growth per round trip of slow start. Without pacing it is 2; with pacing, the first acknowledgements arrive
+while the rest of the window waits to be sent, so it is at least 1.76."""
 FIRST_BYTE_S = 0.004
-"""Seconds from sending a request to its first byte, minus a round trip: what both ends need to handle it.
-
-Measured on aioquic, two processes on one shared core each."""
-_LONGEST_RAMP = 64
+"""Processing time of a request at both ends, seconds, measured on aioquic with two processes on one shared core each.
+"""
+_MAX_RAMP_STEPS = 64
 _ROUNDING = 1e-13
-"""Share of a sum of bytes by which rounding may have raised it."""
-_ROUNDING_BYTES = 0.1
-"""Most bytes that may be taken for rounding, however large the sum: less than the simulator's quarter of a byte.
+"""Relative rounding error of a sum of bytes."""
+_MAX_ROUNDING_BYTES = 0.1
+"""Maximum rounding error in bytes, less than the simulator's quarter of a byte.
 
-On a long and fast trace the sums reach 10 TB, where the share alone is a byte: a transfer would never end."""
-_AT_LEAST_S = 1e-6
+On long, fast traces sums reach 10 TB, so that the relative error alone is a byte and a transfer would never end."""
+_MIN_STEP_S = 1e-6
 LOOKUP_ROUND_TRIPS = 3.0
-"""Round trips from dialling to the catalog's first byte: QUIC's handshake, SETUP, the request."""
+"""Round trips from dialling to the catalog's first byte: QUIC handshake, SETUP, request."""
 
 
 def running_sums(trace: Trace) -> list[float]:
-    """Return the bytes carried from the trace's beginning to the start of each segment, and to its end."""
+    """Return the cumulative bytes at the start of each segment, and at the trace's end."""
     return [0.0, *accumulate((end - start) * rate for start, end, rate in trace.segments())]
 
 
 class Capacity:
-    """Bytes that a link can carry, as a function of the time since the play began."""
+    """Bytes that a link can carry as a function of the time since the play began."""
 
     def __init__(
         self,
@@ -77,10 +73,10 @@ class Capacity:
 
         Args:
             trace: the rates.
-            start_s: where in the trace the play begins; wraps.
+            start_s: start of the play in the trace; wraps.
             rtt_s: round trip, seconds; slow start begins one round trip after the play.
             slow_start: False for a warm connection.
-            window: bytes that may be in flight at the start.
+            window: initial bytes in flight.
             sums: `running_sums` of the trace, to share between plays.
         """
         self._starts = trace.times
@@ -89,7 +85,7 @@ class Capacity:
         self._sums = running_sums(trace) if sums is None else sums
         self._total = self._sums[-1]
         if self._total <= 0:
-            raise TraceError(f"{trace.name}: carries nothing at all; a play over it could never end")
+            raise TraceError(f"{trace.name}: the rate is zero throughout; a play over it would never end")
         self._offset = start_s % self._period
         self._origin = self._carried(self._offset)
         self._ramp: list[tuple[float, float, float]] = []
@@ -99,7 +95,7 @@ class Capacity:
 
     @property
     def links(self) -> Sequence[Capacity]:
-        """The links of a play's sources; this one alone, unless it stands for several."""
+        """The links of a play's sources; only this one unless it combines several."""
         return (self,)
 
     def rate(self, t: float) -> float:
@@ -123,13 +119,13 @@ class Capacity:
                     return max(t0, start + (target - level) / rate)
                 level += more
         wanted = self._origin + target - self._ramp_bytes + self._ramp_base
-        # Rounding errors are not bytes: they must not wait for the end of an outage.
-        wanted -= min(_ROUNDING * wanted, _ROUNDING_BYTES)
+        # Rounding errors must not wait for the end of an outage.
+        wanted -= min(_ROUNDING * wanted, _MAX_ROUNDING_BYTES)
         turns = int(wanted // self._total)
         rest = wanted - turns * self._total
         if rest <= 0 and turns:
             turns, rest = turns - 1, self._total
-        # Take the first segment at whose end the sum is reached; where the rate is zero it was reached before.
+        # Take the first segment that reaches the sum; segments of rate zero reach it earlier.
         index = max(bisect_left(self._sums, rest) - 1, 0)
         rate = self._rates[index]
         within = self._starts[index] + ((rest - self._sums[index]) / rate if rate > 0 else 0.0)
@@ -152,7 +148,7 @@ class Capacity:
             index += 1
 
     def points(self, until_s: float) -> tuple[Array, Array]:
-        """Return times from 0 to ``until_s``, and the bytes carried by each; in between both grow in proportion."""
+        """Return times from 0 to ``until_s``, and cumulative bytes, linear between them."""
         steps = [step for step in self.series(until_s) if step[0] < until_s]
         times = np.array([*(t for t, _ in steps), until_s])
         return times, np.concatenate([[0.0], np.cumsum(np.diff(times) * np.array([rate for _, rate in steps]))])
@@ -185,15 +181,15 @@ class Capacity:
         """Compute slow start, one step per round trip, until the window fills the link."""
         segments = [(0.0, rtt_s, 0.0)]
         t, level = rtt_s, 0.0
-        # No real link needs that many round trips: the bound keeps an absurd trace from looping.
-        for _ in range(_LONGEST_RAMP):
+        # The bound prevents endless loops on absurd traces.
+        for _ in range(_MAX_RAMP_STEPS):
             carried = self._carried(self._offset + t + rtt_s) - self._carried(self._offset + t)
             if 0 < carried < window:
                 break
             more = min(window, carried)
             segments.append((t, t + rtt_s, more / rtt_s))
             level += more
-            # Only bytes that arrive are acknowledged and open the window.
+            # Only received bytes are acknowledged and open the window.
             window += (WINDOW_GROWTH - 1.0) * more
             t += rtt_s
         self._ramp, self._ramp_end, self._ramp_bytes = segments, t, level
@@ -201,10 +197,10 @@ class Capacity:
 
 
 class JointCapacity(Capacity):
-    """Several links of one play, each to a source of its own: what they carry adds up."""
+    """Several links of one play, one per source, with added capacities."""
 
     def __init__(self, links: Sequence[Capacity]) -> None:
-        """Take the links, of which each is used by itself."""
+        """Combine links that are used independently."""
         self._links = tuple(links)
 
     @property
@@ -218,10 +214,10 @@ class JointCapacity(Capacity):
         return sum(link.between(t0, t1) for link in self._links)
 
     def when(self, t0: float, nbytes: float) -> float:
-        times, carried = self.points(min(link.when(t0, nbytes) for link in self._links) + _AT_LEAST_S)
+        times, carried = self.points(min(link.when(t0, nbytes) for link in self._links) + _MIN_STEP_S)
         target = float(np.interp(t0, times, carried)) + nbytes
-        # In an outage it is the first time that counts.
-        index = min(int(np.searchsorted(carried, target - _ROUNDING_BYTES)), len(times) - 1)
+        # During an outage, the earliest time counts.
+        index = min(int(np.searchsorted(carried, target - _MAX_ROUNDING_BYTES)), len(times) - 1)
         if index == 0 or carried[index] <= carried[index - 1]:
             return max(t0, float(times[index]))
         part = (target - carried[index - 1]) / (carried[index] - carried[index - 1])
@@ -232,7 +228,7 @@ class JointCapacity(Capacity):
         return list(zip(times[:-1].tolist(), (np.diff(carried) / np.diff(times)).tolist(), strict=True))
 
     def points(self, until_s: float) -> tuple[Array, Array]:
-        # Not from the rates: rounding must not decide which side of a step a time is on.
+        # Not from the rates: rounding must not move a time across a step.
         each = [link.points(until_s) for link in self._links]
         times = np.unique(np.concatenate([times for times, _ in each]))
         return times, np.sum([np.interp(times, *points) for points in each], axis=0)

@@ -1,13 +1,12 @@
-"""Replays of a cache that is still being prefilled: its producer, and the clairvoyant bound.
+"""Replays of a cache during prefill: its producer, and the clairvoyant bound.
 
-Nothing of group k can leave before the time P(k) at which it is published. For an end T, this is a staircase of
-capacities: for every k, the bytes of the groups from k on fit into what the link carries from P(k) to T. Sets of groups
-that all end with the last one are nested, so the linear relaxation is solved by a greedy walk: take the steps of all
-hulls, most loss saved per byte first, each as far as all capacities that it counts in allow.
+No byte of group k can leave before its publication P(k). For an end T, this gives nested capacities: for every k, the
+bytes of groups k and later fit into the link's bytes from P(k) to T. A greedy walk solves the linear relaxation: take
+the steps of all hulls, most loss saved per byte first, each as large as its capacities allow.
 
 The end is free. Over an interval of ends the objective is at least the loss at its end plus the price of time at its
-start; the interval where this is least is halved until it is close to the best end found. Decoding counts only for
-what comes last, so the bound is not tight where decoders are slow.
+start; the interval with the lowest value is halved until it is close to the best end found. Decoding counts only for
+the last group, so the bound is loose for slow decoders.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from kvabr.types.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """When the groups of a cache appear."""
+    """Publication times of the groups of a cache."""
 
     seconds: float
-    """Time of the whole prefill. Its pace is that of the catalog's prefill cost, which grows with the context."""
+    """Duration of the whole prefill. Its pace follows the catalog's prefill cost, which grows with the context."""
     begins_s: float = 0.0
-    """When it begins, seconds since the play began; negative if it began before."""
+    """Start of the prefill, seconds after the play began; may be negative."""
     surprise: float = 1.0
-    """How much longer it takes than the player is told."""
+    """Actual duration relative to the player's expectation."""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:
@@ -47,11 +46,11 @@ class Producer:
             raise UsageError("when a prefill begins must be a finite number, its surprise a positive one")
 
     def expected_s(self, catalog: Catalog) -> list[float]:
-        """Return when the player expects each group, seconds since the play began."""
+        """Return the expected time of each group, seconds after the play began."""
         return self._times(catalog, self.seconds)
 
     def published_s(self, catalog: Catalog) -> list[float]:
-        """Return when each group is published, seconds since the play began."""
+        """Return the publication time of each group, seconds after the play began."""
         return self._times(catalog, self.seconds * self.surprise)
 
     def _times(self, catalog: Catalog, seconds: float) -> list[float]:
@@ -63,21 +62,24 @@ class Producer:
         return [ends[catalog.unit(group).chunk] for group in range(catalog.groups)]
 
 
-_GAP, _NEAR = 1e-7, 1e-3
-"""Absolute (nats per token) and relative distance between bound and reached objective at which the search ends."""
-_MOST_ENDS = 400
-"""Most ends that are tried; what was reached by then still holds as a bound."""
-_SMALL = 1e-6
-"""Bytes that rounding may hide."""
+_ABSOLUTE_GAP, _RELATIVE_GAP = 1e-7, 1e-3
+"""Absolute (nats per token) and relative gap between bound and reached objective at which the search stops."""
+_MAX_ENDS = 400
+"""Maximum number of ends tried; the result is a valid bound at any time."""
+_ROUNDING_BYTES = 1e-6
+"""Rounding tolerance, bytes."""
 
 
 class LiveClairvoyant:
-    """What a player could do that knew the link and the producer's times."""
+    """Bound on players that know the link and the producer's times."""
 
     def __init__(self, catalog: Catalog, decode_scale: float = 1.0, decode_latency_s: float = 0.0) -> None:
         """Prepare the steps of all hulls.
 
-        ``decode_scale``: factor for the catalog's decode times; ``decode_latency_s``: what the last batch takes more.
+        Args:
+            catalog: the catalog.
+            decode_scale: factor for the catalog's decode times.
+            decode_latency_s: additional seconds for the last batch.
         """
         options = every_option(catalog)
         self._least: Array = np.array([hull[0].bytes for hull in options], float)
@@ -99,10 +101,10 @@ class LiveClairvoyant:
 
         Args:
             capacity: the link; its time begins with the play.
-            published_s: when each group is published, ascending, seconds.
+            published_s: publication time of each group, ascending, seconds.
             deadline_s: the deadline, seconds.
             time_price: price of a second before the first token, nats per token.
-            delay_s: seconds that everything takes from the publisher to the player, besides its turn on the link.
+            delay_s: latency from the publisher to the player, in addition to the time on the link.
         """
         begins = [time_s + delay_s for time_s in published_s]
         first_s = begins[-1]
@@ -118,9 +120,9 @@ class LiveClairvoyant:
             return found
 
         intervals = [(reached(deadline_s) + time_price * first_s, first_s, deadline_s, least_loss)]
-        for _ in range(_MOST_ENDS):
+        for _ in range(_MAX_ENDS):
             floor, start_s, stop_s, at_stop = intervals[0]
-            if floor >= best - max(_GAP, _NEAR * best):
+            if floor >= best - max(_ABSOLUTE_GAP, _RELATIVE_GAP * best):
                 break
             heappop(intervals)
             middle_s = (start_s + stop_s) / 2
@@ -129,26 +131,26 @@ class LiveClairvoyant:
                 heappush(intervals, (at_middle + time_price * start_s, start_s, middle_s, at_middle))
             heappush(intervals, (at_stop + time_price * middle_s, middle_s, stop_s, at_stop))
         objective = min(best, intervals[0][0])
-        # What is late costs at least this, whatever it loses.
+        # A missed deadline costs at least this much.
         objective = min(objective, MISS_PENALTY + time_price * deadline_s)
         return Bound(feasible=True, least_loss=least_loss, objective=objective, loss=loss, end_s=end_s, engine_s=0.0)
 
     def loss_at(self, capacity: Capacity, begins_s: Sequence[float], end_s: float) -> float:
-        """Return the least loss of any cache that is complete at an end; infinite if none is.
+        """Return the lowest loss of any cache complete at ``end_s``; infinite if there is none.
 
-        ``begins_s``: when bytes of each group can begin to arrive, ascending, seconds.
+        ``begins_s``: earliest arrival of each group's bytes, ascending, seconds.
         """
         last_s = end_s - self._tail_s
         if last_s < begins_s[-1]:
             return math.inf
-        room: Array = np.array([capacity.between(begin_s, last_s) for begin_s in begins_s])
-        room -= np.cumsum(self._least[::-1])[::-1]  # of this group and all behind it
-        if room.min() < -_SMALL:
+        left: Array = np.array([capacity.between(begin_s, last_s) for begin_s in begins_s])
+        left -= np.cumsum(self._least[::-1])[::-1]  # of this group and all later ones
+        if left.min() < -_ROUNDING_BYTES:
             return math.inf
         loss = self._worst
         for group, nbytes, saving in self._steps:
-            fits = min(nbytes, float(room[: group + 1].min()))
+            fits = min(nbytes, float(left[: group + 1].min()))
             if fits > 0:
-                room[: group + 1] -= fits
+                left[: group + 1] -= fits
                 loss -= saving * (fits / nbytes)
         return loss

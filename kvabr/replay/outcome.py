@@ -1,4 +1,4 @@
-"""What a finished play amounts to: its loss, its objective, and its line in the replay report."""
+"""The result of a finished play: loss, objective, and its line in the replay report."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.events import PlayEvent
 
 NO_CACHE_LOSS = 1.0
-"""Loss of a play that was given up, nats per token: about what losing the whole prompt cost on a real model."""
+"""Loss of an abandoned play, nats per token: about the loss of the whole prompt, measured on a real model."""
 
 
 @dataclass(slots=True)
 class PlayOutcome:
-    """Everything that is known about a finished play."""
+    """The result of a finished play."""
 
     run: dict[str, Any]
     record: PlayRecord
     log: list[PlayEvent] | None
     link: list[tuple[float, float]] | None
     catalog: Catalog
-    """What was played, with the losses behind what follows it."""
+    """The played catalog, with losses after the following tail."""
     use: LinkUse | None = None
     """Accounts for the link's bytes; None for a real play, and on a shared link."""
 
@@ -48,7 +48,7 @@ def shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> 
 
 
 def computed_whole(record: PlayRecord, catalog: Catalog, cost: PrefillCost, now: float, deadline_s: float) -> None:
-    """Have the engine compute the whole prompt of a joined play that was given up at ``now``, as a client does."""
+    """Compute the whole prompt of a joined play that was abandoned at ``now``, as a client does."""
     seconds = cost.seconds(0, catalog.tokens)
     record.delivered_s = now + seconds
     record.met = record.delivered_s <= deadline_s
@@ -65,7 +65,7 @@ def computed_whole(record: PlayRecord, catalog: Catalog, cost: PrefillCost, now:
 
 
 def computed_rest(record: PlayRecord, catalog: Catalog, cost: PrefillCost, deadline_s: float) -> None:
-    """Have the engine compute what a play of a prefix did not deliver, as soon as that is there."""
+    """Compute the rest of a delivered prefix."""
     here = min((*record.missing[:1], catalog.groups if record.used is None else record.used))
     if here == catalog.groups or record.delivered_s is None:
         return
@@ -165,7 +165,7 @@ def run_line(
 
 
 def _track_tokens(catalog: Catalog, record: PlayRecord) -> dict[str, int]:
-    """Return the tokens on each track; of several layer classes, each counts by its size, see `Catalog.share`."""
+    """Return the tokens on each track; layer classes are weighted by size, see `Catalog.share`."""
     tokens: dict[str, int] = {}
     for group in record.groups:
         track = group.track or "none"
@@ -174,5 +174,5 @@ def _track_tokens(catalog: Catalog, record: PlayRecord) -> dict[str, int]:
 
 
 def rounded(value: float | None) -> float | None:
-    """Return a number as reports have it."""
+    """Return a number with the precision of reports."""
     return None if value is None else float(f"{value:.9g}")

@@ -1,9 +1,8 @@
-"""A prompt joined from passages, to replay, and its bound. Of the text before only the number of tokens counts.
+"""Replays of a prompt joined from passages, and their bound. Of the text before them only the length counts.
 
-The bound is the least over all numbers of tokens to compute again. Computing tokens takes the end of a play, in which
-nothing else counts. So a schedule that computes a share of them costs at least what the bound of a play costs whose
-time is shorter by theirs, and whose passages lose what they lose at that share. Choosing the tokens is free: it may
-happen while the cache still comes.
+The bound is the minimum over all numbers of tokens to recompute. Recomputation occupies the end of a play. A schedule
+that recomputes a share of the tokens therefore costs at least the bound of a play shortened by that time, with the
+passages' losses at that share. Choosing the tokens is free, since it can happen during the transfer.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from kvabr.types.joined import at_share, join, joinable
 from kvabr.types.passage import Exact, Passage
 
 EXACT, QUESTION = 32, 24
-"""Tokens before the passages of a prompt, and of the question behind them, unless the user says otherwise."""
+"""Default tokens before the passages of a prompt, and of the question after them."""
 _APART = 1 << 20
-"""Ids of one passage are so far from those of the next: what they are does not matter here, only that they differ."""
+"""Distance between the token ids of passages: ids matter only in that they differ."""
 
 
 def prompt_of(
@@ -34,19 +33,19 @@ def prompt_of(
     max_loss: float = MISS_PENALTY,
     refused: Callable[[int, str], None] = lambda *_: None,
 ) -> Catalog:
-    """Return the catalog of a prompt that is made of passages, in their order.
+    """Return the catalog of a prompt made of passages, in order.
 
-    What a player would not join (`kvabr.types.joined.joinable`) the engine computes here, too.
+    The engine computes passages that a player would not join (`kvabr.types.joined.joinable`).
 
     Args:
-        catalogs: of the passages, of one model.
-        exact: tokens of the text before the first of them, at least one.
-        max_loss: most that the joined cache may be expected to lose, nats per generated token.
-        refused: told the number of each passage that is not joined, from 0, and why.
+        catalogs: catalogs of passages of one model.
+        exact: tokens of text before the first passage, at least one.
+        max_loss: maximum expected loss of the joined cache, nats per generated token.
+        refused: called with the index of each passage that is not joined, and the reason.
 
     Raises:
-        UsageError: one of them is no passage, or is of another model; there is no text before them; or none of them
-            may be joined.
+        UsageError: a catalog is not a passage or is of another model; there is no text before the passages; or none of
+            them can be joined.
     """
     if exact < 1:
         raise UsageError("a prompt of passages begins with a text of its own: give --exact at least 1")
@@ -63,11 +62,11 @@ def prompt_of(
     order = list(found)
     reasons: dict[str, None] = {}
 
-    def told(passage: Passage, reason: str) -> None:
+    def reject(passage: Passage, reason: str) -> None:
         reasons[reason] = None
         refused(order.index(passage), reason)
 
-    usable = joinable(found, max_loss, told)
+    usable = joinable(found, max_loss, reject)
     try:
         joined = join((Exact(tuple(range(exact))), *found), usable, catalogs[0].spec)
     except FormatError as error:
@@ -79,11 +78,11 @@ def prompt_of(
 
 @dataclass(frozen=True, slots=True)
 class BlendClairvoyant:
-    """What a player could do that knew the link."""
+    """Bound on players that know the link."""
 
     options: tuple[tuple[BlendOption, Clairvoyant], ...]
     gpu_price: float
-    """Of a second of engine time, nats per generated token."""
+    """Price of a second of engine time, nats per generated token."""
 
     @classmethod
     def of(
@@ -94,7 +93,7 @@ class BlendClairvoyant:
         config: PlayerConfig,
         new: Callable[[Catalog], Clairvoyant],
     ) -> BlendClairvoyant:
-        """Prepare the bounds of all options of a play; ``new`` returns that of a catalog."""
+        """Prepare the bounds of all options of a play; ``new`` returns the clairvoyant of a catalog."""
         plan = BlendPlan(ladder, cost, goal, time_price=config.time_price, gpu_price=config.gpu_price)
         made = tuple((option, new(at_share(ladder.catalog, option.share))) for option in plan.options)
         return cls(made, config.gpu_price if math.isfinite(config.gpu_price) else 0.0)
@@ -103,7 +102,7 @@ class BlendClairvoyant:
         """Return the bound of one play.
 
         Args:
-            bound: returns what a clairvoyant makes of a play, given the seconds by which it is shorter.
+            bound: returns a clairvoyant's bound, given the seconds by which the play is shorter.
         """
         found = INFEASIBLE
         for option, clairvoyant in self.options:

@@ -1,4 +1,4 @@
-"""A whole replay: traces x starts x policies, in parallel processes, reported in one fixed order.
+"""A whole replay: traces x starts x policies, in parallel processes, reported in a fixed order.
 
 The same traces, options and seed give the same report, byte for byte, on any number of processes.
 """
@@ -24,50 +24,50 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
 
 SCHEMA = "kvabr.replay/1"
-MOST_STARTS = 100_000
-"""Most start points per trace."""
+MAX_STARTS = 100_000
+"""Maximum start points per trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What a replay plays."""
+    """The plays of a replay."""
 
     catalog: Catalog
     traces: tuple[Trace, ...]
     policies: tuple[str, ...]
     options: ReplayOptions
     starts: int = 1
-    """Start points per trace: the first is the trace's beginning, the others are random."""
+    """Start points per trace: its beginning, then random ones."""
     seed: int = 0
     timelines: int = 0
-    """Most plays that keep a timeline, from the first start of each trace and policy; -1 for all plays."""
+    """Maximum number of plays with a timeline, from the first start of each trace and policy; -1 for all plays."""
     detail: bool = True
-    """Whether the report lists every group of every run and the steps for verification."""
+    """Whether the report lists every group of every run, and the steps for verification."""
 
     def __post_init__(self) -> None:
         if not self.traces:
             raise UsageError("no traces to play over")
         if self.timelines < -1:
             raise UsageError(f"{self.timelines} timelines; give a number from 0, or -1 for all")
-        if not 1 <= self.starts <= MOST_STARTS:
-            raise UsageError(f"{self.starts:,} starts of each trace; give 1 to {MOST_STARTS:,}")
+        if not 1 <= self.starts <= MAX_STARTS:
+            raise UsageError(f"{self.starts:,} starts of each trace; give 1 to {MAX_STARTS:,}")
         for policy in self.policies:
-            load_policy(policy)()  # find a bad name or file now, not after hours of work
+            load_policy(policy)()  # find a bad name or file before hours of work
         if self.options.estimator is not None:
             load_estimator(self.options.estimator)()
 
 
 @dataclass(slots=True)
 class Report:
-    """What a replay returns."""
+    """The result of a replay."""
 
     result: dict[str, Any]
     """The replay report, see `SCHEMA`."""
     timelines: list[dict[str, Any]] = field(default_factory=list)
-    """Of the plays with one: ``{"run": index into the runs, "log": [PlayEvent, ...], "link": [[t, bytes/s], ...],
-    "losses": [(t, nats per token), ...]}``."""
+    """``{"run": index into the runs, "log": [PlayEvent, ...], "link": [[t, bytes/s], ...], "losses": [(t, nats per
+    token), ...]}`` per timeline."""
     steps: list[list[tuple[str, int, int | str]]] = field(default_factory=list)
-    """Per run, what came into place, in order; for verification."""
+    """Placement steps of each run, in order, for verification."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,15 @@ class Task:
     trace: int
     start_s: float
     logged: int
-    """Number of policies that keep their timeline."""
+    """Number of policies with a timeline."""
 
 
 def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[int], None] | None = None) -> Report:
     """Play everything.
 
     Args:
-        matrix: what to play.
-        jobs: processes; None for one per core. One plays in this process.
+        matrix: the plays.
+        jobs: processes; None for one per core; 1 plays in this process.
         on_progress: called with the number of plays finished since the last call.
 
     Raises:
@@ -157,7 +157,7 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tasks(matrix: Matrix) -> Iterator[Task]:
-    """Yield everything to play, in order; the same seed gives the same starts."""
+    """Yield all tasks in order; the same seed gives the same starts."""
     kept = 0
     for index, trace in enumerate(matrix.traces):
         dice = random.Random(f"{matrix.seed}:{trace.family}:{trace.name}")  # noqa: S311  # start points, not secrets

@@ -1,4 +1,4 @@
-"""Plays a session against the link model: a small event loop whose clock is the trace."""
+"""Plays a session against the link model in a small event loop with the trace as its clock."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.joined import joined_passages
 
 EPSILON = 1e-9
-"""Seconds that two events at the same time may be apart by rounding."""
+"""Rounding tolerance for simultaneous events, seconds."""
 _WHOLE = 0.5
-"""A flow that lacks fewer bytes than this is complete."""
+"""A flow with fewer missing bytes is complete."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +39,11 @@ class _Flow:
     size: float
     priority: int
     opens_s: float
-    """When its first byte can come."""
+    """Earliest time of its first byte."""
     closes_s: float = float("inf")
-    """When a cancelled flow stops taking capacity."""
+    """When a cancelled flow stops using capacity."""
     received: float = 0.0
-    told: int = 0
+    reported: int = 0
     """Bytes reported to the session."""
     seen: bool = False
     cancelled: bool = False
@@ -51,16 +51,16 @@ class _Flow:
 
 @dataclass(slots=True)
 class LinkUse:
-    """Link bytes that are not part of the delivered cache; they explain why it is no better."""
+    """Link bytes outside the delivered cache, which explain its quality."""
 
     ghost_bytes: float = 0.0
-    """Bytes that the link carried for cancelled requests."""
+    """Bytes carried for cancelled requests."""
     waiting_bytes: float = 0.0
-    """Bytes that the link could have carried by the deadline while it served none of the requests in flight."""
+    """Bytes that the link could have carried by the deadline while it served no request in flight."""
     cut_bytes: float = 0.0
-    """Bytes received of requests that were in flight when the play ended."""
-    cut_told_bytes: int = 0
-    """Bytes of `cut_bytes` that were reported to the session, which counts them as wasted."""
+    """Bytes received of requests in flight at the end of the play."""
+    cut_reported_bytes: int = 0
+    """Bytes of `cut_bytes` reported to the session, which counts them as wasted."""
 
 
 class Machine:
@@ -75,21 +75,20 @@ class Machine:
         decoders: int,
         decode_latency_s: float = 0.0,
     ) -> None:
-        """Begin idle; the arguments are those of `Simulator`."""
         self._latency_s, self._now = decode_latency_s, 0.0
         self._batch: list[tuple[int, float]] = []
-        """What waits for the next batch, if there are any: request, and seconds of decoding."""
+        """Requests waiting for the next batch, with their seconds of decoding."""
         self._session, self._catalog, self._cost, self._decode_scale = session, catalog, cost, decode_scale
         self._decoders = [0.0] * decoders
-        """Heap of the times at which the decoders have finished everything they were given."""
+        """Heap of the times at which the decoders become idle."""
         self._decoding: list[tuple[float, int, int, float]] = []
-        """Heap of the groups being decoded: when that ends, order of the action, request, seconds of decoding."""
+        """Heap of the groups being decoded: end, order of the action, request, seconds of decoding."""
         self._decodes = 0
         self._engine: list[tuple[float, Recompute | ChooseTokens | RecomputeTokens]] = []
-        """What the engine does, one after the other, and when each ends."""
+        """End times and engine actions, run one after another."""
 
     def begin(self, action: Decode | Recompute | ChooseTokens | RecomputeTokens, now: float) -> None:
-        """Begin what the session asks for; a batch once it has asked for all of it."""
+        """Begin an action of the session; batches begin in `next_s`, when all requests of the moment are known."""
         self._now = now
         if not isinstance(action, Decode):
             begins_s = max([now, *(end for end, _ in self._engine)])
@@ -107,9 +106,9 @@ class Machine:
         self._decodes += 1
 
     def _engine_s(self, action: Recompute | ChooseTokens | RecomputeTokens) -> float:
-        """Return the seconds that the engine takes for an action."""
+        """Return the engine time of an action, seconds."""
         cost, tokens = self._cost, self._catalog.tokens
-        assert cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
+        assert cost is not None  # noqa: S101  # a session without a cost model never recomputes
         if isinstance(action, Recompute):
             first, last = map(self._catalog.tokens_before, (action.first, action.last))
             return cost.seconds(first, last - first)
@@ -121,7 +120,7 @@ class Machine:
         return look_s + (cost.seconds(tokens - action.tokens, action.tokens) if action.tokens else 0.0)
 
     def _begin_batch(self) -> None:
-        """Decode everything that waits together, if the device is idle."""
+        """Decode all waiting groups together if the device is idle."""
         if self._batch and self._decoders[0] <= self._now + EPSILON:
             end = self._now + self._latency_s + sum(seconds for _, seconds in self._batch)
             self._decoders[0] = end
@@ -131,13 +130,13 @@ class Machine:
             self._batch.clear()
 
     def next_s(self) -> float:
-        """Return when something is done next, seconds; infinite if nothing is being done."""
+        """Return the time of the next completion, seconds; infinite if there is none."""
         self._begin_batch()
         decoded_s = self._decoding[0][0] if self._decoding else math.inf
         return min(decoded_s, self._engine[0][0]) if self._engine else decoded_s
 
-    def tell(self, now: float) -> None:
-        """Report to the session what is done by ``now``."""
+    def report(self, now: float) -> None:
+        """Report to the session everything completed by ``now``."""
         self._now = now
         while self._decoding and self._decoding[0][0] <= now + EPSILON:
             _, _, request, seconds = heappop(self._decoding)
@@ -154,24 +153,23 @@ class Machine:
 
 
 class _Pipe:
-    """The link of one source, and the flows on it."""
+    """The link of one source and its flows."""
 
     def __init__(self, capacity: Capacity) -> None:
-        """Begin without flows."""
         self.capacity = capacity
         self.coming: deque[_Flow] = deque()
-        """Flows whose first byte cannot come yet, the earliest first."""
+        """Flows still waiting for their first byte, earliest first."""
         self._open: list[tuple[int, int, _Flow]] = []
-        """Heap of the others by priority and order of request; it may hold completed flows."""
+        """Heap of the others by priority and order of request; may contain completed flows."""
         self.served: _Flow | None = None
-        """The open flow that gets the capacity now."""
+        """The open flow that uses the capacity now."""
 
     def push(self, flow: _Flow) -> None:
-        """Take a flow whose first byte can come at once."""
+        """Add a flow that can receive its first byte at once."""
         heappush(self._open, (flow.priority, flow.request, flow))
 
     def first(self, now: float) -> _Flow | None:
-        """Return the open flow that gets the capacity now: lowest priority number, then first requested."""
+        """Return the open flow that uses the capacity now: lowest priority number, then first requested."""
         coming, opened = self.coming, self._open
         while coming and coming[0].opens_s <= now + EPSILON:
             self.push(coming.popleft())
@@ -183,10 +181,10 @@ class _Pipe:
         return None
 
     def next_s(self, now: float, then: float) -> float:
-        """Return when something changes on the link next, ``then`` at the latest."""
+        """Return the time of the next change on the link, at most ``then``."""
         served = self.served
         if served is not None:
-            # Aim a quarter of a byte short, so that a rounding error cannot put the end behind an outage.
+            # Aim a quarter of a byte short, so that a rounding error cannot move the end past an outage.
             least = served.size - served.received
             then = min(then, served.closes_s, self.capacity.when(now, max(0.0, least - 0.25)))
         for flow in self.coming:
@@ -198,7 +196,7 @@ class _Pipe:
 
 
 class Simulator:
-    """Drives one `Session` over one `Capacity`, or over one for each of its sources."""
+    """Drives one `Session` over one `Capacity`, or over one per source."""
 
     def __init__(
         self,
@@ -214,29 +212,29 @@ class Simulator:
         decode_latency_s: float = 0.0,
         published_s: Sequence[float] = (),
     ) -> None:
-        """Prepare a play; nothing happens before `run`.
+        """Prepare a play, to start with `run`.
 
         Args:
             session: a fresh session.
             catalog: the session's catalog.
             capacity: the link, or several.
             rtt_s: round trip, seconds.
-            first_byte_s: seconds that both ends need to handle a request.
-            cost: what the engine's prefill costs; None for no engine.
+            first_byte_s: processing time of a request at both ends, seconds.
+            cost: the engine's prefill cost; None for no engine.
             decode_scale: factor for the catalog's decode times.
-            decoders: threads that decode, each a group at a time.
-            decode_latency_s: seconds that decoding a batch takes besides those of its groups, on a device that decodes
-                all that waits together; 0: groups are decoded one by one.
-            published_s: when each group of a live asset is published, ascending, seconds; empty: all are.
+            decoders: decoder threads.
+            decode_latency_s: additional seconds per batch, on a device that decodes all waiting groups together; 0:
+                groups are decoded singly.
+            published_s: publication times of a live asset's groups, ascending, seconds; empty for other assets.
         """
         self._published_s = [time_s + rtt_s / 2 for time_s in published_s]
-        """When the player hears of each group, and its base begins to arrive."""
-        self._heard = 0
+        """When the player learns of each group and its base begins to arrive."""
+        self._published = 0
         self._session, self._rtt_s = session, rtt_s
         self._pipes = [_Pipe(link) for link in capacity.links]
         self._first_byte_s = rtt_s + first_byte_s
         self._flows: dict[int, tuple[_Flow, _Pipe]] = {}
-        """Requests whose progress is reported to the session, by number."""
+        """Requests with progress to report to the session, by number."""
         self._machine = Machine(session, catalog, cost, decode_scale, decoders, decode_latency_s)
         self.use = LinkUse()
         """Accounts for the link's bytes."""
@@ -257,7 +255,7 @@ class Simulator:
             then = self._next(now)
             self._carry(now, then)
             now = then
-            self._tell(now)
+            self._report(now)
             self._obey(now)
         return session.record
 
@@ -285,17 +283,16 @@ class Simulator:
                     cut.size = 0.0
 
     def _close(self, actions: Sequence[Action]) -> None:
-        """Count what was in flight when the play ended."""
+        """Count the bytes in flight at the end of the play."""
         for action in actions:
             if isinstance(action, Cancel) and (found := self._flows.get(action.request)) is not None:
                 self.use.cut_bytes += found[0].received
-                self.use.cut_told_bytes += found[0].told
+                self.use.cut_reported_bytes += found[0].reported
 
     def _next(self, now: float) -> float:
-        """Return the time of the next event."""
         then = self._session.next_timer()
         assert then is not None  # noqa: S101  # the play is not over
-        then = min(then, self._machine.next_s(), *self._published_s[self._heard : self._heard + 1])
+        then = min(then, self._machine.next_s(), *self._published_s[self._published : self._published + 1])
         for pipe in self._pipes:
             then = pipe.next_s(now, then)
         return max(then, now)
@@ -314,23 +311,23 @@ class Simulator:
                 if until > now:
                     self.use.waiting_bytes += pipe.capacity.between(now, until)
 
-    def _tell(self, now: float) -> None:
-        """Report to the session what has happened by ``now``."""
+    def _report(self, now: float) -> None:
+        """Report to the session everything that has happened by ``now``."""
         session = self._session
         timer = session.next_timer()
         due = timer is not None and timer <= now + EPSILON
         for pipe in self._pipes:
-            self._tell_transfers(now, pipe, due=due)
-        self._machine.tell(now)
-        while self._heard < len(self._published_s) and self._published_s[self._heard] <= now + EPSILON:
-            self._heard += 1
-            session.published(self._heard, now)
+            self._report_transfers(now, pipe, due=due)
+        self._machine.report(now)
+        while self._published < len(self._published_s) and self._published_s[self._published] <= now + EPSILON:
+            self._published += 1
+            session.published(self._published, now)
         if due:
             session.timer(now)
 
-    def _tell_transfers(self, now: float, pipe: _Pipe, *, due: bool) -> None:
+    def _report_transfers(self, now: float, pipe: _Pipe, *, due: bool) -> None:
         session, served, following = self._session, pipe.served, pipe.first(now)
-        # The first bytes of the next flow come right after the last of the one before.
+        # The first byte of the next flow follows directly after the last byte of the previous one.
         for flow in (served, following):
             if flow is None or flow.seen or flow.cancelled:
                 continue
@@ -340,14 +337,14 @@ class Simulator:
         if due:
             for flow, where in self._flows.values():
                 if flow.received and flow is not served and where is pipe:
-                    self._tell_progress(flow, now)
+                    self._report_progress(flow, now)
         if served is not None and not served.cancelled:
             if served.received >= served.size - _WHOLE:
                 del self._flows[served.request]
                 session.done(served.request, now)
-            elif due or following is not served:  # what a more urgent one interrupts is reported by then
-                self._tell_progress(served, now)
+            elif due or following is not served:  # report progress of a flow interrupted by a more urgent one
+                self._report_progress(served, now)
 
-    def _tell_progress(self, flow: _Flow, now: float) -> None:
-        flow.told = int(flow.received)
-        self._session.progress(flow.request, flow.told, now)
+    def _report_progress(self, flow: _Flow, now: float) -> None:
+        flow.reported = int(flow.received)
+        self._session.progress(flow.request, flow.reported, now)

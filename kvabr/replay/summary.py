@@ -9,16 +9,16 @@ from typing import Any
 
 _Z95 = 1.959963984540054
 _ROUNDING = 1e-7
-"""Nats per token by which a play may be below its bound: rounding."""
+"""Rounding tolerance of the bound, nats per token."""
 
 
 def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]:
     """Return the ``summary`` of a replay report: one entry per policy, in order of first appearance.
 
-    Hit ratio, TTFT, loss and regret cover the feasible plays, in which at least a clairvoyant player could have met the
+    Hit ratio, TTFT, loss and regret cover the feasible plays, in which a clairvoyant player could have met the
     deadline. ``infeasible`` counts the others; ``infeasible_ttft_p50_s`` and ``infeasible_ttft_p95_s`` are their TTFT.
-    ``below_bound`` counts the plays that cost less than the bound: errors of the bound, which should be none.
-    A play that was given up counts in a TTFT percentile as one that never ends; a percentile among those is None.
+    ``below_bound`` counts plays that cost less than the bound, which indicates errors of the bound. Abandoned plays
+    count as infinite TTFT; a percentile among them is None.
 
     Args:
         runs: runs of the report.
@@ -39,7 +39,7 @@ def by_family(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def wilson(hits: int, runs: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a ratio (Wilson, 1927), sound for few runs and near 0 and 1."""
+    """Return the 95 % confidence interval of a ratio (Wilson, 1927), accurate for few runs and near 0 and 1."""
     if not runs:
         return (0.0, 1.0)
     share = hits / runs
@@ -50,13 +50,13 @@ def wilson(hits: int, runs: int) -> tuple[float, float]:
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """Return a percentile by linear interpolation between the two nearest ranks; None if there are no values."""
+    """Return a percentile by linear interpolation between the nearest ranks; None if there are no values."""
     ranked = sorted(values)
     if not ranked:
         return None
     place = share * (len(ranked) - 1)
     low = math.floor(place)
-    if place == low:  # also where the next value is infinite
+    if place == low:  # also if the next value is infinite
         return ranked[low]
     return ranked[low] + (place - low) * (ranked[low + 1] - ranked[low])
 
@@ -106,7 +106,7 @@ def _entry(runs: Sequence[dict[str, Any]], digits: int) -> dict[str, Any]:
 
 
 def _ttft(runs: Sequence[dict[str, Any]], share: float) -> float | None:
-    """Return a percentile of TTFT, seconds; None if there are no runs or if it lies among those that were given up."""
+    """Return a percentile of TTFT, seconds; None if there are no runs or it is infinite."""
     value = percentile((math.inf if run["ttft_s"] is None else run["ttft_s"] for run in runs), share)
     return None if value is None or not math.isfinite(value) else value
 

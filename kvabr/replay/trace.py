@@ -1,6 +1,6 @@
 """A network trace: the capacity of a link over time, piecewise constant and periodic.
 
-A trace holds numbers only. `kvabr.replay.readers` reads files; `kvabr.replay.link` models a link.
+`kvabr.replay.readers` reads trace files; `kvabr.replay.link` models a link.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from kvabr.types.errors import TraceError
 
 MAX_SEGMENTS = 4_000_000
-"""Most segments of a trace: more than an hour of milliseconds."""
+"""Maximum segments of a trace: more than an hour of milliseconds."""
 BYTES_PER_MBIT = 125_000.0
-"""Bytes in a megabit. Rates are bytes per second inside kvabr, and Mbit/s where people read them."""
+"""Rates are bytes per second inside kvabr, and Mbit/s for people."""
 
 
 class SegmentError(TraceError):
-    """A segment of a trace is invalid. Readers turn its index into a file and a line."""
+    """A segment of a trace is invalid. Readers convert its index to a file and line."""
 
     def __init__(self, trace: str, segment: int, problem: str) -> None:
         super().__init__(f"trace {trace}: segment {segment}: {problem}")
@@ -38,15 +38,15 @@ class Trace:
     name: str
     """Family and file, such as ``hsdpa_3g/norway_bus_1``."""
     family: str
-    """The data set that the trace belongs to."""
+    """Data set of the trace."""
     times: tuple[float, ...]
-    """Start of each segment, seconds: the first is 0, each is later than the one before."""
+    """Start of each segment, seconds, ascending from 0."""
     rates: tuple[float, ...]
-    """Bytes per second in each segment, 0 or more; not all are 0."""
+    """Bytes per second in each segment, 0 or more; at least one is positive."""
     duration_s: float
-    """End of the last segment, seconds. There the trace wraps."""
+    """End of the last segment, seconds, where the trace wraps."""
     rtt_s: float | None = None
-    """Round-trip time, seconds, if the format records one (its mean over the trace, where it varies)."""
+    """Round-trip time, seconds, if the format records one (the mean over the trace)."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -72,7 +72,7 @@ class Trace:
 
 
 def _check(trace: Trace) -> None:
-    """Raise unless a link model can play the trace. This is the only place where traces are validated."""
+    """Raise unless a link model can play the trace. All validation of traces is here."""
     name, times, rates = trace.name, trace.times, trace.rates
     if not times:
         raise TraceError(f"trace {name}: it has no samples; a trace needs at least one")
@@ -93,7 +93,7 @@ def _check(trace: Trace) -> None:
 
 
 def _check_whole(trace: Trace) -> None:
-    """Raise unless a trace of valid segments has an end and carries something."""
+    """Raise unless a trace of valid segments has an end and a positive rate."""
     name, times, rates = trace.name, trace.times, trace.rates
     if not (math.isfinite(trace.duration_s) and trace.duration_s > times[-1]):
         when = f"starts at {times[-1]:g} s, but the trace ends at {trace.duration_s:g} s"

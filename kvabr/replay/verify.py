@@ -1,7 +1,7 @@
 """Verify a simulated play with the real model: decode, recompute, assemble, score.
 
-The steps are carried out on the asset's bytes, in the order in which they happened in the play. So groups that were
-recomputed behind a lossy group inherit its errors, just as in an engine.
+The steps run on the asset's bytes in their original order, so recomputed groups inherit the errors of lossy groups
+before them, as in an engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FetchStep:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep:
-    """Groups ``first`` to ``last`` - 1 were recomputed from what was in place before them."""
+    """Groups ``first`` to ``last`` - 1 were recomputed from the cache before them."""
 
     first: int
     last: int
@@ -41,16 +41,16 @@ Step = FetchStep | ComputeStep
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the real model measured on the cache that a play assembled."""
+    """Measurements of the real model on the assembled cache of a play."""
 
     kl: float
     """Mean KL divergence against the exact cache, nats per token of the real continuation."""
     dnll: float
     """Change of the mean negative log-likelihood of the real continuation, nats per token."""
     top1: float
-    """Share of continuation tokens where the most likely next token is the same."""
+    """Share of continuation tokens with an unchanged most likely token."""
     loss: float
-    """What the catalog predicts, measured: see `kvabr.types.catalog.Quality.loss`."""
+    """Measured counterpart of the catalog's loss: see `kvabr.types.catalog.Quality.loss`."""
     predicted: float
     """Expected loss of this cache according to the catalog."""
 
@@ -60,10 +60,10 @@ class Verification:
 
 
 def steps_of(record: Sequence[tuple[str, int, int | str]]) -> list[Step]:
-    """Read the steps of a play's record: ("fetch", group, track) or ("compute", first, last).
+    """Parse the steps of a play's record: ("fetch", group, track) or ("compute", first, last).
 
     Raises:
-        FormatError: a step is neither.
+        FormatError: a step has neither form.
     """
     steps: list[Step] = []
     for kind, where, what in record:
@@ -81,7 +81,7 @@ def load_profile(asset: Asset) -> Profile | None:
 
     Raises:
         AssetError: the profile is missing.
-        FormatError: it is not the one that the catalog names.
+        FormatError: it is not the one named in the catalog.
         ForeignError: it is of another model.
     """
     data = asset.profile_bytes()
@@ -96,7 +96,7 @@ class Verifier:
     """Verifies plays of one asset; computes the exact cache once and keeps only its scores."""
 
     def __init__(self, asset: Asset, engine: ScoringEngine) -> None:
-        """Compute the exact cache of the asset's prompt and score its continuation behind it.
+        """Compute the exact cache of the asset's prompt and score its continuation.
 
         Raises:
             ModelError: the engine runs another model than the asset's.
@@ -115,10 +115,10 @@ class Verifier:
         self._reference = Reference(engine, exact, prompt.continuation)
 
     def play(self, steps: Sequence[Step]) -> Verification:
-        """Carry out the steps of one play, and score the continuation behind the resulting cache.
+        """Run the steps of one play, and score the continuation after the resulting cache.
 
         Raises:
-            HoleError: the steps leave a hole, or compute behind one.
+            HoleError: the steps leave a hole, or compute after one.
             AssetError, FormatError: a group of the asset is missing or damaged.
         """
         catalog = self._asset.catalog.to_play

@@ -1,7 +1,7 @@
-"""Worker processes: they play in parallel, never outlive their parent, and leave Ctrl-C to it.
+"""Worker processes that play in parallel, never outlive their parent, and leave Ctrl-C to it.
 
-They are not a `ProcessPoolExecutor`: that loses a Ctrl-C which comes while it forks (Python ignores exceptions in its
-hooks after a fork), and can wait forever for a worker that was ended in the middle of an answer.
+`ProcessPoolExecutor` loses a Ctrl-C received while it forks (Python ignores exceptions in fork hooks), and can wait
+forever for a worker killed while it sends a result.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvabr.types.errors import PlayError, PolicyError, UsageError
 
-_AHEAD = 2
-"""Tasks that a worker has at a time, so that it does not wait for its parent between two."""
+_QUEUED_TASKS = 2
+"""Tasks queued per worker, so that it never waits for its parent."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +29,7 @@ Found = TypeVar("Found")
 
 
 def named_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Simulate one play; a `PolicyError` names it."""
+    """Simulate one play; name it in any `PolicyError`."""
     try:
         return call(*args, **kwargs)
     except PolicyError as error:
@@ -38,11 +38,11 @@ def named_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kw
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Postpone Ctrl-C to the end of the body; processes that the body starts never get it."""
-    came: list[int] = []
+    """Postpone Ctrl-C to the end of the body; processes started in the body never receive it."""
+    received: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()
-    # A blocked signal may still come to a thread of a library, and from there to the handler.
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if in_main else None
+    # A thread of a library may still receive a blocked signal and run the handler.
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number)) if in_main else None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -50,21 +50,21 @@ def without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if in_main:
             signal.signal(signal.SIGINT, handler)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
 def in_processes(
     work: Callable[[Task], Found], todo: Sequence[Task], processes: int
 ) -> Generator[tuple[int, Found], None, None]:
-    """Yield each task's index and ``work(task)``, as they come from forked processes; with one process, from this one.
+    """Yield each task's index and ``work(task)``, as results arrive from forked processes; with one process, run here.
 
-    Closing the iterator ends the processes at once, also in the middle of a task.
+    Closing the iterator kills the processes at once, even during a task.
 
     Raises:
         UsageError: ``processes`` is less than one.
-        PlayError: A process died.
-        Exception: The first that ``work`` raised.
+        PlayError: a process died.
+        Exception: the first that ``work`` raised.
     """
     if processes < 1:
         raise UsageError(f"{processes} processes; at least one is needed")
@@ -84,7 +84,7 @@ def in_processes(
         yield from _answers(list(workers), todo)
     finally:
         for process in workers.values():
-            process.kill()  # nobody wants what it still computes
+            process.kill()  # the results are no longer needed
         for pipe, process in workers.items():
             process.join()
             pipe.close()
@@ -92,13 +92,13 @@ def in_processes(
 
 def _answers(pipes: list[Connection], todo: Sequence[Any]) -> Iterator[tuple[int, Any]]:
     queue = enumerate(todo)
-    asked: dict[Connection, deque[int]] = {pipe: deque() for pipe in pipes}
-    free = pipes * _AHEAD
+    sent: dict[Connection, deque[int]] = {pipe: deque() for pipe in pipes}
+    free = pipes * _QUEUED_TASKS
     for _ in todo:
         try:
             for pipe, (index, task) in zip(free, queue, strict=False):
                 pipe.send(task)
-                asked[pipe].append(index)
+                sent[pipe].append(index)
             done: Any = wait(pipes)[0]
             answer = done.recv()
         except (EOFError, OSError) as error:
@@ -109,20 +109,20 @@ def _answers(pipes: list[Connection], todo: Sequence[Any]) -> Iterator[tuple[int
         if isinstance(answer, Exception):
             raise answer
         free = [done]
-        yield asked[done].popleft(), answer
+        yield sent[done].popleft(), answer
 
 
 def _serve(pipe: Connection, others: Sequence[Connection], work: Callable[[Any], Any]) -> None:
-    """Answer tasks until the parent closes its end of the pipe, or dies."""
+    """Serve tasks until the parent closes its end of the pipe, or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in others:
-        other.close()  # a pipe ends only when every process has closed it, and a fork has them all
+        other.close()  # a pipe ends only when all its copies are closed, and a fork inherits them
     with suppress(EOFError, OSError):
         while True:
             task = pipe.recv()
             try:
                 answer = work(task)
-            except Exception as error:  # noqa: BLE001 - it is raised in the parent
-                error.add_note(traceback.format_exc())  # which is not sent otherwise
+            except Exception as error:  # noqa: BLE001 - raised in the parent
+                error.add_note(traceback.format_exc())  # pickling drops the traceback
                 answer = error
             pipe.send(answer)

@@ -1,1 +1,1 @@
-"""Data types that all other packages share. This package imports nothing else of kvabr."""
+"""Data types shared by all packages. Imports no other kvabr package."""

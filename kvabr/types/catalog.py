@@ -1,13 +1,12 @@
-"""The catalog of an asset: its tracks with their bytes, expected loss and digests, group by group. Versioned JSON.
+"""The catalog of an asset: bytes, expected loss and digest of each group on each track, as versioned JSON.
 
-A player decides by the catalog alone and never looks into a group. A catalog may come from a network: its annotations
-are what is checked when it is read or made (`kvabr.types.records`). A field is added here alone: to `Catalog`, or to
-`CommonFacts` if prefixes that are found in a store by their pages must have it as well. Where a model has several layer
-classes, "group" means a unit (`kvabr.types.units`): each track lists all units, in their order, and is published as a
-track per class.
+Players decide from the catalog alone and never read a group. Annotations are the validation rules, because a catalog
+may arrive from a network (`kvabr.types.records`). Add new fields to `Catalog`, or to `CommonFacts` if prefixes found in
+a store by their pages need them too. For models with several layer classes, "group" means a unit (`kvabr.types.units`):
+a track lists all units in order and is published as one track per class.
 
-Loss is the expected KL divergence against the exact cache, in nats per generated token, given per group and track, and
-attributed such that the losses of the played groups add up to the loss of the whole cache.
+Loss is the expected KL divergence against the exact cache, in nats per generated token. Losses of the played groups add
+up to the loss of the whole cache.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from kvabr.types.records import (
     to_json,
 )
 from kvabr.types.tails import (
-    MOST_LOSS,
+    MAX_LOSS,
     Loss,
     Tails,
     check_tails,
@@ -56,21 +55,21 @@ from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_
 T = TypeVar("T")
 
 _TRACK_ORDER = ("name", "refines", "decode_s", "measured", "tails", "packs", "bytes", "loss", "digests")
-"""Fields of a track in the order in which they are written; others come before them."""
+"""JSON order of a track's last fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Quality of the whole cache on one track, as measured with the real model."""
+    """Measured quality of the whole cache on one track."""
 
     kl: Number
     """Mean KL divergence against the exact cache, nats per token of the continuation."""
     dnll: Number
     """Change of the mean negative log-likelihood of the true continuation, nats per token."""
     top1: Number
-    """Share of continuation tokens where the most likely next token is the same."""
+    """Share of continuation tokens with an unchanged most likely token."""
     kl8: Number | None = None
-    """The KL divergence over the first 8 tokens of the continuation; None if it is not longer."""
+    """KL divergence over the first 8 tokens of the continuation; None if it is no longer than that."""
     kl32: Number | None = None
     """The same over the first 32 tokens."""
 
@@ -79,9 +78,9 @@ class Quality:
 
     @property
     def loss(self) -> float:
-        """Expected loss of an answer, nats per token: as long as the continuation, 32 or 8 tokens, equally likely.
+        """Expected loss of an answer, nats per token: the mean of `kl8`, `kl32` and `kl`.
 
-        The first tokens of an answer suffer most, and a mean over all tokens of a long one hides that.
+        The first tokens of an answer suffer most, and the mean over a long answer hides that.
         """
         lengths = [kl for kl in (self.kl8, self.kl32, self.kl) if kl is not None]
         return sum(lengths) / len(lengths)
@@ -89,19 +88,19 @@ class Quality:
 
 @dataclass(frozen=True)
 class Level:
-    """A level of compression: what a track is, whichever groups it has."""
+    """A compression level: a track without its groups."""
 
     name: str
     refines: str | None = field(default=None, kw_only=True)
-    """The track that must be in place for this one to decode; None for a track that stands alone."""
+    """Track that must be in place before this one decodes; None if it stands alone."""
     decode_s: Positive = field(default=0.0, kw_only=True)
-    """Seconds that one worker of the publisher took to verify and decode a full group; 0.0 if it was not measured."""
+    """Seconds for one worker of the publisher to verify and decode a full group; 0.0 if not measured."""
     tails: Tails = field(default=(), kw_only=True)
-    """What is left of the loss where an engine computes tokens behind the cache, see `kvabr.types.tails`."""
+    """Remaining loss after computed tails, see `kvabr.types.tails`."""
     packs: Annotated[tuple[Annotated[int, Meta(ge=1, le=LOOKUP_RUN)], ...], Meta(max_length=16)] = field(
         default=(), kw_only=True
     )
-    """For each layer class, how many consecutive groups share an object; empty: one (`docs/design/store.md`)."""
+    """Consecutive groups per object for each layer class; empty means 1 (`docs/design/store.md`)."""
 
     def __post_init__(self) -> None:
         check_track_name(self.name)
@@ -114,7 +113,7 @@ class Level:
         return own_state(self)
 
     def pack(self, part: int) -> int:
-        """Return how many groups of a layer class are stored in one object."""
+        """Return the groups of a layer class per object."""
         return self.packs[part] if part < len(self.packs) else 1
 
     def to_json(self) -> dict[str, Any]:
@@ -129,12 +128,12 @@ class Track(Level):
     bytes: tuple[Annotated[int, Meta(ge=1, le=1 << 40)], ...]
     """Size of each group's frame, including its header."""
     loss: tuple[Loss, ...]
-    """Expected loss of each group on this track (including the layers below, if it refines one)."""
+    """Expected loss of each group, including the layers below it."""
     digests: tuple[Annotated[str, Meta(max_length=80)], ...]
-    """Digest of each group's frame, see `kvabr.types.digests`; all are of one kind."""
+    """Digest of each group's frame, all of one kind (`kvabr.types.digests`)."""
     measured: Quality | None = field(default=None, kw_only=True)
 
-    @cached_property  # policies ask at every decision
+    @cached_property  # policies read it at every decision
     def total_bytes(self) -> int:
         """Bytes of the whole track."""
         return sum(self.bytes)
@@ -147,10 +146,10 @@ class Track(Level):
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A cache made of groups from several tracks: predicted loss against measured loss."""
+    """A cache made of groups from several tracks, with predicted and measured loss."""
 
     tracks: tuple[Annotated[str, Meta(max_length=64)], ...]
-    """Track of each group; ``recomputed`` if the model computed the group from those before it."""
+    """Track of each group, or ``recomputed``."""
     predicted: Number
     measured: Number
 
@@ -159,24 +158,24 @@ class Mix:
 
 
 def level_of(track: Level) -> Level:
-    """Return what a track is, without its groups."""
+    """Return the level of a track, without its groups."""
     return Level(**fields_of(track, Level))
 
 
 def groups_of(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Track:
-    """Return some groups of a track, with the losses of those that are ``alike``."""
+    """Return a track with only some groups, with the losses of the groups in ``alike``."""
     sizes, digests, loss = _some(track.bytes, groups), _some(track.digests, groups), _some(track.loss, alike)
     return replace(track, bytes=sizes, loss=loss, digests=digests, measured=None)
 
 
 def _some(values: Sequence[T], places: Sequence[int]) -> tuple[T, ...]:
     if isinstance(places, range) and places.step == 1:
-        return tuple(values[places.start : places.stop])  # a long prompt has thousands
+        return tuple(values[places.start : places.stop])
     return tuple(values[place] for place in places)
 
 
 def check_tracks(tracks: Sequence[Level], what: str) -> None:
-    """Raise a `FormatError` unless each of some levels is there once, and behind the one that it refines."""
+    """Raise a `FormatError` if a track is listed twice or before the track it refines."""
     seen: set[str] = set()
     for track in tracks:
         if track.name in seen:
@@ -200,9 +199,9 @@ __all__ = [
 ]
 
 MAX_CATALOG_BYTES = 32 << 20
-"""Bound on every catalog: 11 tracks of a million tokens in groups of 128 take 11 MB."""
+"""11 tracks of a million tokens in groups of 128 take 11 MB."""
 MAX_PROFILE_BYTES = 1 << 29
-"""Bytes of a codec profile, wherever it comes from."""
+"""Maximum size of a codec profile."""
 MAX_GROUPS = 1 << 20
 MAX_TRACKS = 64
 SCHEMA = "kvabr.catalog/1"
@@ -210,27 +209,27 @@ _ORDER = (
     *("namespace", "spec", "tokens", "position", "passage", "source", "chunks", "profile", "profile_bytes", "prefill"),
     *("loss_method", "mixes", "tracks"),
 )
-"""Fields in the order in which they are written; others come before them."""
+"""JSON order of the last fields."""
 _ALWAYS = "source", "profile", "profile_bytes", "prefill", "loss_method", "mixes"
-"""Fields that are written even if they are the default."""
+"""Fields written even at their default."""
 RECOMPUTED = "recomputed"
-"""Stands in a list of tracks for a group that the engine computed from the groups before it."""
+"""Track name of a group that the engine computed."""
 
 
 @dataclass(frozen=True)
 class CommonFacts:
-    """What a catalog says that is true of every asset with the same spec and tracks by the same publisher."""
+    """Facts shared by all assets of one publisher with the same spec and tracks."""
 
     profile: Sha256 | None = field(default=None, kw_only=True)
-    """SHA-256 of the codec profile's file, hex; None if no track needs one."""
+    """SHA-256 of the codec profile file, hex; None if no track needs one."""
     profile_bytes: Annotated[int, Meta(ge=0, le=MAX_PROFILE_BYTES)] = field(default=0, kw_only=True)
     prefill: PrefillCost | None = field(default=None, kw_only=True)
-    """Prefill cost on the publisher's machine: a default for replays without an engine."""
+    """Prefill cost on the publisher's machine, the default for replays without an engine."""
     loss_method: Annotated[str, Meta(max_length=1 << 15)] = field(default="", kw_only=True)
-    """How the losses were measured and attributed to groups, in words."""
+    """How losses were measured and attributed, as text."""
     estimated: bool = field(default=False, kw_only=True)
-    """Whether the losses are those of another asset, laid out over the groups, as engines publish them. Such an asset
-    costs no more than its prefill, so it may be removed and replaced."""
+    """True if the losses were copied from another asset and spread over the groups, as engines publish them. Such an
+    asset costs only its prefill, so it may be removed and replaced."""
 
 
 @dataclass(frozen=True)
@@ -245,27 +244,24 @@ class Catalog(CommonFacts):
     tracks: Annotated[tuple[Track, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
     mixes: Annotated[tuple[Mix, ...], Meta(max_length=256)] = ()
     asked: tuple[Loss, ...] = ()
-    """Share of each group in what is lost behind questions about the text, whatever the track; empty: not measured, as
-    with several layer classes."""
+    """Share of each group in the loss after questions about the text, on any track; empty if not measured, as with
+    several layer classes."""
     source: Annotated[str, Meta(max_length=1 << 15)] = ""
-    """What the asset was made from, in words."""
+    """Source of the asset, as text."""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
-    """Tokens of the prompt that come before this asset's first; more than 0 if it is a piece that goes by a key, or a
-    passage that is played (`at`)."""
+    """Tokens of the prompt before this asset; positive for a keyed piece or a placed passage (`at`)."""
     passage: PassageNotes | None = None
-    """If this is a passage, what there is to know of it; None: a prompt from its beginning, or a piece of one."""
+    """Notes of a passage; otherwise None."""
     offset: int = field(default=0, metadata=IN_MEMORY)
-    """Published groups before this catalog's first: its group ``g`` is published as ``offset + g``."""
+    """Published groups before this catalog's first: group ``g`` is published as ``offset + g``."""
     chosen: tuple[Unit, ...] | None = field(default=None, metadata=IN_MEMORY)
-    """The units that it has, if some of its tokens' are left out because a play does not need them."""
+    """Its units, if it lacks some that a play does not need."""
     sources: tuple[Catalog, ...] = field(default=(), metadata=IN_MEMORY)
-    """The passages that it is joined from (`kvabr.types.joined`). Its groups are the units in `chosen`, of any length,
-    with a chunk for each; what lies between passages is a unit, too."""
+    """Passages of a joined catalog (`kvabr.types.joined`). Its groups are the units in `chosen`, of any length, each
+    with a chunk; text between passages is a unit too."""
     tail: int = field(default=0, metadata=IN_MEMORY)
-    """Tokens that an engine computes behind its last one, as it reads the question: its losses are those behind these.
-    """
+    """Tokens that the engine computes after this catalog; the losses apply after them."""
     whole: Catalog | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
-    """The catalog that its units were chosen from."""
 
     def __post_init__(self) -> None:
         check(self, "catalog")
@@ -275,7 +271,7 @@ class Catalog(CommonFacts):
         if not 0 < chunks <= MAX_GROUPS:
             raise FormatError(f"catalog: {self.tokens} tokens make {chunks} groups; 1 to {MAX_GROUPS} are allowed")
         if self.spec.part_of is not None:
-            raise FormatError("catalog: its spec is that of one layer class alone")
+            raise FormatError("catalog: its spec describes only one layer class")
         if self.position and not self.every_token:
             raise FormatError(f"catalog: {self.spec.model}: an asset cannot begin at token {self.position} of a prompt")
         if self.passage is not None:
@@ -299,38 +295,38 @@ class Catalog(CommonFacts):
     @cached_property
     def groups(self) -> int:
         """Number of groups (units)."""
-        # Of an untrusted catalog, units are made only once its tracks have proved to list that many.
+        # Count untrusted units without building them; `_check_groups` compares the count first.
         return count_of(self.spec, self.tokens) if self.chosen is None else len(self.chosen)
 
     @property
     def digest_kind(self) -> str:
-        """Kind of its groups' digests, see `kvabr.types.digests`."""
+        """Kind of the group digests, see `kvabr.types.digests`."""
         return kind_of(self.tracks[0].digests[0])
 
-    @cached_property  # a play asks tens of thousands of times
+    @cached_property
     def every_token(self) -> bool:
-        """Whether there is one class, of which every group is needed."""
+        """True if the only class needs every group."""
         return len(self.spec.classes) == 1 and self.spec.only.kind in ("full", "latent")
 
     @cached_property
     def even(self) -> bool:
-        """Whether units are groups of tokens of one asset: all are of the same length, except the last."""
+        """True if all groups except the last have equal length and belong to one asset."""
         return self.every_token and not self.sources
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """The groups that no asset has."""
+        """Groups that only the engine can provide."""
         if not self.sources:
             return ()
         return tuple(group for group, unit in enumerate(self.units) if unit.source == COMPUTED)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """The units that the groups are, unless these are `even`; see `unit`."""
+        """Unit of each group; prefer `unit` if groups are `even`."""
         return units_of(self.spec, self.tokens) if self.chosen is None else self.chosen
 
     def unit(self, group: int) -> Unit:
-        """Return what a group is: which one of which class. Its ``chunk`` is an index of `chunks`."""
+        """Return the unit of a group; its ``chunk`` is an index into `chunks`."""
         if not self.even:
             return self.units[group]
         first, last = self.spec.group_range(group, self.tokens)
@@ -338,7 +334,7 @@ class Catalog(CommonFacts):
         return Unit(0, self.offset + group, group, self.first_token + first, last - first, free)
 
     def title(self, group: int) -> str:
-        """Return what to call a group in messages: ``group 3``, or ``window512 #3`` of several layer classes."""
+        """Return the name of a group in messages: ``group 3``, or ``window512 #3`` with several layer classes."""
         unit = self.unit(group)
         if self.sources:
             own = "text" if unit.source == COMPUTED else f"passage {unit.source} group {unit.group}"
@@ -347,12 +343,12 @@ class Catalog(CommonFacts):
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """The `title` of every group if there are several layer classes; empty if a number says it all."""
+        """The `title` of every group with several layer classes, otherwise empty."""
         return tuple(map(self.title, range(self.groups))) if len(self.spec.classes) > 1 else ()
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Per layer class, the tokens that a play of this catalog, which is one `to_play`, brings."""
+        """Tokens that a play of this `to_play` catalog delivers, per layer class."""
         if self.every_token:
             return (Span(self.first_token, self.tokens),)
         found = []
@@ -364,7 +360,7 @@ class Catalog(CommonFacts):
 
     @cached_property
     def published(self) -> dict[str, Track]:
-        """Tracks by their names as published, one per class and level. A play's catalog lacks groups of them."""
+        """Tracks by published name, one per class and level. A play's catalog lacks some of their groups."""
         if len(self.spec.parts) == 1:
             return self.by_name
         found = {}
@@ -377,7 +373,7 @@ class Catalog(CommonFacts):
         return found
 
     def known_digests(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yield the name of every published track and the digests of its groups; "" for those not in this catalog."""
+        """Yield each published track name with its group digests; "" for groups outside this catalog."""
         for track in self.tracks:
             if self.every_token:
                 yield track.name, track.digests
@@ -391,16 +387,16 @@ class Catalog(CommonFacts):
             yield from listed.items()
 
     def published_track(self, name: str) -> Track:
-        """Return the track that is published under a name; a `FormatError` if there is none."""
+        """Return the track published under ``name``; raise a `FormatError` if there is none."""
         return self.published.get(name) or self.track(name)
 
     def namespace_of(self, group: int) -> TrackNamespace:
-        """Return the namespace under which a group is published; that of the prompt if no asset has it."""
+        """Return the namespace of a published group; the prompt's own if no asset has the group."""
         source = self.units[group].source if self.sources else COMPUTED
         return self.namespace if source == COMPUTED else self.sources[source].namespace
 
     def address(self, group: int, track: str) -> tuple[str, int]:
-        """Return the name of the track, and the number of the group in it, that a group of a level is published as."""
+        """Return the published track name of a group on a level, and the group's number in that track."""
         if self.even:
             return track, self.offset + group
         unit = self.units[group]
@@ -408,11 +404,11 @@ class Catalog(CommonFacts):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what it says, hex, which is its name between processes with one version of kvabr."""
+        """SHA-256 of the contents, hex; identifies the catalog between processes of one kvabr version."""
         return hashlib.sha256(pickle.dumps(self, pickle.HIGHEST_PROTOCOL)).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        known = vars(self).get("digest")  # the other process names it alike
+        known = vars(self).get("digest")  # saves the other process the work
         return own_state(self) | ({} if known is None else {"digest": known})
 
     @cached_property
@@ -422,13 +418,13 @@ class Catalog(CommonFacts):
 
     @cached_property
     def fp16_bytes(self) -> int:
-        """Bytes of the exact cache at 16 bits an element."""
+        """Bytes of the exact cache at 16 bits per element."""
         if self.every_token:
             return self.spec.fp16_bytes(self.tokens)
         return sum(2 * unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units)
 
     def track(self, name: str) -> Track:
-        """Return the track called ``name``; a `FormatError` lists the tracks that exist if there is none."""
+        """Return the track called ``name``; raise a `FormatError` that lists the existing tracks if there is none."""
         try:
             return self.by_name[name]
         except KeyError:
@@ -438,14 +434,14 @@ class Catalog(CommonFacts):
             ) from None
 
     def group_tokens(self, group: int) -> int:
-        """Return the number of tokens in ``group`` (rows of a snapshot)."""
+        """Return the tokens in ``group`` (rows of a snapshot)."""
         if not self.even:
             return self.units[group].tokens
         first, last = self.spec.group_range(group, self.tokens)
         return last - first
 
     def share(self, group: int) -> float:
-        """Return the elements of a group as a share of the largest full group, which `Track.decode_s` is for."""
+        """Return the elements of a group relative to the largest full group, to which `Track.decode_s` applies."""
         if self.even:
             return self.group_tokens(group) / self.spec.group_tokens
         unit, largest = self.units[group], self.spec.largest
@@ -460,10 +456,7 @@ class Catalog(CommonFacts):
         return list(map(self.share, range(self.groups)))
 
     def tokens_before(self, group: int) -> int:
-        """Return the tokens of this catalog before those of a group; of the group behind the last, all of them.
-
-        An engine that computes groups ``first`` to ``last`` - 1 computes what lies between these two.
-        """
+        """Return this catalog's tokens before a group; all of them for the index after the last group."""
         if self.even:
             return min(group * self.spec.group_tokens, self.tokens)
         if group >= self.groups:
@@ -473,7 +466,7 @@ class Catalog(CommonFacts):
         return self.units[group].chunk * self.spec.group_tokens if group else 0
 
     def group_at(self, token: int) -> int:
-        """Return which group of tokens holds a token of the prompt that lies in this catalog."""
+        """Return the group of tokens that contains a token of the prompt."""
         place = token - self.first_token
         if not self.sources:
             return place // self.spec.group_tokens
@@ -484,29 +477,28 @@ class Catalog(CommonFacts):
         return tuple(cuts(self.spec, self.units, self.offset, self.first_token + self.tokens))
 
     def cut(self, group: int) -> int:
-        """Return the last group, ``group`` or one before it, from which on an engine can compute all that follows.
+        """Return the last group up to ``group`` from which an engine can compute the rest of the prompt.
 
-        For that it needs what a prompt needs which goes on there, and everything of it must be in this catalog. An
-        engine can always compute from the first group on.
+        The engine needs every unit of the prefix before it. It can always compute from group 0.
         """
         return group if self.every_token else self._cuts[bisect_right(self._cuts, group) - 1]
 
     def playable(self, groups: int) -> tuple[int, str | None]:
-        """Return the longest prefix that can be played, of at most this many groups of tokens; see `units.hit`."""
+        """Return the longest playable prefix of at most ``groups`` groups, and the limiting class; see `units.hit`."""
         asset = self.whole or self
         found, limit = hit(self.spec, self.offset + min(groups, len(self.chunks)), asset.first_token + asset.tokens)
         return max(0, found - self.offset), limit
 
     def prefix(self, groups: int, end: int | None = None) -> Catalog:
-        """Return what this asset offers to a prompt that begins with its first ``groups`` groups of tokens (1 to all).
+        """Return the catalog of the first ``groups`` groups of tokens (1 to all), for a prompt that continues there.
 
-        It keeps the namespace under which the groups are published, and drops measurements of the whole cache. It has
-        only the units that such a prompt needs (`kvabr.types.units.needed`); `playable` says which prefixes there are.
+        It keeps the published namespace, drops measurements of the whole cache, and has only the units needed
+        (`kvabr.types.units.needed`). `playable` returns the available prefixes.
 
         Args:
             groups: groups of tokens.
-            end: token of the last group behind which the prompt goes on already, for an engine that takes whole blocks
-                only; None: all of them come before.
+            end: token in the last group after which the prompt continues, for engines that take whole blocks only;
+                None: after the last token of the group.
 
         Raises:
             UsageError: there is no such prefix, or this is a passage.
@@ -546,14 +538,12 @@ class Catalog(CommonFacts):
         return replace(self, tokens=tokens, chunks=chunks, tracks=tracks, mixes=(), asked=(), chosen=units, whole=self)
 
     def behind(self, groups: int, tail: int) -> Catalog:
-        """Return what a play fetches whose engine computes ``tail`` tokens behind the first ``groups`` groups.
+        """Return the catalog of a prefix after which the engine computes ``tail`` tokens.
 
-        The tail is counted from the end of these groups to where the first token is generated. The losses are those
-        behind it, see `kvabr.types.tails`. Errors as `prefix`.
+        The tail ends where generation begins. Losses apply after it, see `kvabr.types.tails`. Raises as `prefix`.
         """
         if not tail:
             return self.prefix(groups)
-        # Of these, the losses are laid out below.
         shorter = self._slice(0, groups) if self.even and 0 < groups < len(self.chunks) else self.prefix(groups)
         tracks = []
         for track, whole in zip(shorter.tracks, self.tracks, strict=True):
@@ -561,20 +551,20 @@ class Catalog(CommonFacts):
                 losses = losses_behind(whole.loss, whole.tails, groups, tail, self.spec.group_tokens, self.asked)
             else:
                 scale = share_behind(whole.tails, tail)
-                losses = tuple(min(MOST_LOSS, scale * loss) for loss in track.loss)
+                losses = tuple(min(MAX_LOSS, scale * loss) for loss in track.loss)
             tracks.append(replace(track, loss=losses, measured=None, tails=tails_behind(whole.tails, tail)))
         return replace(shorter, tracks=tuple(tracks), mixes=(), asked=(), tail=self.tail + tail)
 
     @cached_property
     def to_play(self) -> Catalog:
-        """What a play of the whole cache needs."""
+        """The part that a play of the whole cache needs."""
         return self.prefix(len(self.chunks))
 
     def suffix(self, groups: int) -> Catalog:
-        """Return what is left to play for an engine that has what a prompt needs behind the first ``groups`` groups.
+        """Return the rest to play for an engine that already has the first ``groups`` groups (0 to all but one).
 
-        Groups are numbered from 0 again; `offset` says how many groups of tokens were skipped, not all. It omits
-        measurements of the whole cache.
+        Groups are renumbered from 0, and `offset` counts the skipped groups. Measurements of the whole cache are
+        dropped.
         """
         if not 0 <= groups < len(self.chunks):
             raise UsageError(f"skipping {groups} of {len(self.chunks)} groups leaves nothing to play")
@@ -594,7 +584,7 @@ class Catalog(CommonFacts):
         )
 
     def at(self, position: int) -> Catalog:
-        """Return this passage as it is played behind ``position`` tokens of a prompt; a `UsageError` if it is none."""
+        """Return this passage placed after ``position`` tokens of a prompt; raise a `UsageError` for other assets."""
         if self.passage is None:
             raise UsageError(
                 f"{self.namespace.prompt[:12]}...: the cache of a prompt cannot be moved, only a passage's"
@@ -602,14 +592,14 @@ class Catalog(CommonFacts):
         return replace(self, position=position)
 
     def with_tracks(self, names: Container[str]) -> Catalog:
-        """Return this catalog with only some of its tracks."""
+        """Return this catalog with only the named tracks."""
         tracks = tuple(track for track in self.tracks if track.name in names)
         whole = None if self.whole is None else self.whole.with_tracks(names)
         return self if len(tracks) == len(self.tracks) else replace(self, tracks=tracks, whole=whole)
 
     @property
     def first_token(self) -> int:
-        """Tokens of the prompt that come before this catalog's first token."""
+        """Tokens of the prompt before this catalog's first token."""
         return self.position + self.offset * self.spec.group_tokens
 
     def _slice(self, first: int, last: int) -> Catalog:
@@ -634,7 +624,7 @@ class Catalog(CommonFacts):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; equal catalogs give equal values. A `UsageError` if it is joined from several."""
+        """Return plain JSON values, equal for equal catalogs; raise a `UsageError` for a joined catalog."""
         if self.sources:
             raise UsageError("a prompt that is joined from passages is not published")
         return {"schema": SCHEMA, **to_json(self, *_ALWAYS, last=_ORDER)}
@@ -647,7 +637,7 @@ class Catalog(CommonFacts):
     def loads(cls, text: str | bytes) -> Catalog:
         """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if a field is bad.
 
-        Other threads run meanwhile (`kvabr.types.records.read`).
+        Other threads can run meanwhile (`kvabr.types.records.read`).
         """
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")

@@ -1,10 +1,9 @@
-"""Digests of groups: SHA-256, or BLAKE3, which takes less than half of the processor's time.
+"""Digests of groups: SHA-256, or BLAKE3 at less than half the CPU time.
 
-A digest is text that says its kind: 64 hex digits are a SHA-256, ``b3-`` and 64 hex digits a BLAKE3. All groups of an
-asset have digests of one kind. Prompts, specs, profiles and catalogs are always named by SHA-256.
+A SHA-256 is written as 64 hex digits, a BLAKE3 as ``b3-`` and 64 hex digits. All groups of an asset have digests of one
+kind. Prompts, specs, profiles and catalogs are always named by SHA-256.
 
-BLAKE3 needs the package ``blake3`` (extra ``fast``). Nothing is believed unchecked where it is missing: a catalog with
-such digests is refused.
+BLAKE3 needs the package ``blake3`` (extra ``fast``). Without it, catalogs with such digests are rejected.
 """
 
 from __future__ import annotations
@@ -20,31 +19,30 @@ from kvabr.types.installing import WHERE, extra
 SHA256 = "sha256"
 BLAKE3 = "blake3"
 KINDS = (SHA256, BLAKE3)
-"""Kinds of digests, the default first."""
+"""Default first."""
 RAW_BYTES = 32
 """Bytes of a digest of either kind without its mark."""
 TITLES = {SHA256: "SHA-256", BLAKE3: "BLAKE3"}
-"""What to call them in messages."""
+"""Names in messages."""
 _MARKS = {SHA256: "", BLAKE3: "b3-"}
 DIGEST = r"(?:b3-)?[0-9a-f]{64}"
-"""Pattern of a digest of any kind."""
 _DIGEST = re.compile(DIGEST)
 
 Buffer = bytes | bytearray | memoryview
 
 
 def is_digest(text: object) -> bool:
-    """Return whether something is a digest of any kind."""
+    """Return whether ``text`` is a digest of any kind."""
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 
 def kind_of(digest: str) -> str:
-    """Return the kind of a digest; of what is none, SHA-256."""
+    """Return the kind of a digest; SHA-256 for any other text."""
     return BLAKE3 if digest.startswith(_MARKS[BLAKE3]) else SHA256
 
 
 def digest_of(data: Buffer, kind: str = SHA256) -> str:
-    """Return the digest of a contiguous buffer; a `FormatError` if this kind cannot be computed here."""
+    """Return the digest of a contiguous buffer; raise a `FormatError` if this kind cannot be computed here."""
     return _MARKS[kind] + _hasher(kind)(data)
 
 
@@ -54,7 +52,7 @@ def has_digest(digest: str, data: Buffer) -> bool:
 
 
 def raw(digest: str) -> bytes:
-    """Return the 32 bytes of a digest without its mark; a `FormatError` if it is none."""
+    """Return the 32 bytes of a digest without its mark; raise a `FormatError` for other text."""
     if not is_digest(digest):
         raise FormatError(f"a group's digest has 64 hex digits, perhaps after b3-, not {str(digest)[:80]!r}")
     return bytes.fromhex(digest[-2 * RAW_BYTES :])
@@ -66,17 +64,17 @@ def from_raw(data: bytes, kind: str = SHA256) -> str:
 
 
 def unknown(kind: str = SHA256) -> str:
-    """Return what stands for a digest of a kind that is not known yet."""
+    """Return the placeholder for an unknown digest."""
     return from_raw(bytes(RAW_BYTES), kind)
 
 
 def require(kind: str) -> None:
-    """Raise a `FormatError` that says what to install if digests of this kind cannot be computed here."""
+    """Raise a `FormatError` with the installation command if digests of this kind cannot be computed here."""
     _hasher(kind)
 
 
 def check_kind(kind: str) -> str:
-    """Return the kind of digests that a publisher is to use; a `UsageError` if there is none, or it needs a package."""
+    """Return a publisher's kind of digests; raise a `UsageError` if it does not exist or needs a package."""
     if kind not in KINDS:
         raise UsageError(f"no kind of digests is called {kind!r}{did_you_mean(kind, KINDS)}; use {' or '.join(KINDS)}")
     try:
@@ -88,7 +86,7 @@ def check_kind(kind: str) -> str:
 
 @cache
 def _hasher(kind: str) -> Callable[[Buffer], str]:
-    """Return what computes the hex digits of a kind; it lets other threads run while it hashes a large buffer."""
+    """Return a function that computes hex digits of a kind without the GIL for large buffers."""
     if kind == SHA256:
         return _sha256
     try:

@@ -1,4 +1,4 @@
-"""What kvabr needs from a serving engine: to compute the KV of tokens behind a given cache. Imports no engine."""
+"""Protocols of serving engines: they compute the KV of tokens after a given cache. Imports no engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     import torch
 
 EngineMode = Literal["hole", "suffix"]
-"""What an engine can compute: any group with everything before it in place, or only from the first miss to the end."""
+"""``hole``: any group with everything before it in place; ``suffix``: only from the first miss to the end."""
 
 
 BUDGET_S = 2.0
-"""Seconds that timing long prefills may take."""
+"""Time limit for timing long prefills, seconds."""
 SHORT, _LONG = 1024, (4096, 16384)
-"""Tokens of prefills that are timed in any case, and of those that tell the rate of a GPU."""
+"""Tokens of prefills that are always timed, and of those that reveal a GPU's rate."""
 
 AttentionReduction = Literal["sum", "max"]
-"""How the weights of heads and of a question's tokens become one number, see `BlendEngine.attention`."""
+"""Reduction over heads and question tokens, see `BlendEngine.attention`."""
 
 
 @runtime_checkable
@@ -33,22 +33,22 @@ class Engine(Protocol):
 
     @property
     def spec(self) -> KVSpec:
-        """Shape and meaning of the cache that the engine computes."""
+        """Shape and meaning of the computed cache."""
 
     @property
     def mode(self) -> EngineMode:
-        """What the engine can compute, see `EngineMode`."""
+        """Supported computations, see `EngineMode`."""
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the KV of ``tokens``, at least one, which follow the tokens whose KV is ``before``.
+        """Compute the KV of ``tokens``, at least one, that follow the tokens with KV ``before``.
 
         Args:
             tokens: ids of the new tokens.
-            before: [layer, K/V, head, token, dim], any float dtype; read, never written. None before the first token.
-                Better groups may be written into it during the call: each number is of the old track or the new one.
+            before: [layer, K/V, head, token, dim], any float dtype, read-only; None before the first token. Better
+                groups may be written into it during the call: each number is then of the old or the new track.
 
         Returns:
-            KV of the new tokens alone, [layer, K/V, head, token, dim], in the engine's dtype.
+            KV of only the new tokens, [layer, K/V, head, token, dim], in the engine's dtype.
 
         Raises:
             ModelError: the tokens do not fit the model, or ``before`` is not a cache of this model.
@@ -57,28 +57,28 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ClassEngine(Engine, Protocol):
-    """An engine whose cache may have several layer classes; its `prefill` is for those that have one."""
+    """An engine with possibly several layer classes; `prefill` then requires a single class."""
 
     def prefill_classes(
         self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """As `prefill`, with a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens.
+        """Compute as `prefill`, with one tensor per layer class, [layer, K/V, head, token, dim], of all tokens each.
 
-        That of a state, [layer, 1, head, row, column], is the snapshot behind the tokens. In ``before`` it may hold
-        several, one behind the other in the axis of the rows, of which the last counts.
+        A state's result, [layer, 1, head, row, column], is the snapshot after the tokens. In ``before``, a state may
+        have several snapshots concatenated along the rows; the last counts.
         """
 
 
 class ResidentCache(Protocol):
-    """Room on an engine's device for the cache of one prompt. It is freed with the last reference to it."""
+    """Memory on an engine's device for the cache of one prompt, freed with the last reference."""
 
     def place(self, first: int, kv: torch.Tensor) -> None:
-        """Copy the KV of tokens from ``first`` on, [layer, K/V, head, token, dim], any float dtype, to their places."""
+        """Copy the KV of tokens from ``first`` on, [layer, K/V, head, token, dim], any float dtype."""
 
     def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
-        """Compute the KV of ``tokens`` from ``first`` on, behind what is in place; keep it, and return it as well.
+        """Compute, keep and return the KV of ``tokens`` from ``first`` on, following the cache in place.
 
-        It is on the device, and may still be in the making there: reading a number of it waits for that.
+        The result is on the device and may be unfinished: reading it synchronises.
 
         Raises:
             ModelError: as `Engine.prefill`.
@@ -87,29 +87,29 @@ class ResidentCache(Protocol):
 
 @runtime_checkable
 class ResidentEngine(Engine, Protocol):
-    """An engine that keeps the cache of a play where it computes, so that nothing is copied there twice."""
+    """An engine that keeps a play's cache on its device and so avoids a second copy."""
 
     def reside(self, tokens: int) -> ResidentCache | None:
-        """Return room for a prompt of ``tokens`` tokens; None: there is none, or not for such a model."""
+        """Return memory for a prompt of ``tokens`` tokens; None if there is too little, or the model is unsupported."""
 
 
 @runtime_checkable
 class BlendEngine(Engine, Protocol):
-    """An engine that can recompute any tokens of a cache, such as one that was joined from passages."""
+    """An engine that can recompute any tokens of a cache, for example one joined from passages."""
 
     def recompute(
         self, tokens: Sequence[int], at: Sequence[int], kv: torch.Tensor, *, layers: int | None = None
     ) -> torch.Tensor:
-        """Compute some tokens of a prompt over a cache of it.
+        """Compute some tokens of a prompt over its cache.
 
-        Every computed token sees all tokens before it: those in ``at`` with their computed keys and values, the others
-        with those of the cache. With all positions this is the full prefill.
+        Each computed token attends to all earlier tokens: computed keys and values for those in ``at``, cached ones for
+        the others. With all positions this is the full prefill.
 
         Args:
-            tokens: ids of the whole prompt, as far as ``at`` reaches at least.
-            at: positions to compute, increasing, at least one. They may run on behind the cache, without a gap.
-            kv: [layer, K/V, head, token, dim], any float dtype; the cache of the first tokens. Read, never written.
-            layers: compute only this many layers, the first ones; None: all.
+            tokens: ids of the prompt, at least up to the last position.
+            at: increasing positions to compute, at least one; may extend past the cache without a gap.
+            kv: [layer, K/V, head, token, dim], any float dtype, read-only; the cache of the first tokens.
+            layers: compute only the first ``layers`` layers; None: all.
 
         Returns:
             KV of the computed tokens, [layer, K/V, head, len(at), dim], in the engine's dtype.
@@ -126,17 +126,17 @@ class BlendEngine(Engine, Protocol):
         layers: Sequence[int] | None = None,
         reduce: AttentionReduction = "sum",
     ) -> torch.Tensor:
-        """Return how much a question attends to each token of a cache that it follows.
+        """Return the attention of a question to each token of the cache before it.
 
         Args:
             question: ids of the question, at least one.
-            kv: [layer, K/V, head, token, dim], any float dtype; the cache before it. Read, never written.
-            layers: the layers to look at; the pass ends with the last of them. None: all.
-            reduce: whether heads and the question's tokens are summed, or the largest weight among them is returned.
+            kv: [layer, K/V, head, token, dim], any float dtype, read-only; the cache before it.
+            layers: layers to evaluate; the pass ends after the last. None: all.
+            reduce: sum over heads and question tokens, or return the maximum.
 
         Returns:
-            [layer, token] float32: the weights of every cached token. Each head of each of the question's tokens
-            distributes 1 over all that it sees, the question's own tokens included.
+            [layer, token] float32 weights of the cached tokens. Each head of each question token distributes 1 over
+            the tokens it sees, including the question's.
 
         Raises:
             ModelError: as for `recompute`.
@@ -146,27 +146,27 @@ class BlendEngine(Engine, Protocol):
 def prefill_classes(
     engine: Engine, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Compute the KV of ``tokens`` with any engine: a tensor per layer class, see `ClassEngine.prefill_classes`."""
+    """Compute the KV of ``tokens`` with any engine, as `ClassEngine.prefill_classes`."""
     if isinstance(engine, ClassEngine):
         return engine.prefill_classes(tokens, before)
-    _ = engine.spec.only  # an engine that does not know classes has one
+    _ = engine.spec.only  # raises if the engine needs classes but does not support them
     return (engine.prefill(tokens, None if before is None else before[0]),)
 
 
 def time_prefills(
     engine: Engine, tokens: Sequence[int], *, repeats: int = 2, budget_s: float = BUDGET_S
 ) -> list[tuple[int, int, float]]:
-    """Time a few real prefills; return their tokens before, new tokens and seconds, for `PrefillCost.fit`.
+    """Time a few real prefills; return tokens before, new tokens and seconds, for `PrefillCost.fit`.
 
     Args:
         engine: the engine to time.
-        tokens: ids of any real text, at least 128; the more, the longer are those that are timed.
-        repeats: runs of each, of which the fastest counts: other work on the machine only adds time.
-        budget_s: seconds that long ones may take; short ones, of up to 1,024 tokens, are timed in any case.
+        tokens: ids of any real text, at least 128; longer texts allow longer prefills.
+        repeats: runs of each; the fastest counts, because other work only adds time.
+        budget_s: time limit for prefills of more than 1,024 tokens; shorter ones always run.
 
     Raises:
         UsageError: there are too few tokens.
-        ModelError: the tokens of a short one do not fit the model.
+        ModelError: the tokens of a short prefill do not fit the model.
     """
     if len(tokens) < 128:
         raise UsageError(f"timing a prefill needs at least 128 tokens of text, not {len(tokens)}")
@@ -182,7 +182,7 @@ def time_prefills(
                 continue
             try:
                 timings += _timed(engine, tokens, [shape], repeats)
-            except ModelError:  # it does not take as many
+            except ModelError:  # the context is too long
                 return timings
     return timings
 
@@ -190,7 +190,7 @@ def time_prefills(
 def _timed(
     engine: Engine, tokens: Sequence[int], shapes: Sequence[tuple[int, int]], repeats: int
 ) -> list[tuple[int, int, float]]:
-    # The cache's values do not affect the timing, so zeros save the prefill that a real cache would need.
+    # Timing does not depend on the values, so zeros replace a real cache.
     probes, most = prefill_classes(engine, tokens[:1]), max(before for before, _ in shapes)
     parts = engine.spec.parts
     longest = [probe.new_zeros(computed_shape(part, most)) for probe, part in zip(probes, parts, strict=True)]

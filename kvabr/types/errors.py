@@ -1,7 +1,7 @@
-"""Errors of kvabr. Each message says what is wrong and what to do about it.
+"""Errors of kvabr. Messages state the problem and the remedy.
 
-Every error that a user can cause derives from `KvabrError`. The command line prints its text without a traceback and
-exits with status 1, or 2 for wrong usage.
+Errors that a user can cause derive from `KvabrError`. The command line prints them without a traceback and exits with
+status 1, or 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class UsageError(KvabrError):
 
 
 class ForkedError(UsageError):
-    """An object with threads or sockets of its own is used in a forked child, which has none of them."""
+    """An object with threads or sockets was used in a forked child, where they do not exist."""
 
     def __init__(self, message: str, *, made_in: int = 0, used_in: int = 0) -> None:
-        """Describe the misuse, with the numbers of the processes that made the object and that use it."""
+        """Record the processes that made and used the object."""
         super().__init__(message)
         self.made_in, self.used_in = made_in, used_in
 
 
 class FormatError(KvabrError):
-    """Bytes that should be a frame, a profile or a catalog are truncated, corrupt, or of another version."""
+    """A frame, profile or catalog is truncated, corrupt, or of another version."""
 
 
 class VersionError(FormatError):
-    """Undamaged bytes of another version of kvabr, as far as one can tell."""
+    """Apparently undamaged bytes of another version of kvabr."""
 
 
 class ForeignError(FormatError):
@@ -51,41 +51,41 @@ class TraceError(KvabrError):
 
 
 class PolicyError(KvabrError):
-    """A plug-in, such as a policy, cannot be loaded, raised an error, or asked for something that does not exist."""
+    """A plug-in, such as a policy, cannot be loaded, raised an error, or made an invalid request."""
 
 
 class UnknownPolicyError(PolicyError, UsageError):
-    """There is no policy, estimator or selector of that name (exit status 2)."""
+    """No policy, estimator or selector has this name (exit status 2)."""
 
 
 class MissingAssetError(AssetError, UsageError):
-    """There is no asset, store or result where one was named (exit status 2)."""
+    """The named asset, store or result does not exist (exit status 2)."""
 
 
 class MissingTraceError(TraceError, UsageError):
-    """There is no trace where one was named: no file, an empty one, or one of another kind (exit status 2)."""
+    """The named trace does not exist, is empty, or is of another kind (exit status 2)."""
 
 
 class NotFiniteError(KvabrError):
-    """A cache has a number that is NaN or infinite: its prefill went wrong, and it must not be published."""
+    """A cache contains NaN or infinity: its prefill failed, and it must not be published."""
 
     def __init__(self, message: str, *, layer: int = 0, half: str = "", first: int = 0, last: int = 0) -> None:
-        """Describe it: the model's layer; ``keys``, ``values`` or ``vectors``; the first and last token (row)."""
+        """Record the model's layer; ``keys``, ``values`` or ``vectors``; and the first and last token (row)."""
         super().__init__(message)
         self.layer, self.half, self.first, self.last = layer, half, first, last
 
 
 class TraceQuestionError(TraceError, UsageError):
-    """A trace could be read in more than one way; an option says which (exit status 2)."""
+    """A trace is ambiguous; an option resolves it (exit status 2)."""
 
     def __init__(self, problem: str, option: str = "") -> None:
         super().__init__(problem)
         self.option = option
-        """The option of ``kvabr traces`` that answers the question."""
+        """Option of ``kvabr traces`` that resolves the ambiguity."""
 
 
 class HoleError(KvabrError):
-    """A cache was requested although some of its groups are neither fetched nor recomputed."""
+    """A requested cache has groups that were neither fetched nor recomputed."""
 
 
 class ModelError(KvabrError):
@@ -93,11 +93,11 @@ class ModelError(KvabrError):
 
 
 class PlayError(KvabrError):
-    """A play ended without a complete cache; the message says what is missing, and why."""
+    """A play ended without a complete cache; the message states the missing parts and the reason."""
 
 
 class BusyError(PlayError):
-    """The client is at its limit of plays and refused this one while there was time to do without its cache."""
+    """The client is at its limit of plays and refused this one while there was time to do without the cache."""
 
 
 class TransportError(KvabrError):
@@ -105,22 +105,22 @@ class TransportError(KvabrError):
 
 
 class Reason(Enum):
-    """Why a request failed, whatever it was sent over."""
+    """Why a request failed, on any transport."""
 
     INTERNAL = auto()
-    """Something went wrong, or the request was cancelled."""
+    """An internal error, or cancellation."""
     UNAUTHORIZED = auto()
     MALFORMED_TOKEN = auto()
     EXPIRED_TOKEN = auto()
     TIMEOUT = auto()
     UNSUPPORTED = auto()
     AWAY = auto()
-    """The peer is going away."""
+    """The peer is shutting down."""
     BUSY = auto()
     MISSING = auto()
-    """There is no such thing, or nothing that this connection may read."""
+    """The object does not exist, or this connection may not read it."""
     WRONG = auto()
-    """What came is not what was asked for."""
+    """The response does not match the request."""
     OTHER = auto()
 
 
@@ -135,11 +135,11 @@ class RequestError(TransportError):
 
 
 class NotFoundError(RequestError):
-    """The track does not exist, or this connection may not read it. The two are deliberately indistinguishable."""
+    """The track does not exist, or this connection may not read it; deliberately indistinguishable."""
 
 
 class NoAnswerError(TransportError):
-    """Nothing came from an address, or the host's name has none at the moment, so nobody may be there."""
+    """No response from an address, or the host name does not resolve at the moment."""
 
 
 class ConnectionLostError(TransportError):
@@ -147,32 +147,32 @@ class ConnectionLostError(TransportError):
 
 
 class StoreError(TransportError):
-    """There is no such object store, or it lacks what kvabr needs."""
+    """The object store does not exist, or lacks a feature that kvabr needs."""
 
 
 class UnauthorizedError(ConnectionLostError):
-    """The peer refused our token: it is missing, wrong, or was revoked."""
+    """The peer rejected our token: it is missing, wrong, or was revoked."""
 
 
 class ForbiddenError(UnauthorizedError):
-    """A store knows our credentials, but not for this; many say the same of objects that do not exist."""
+    """A store accepts our credentials, but not for this; many stores report the same for missing objects."""
 
 
 class ExhaustedError(PlayError, TransportError):
-    """This process has no file descriptors, threads or memory left; the message says which. It may pass."""
+    """This process has run out of file descriptors, threads or memory; perhaps temporarily."""
 
 
 _DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _CAUSES = 8
-"""Errors that are looked at of those that caused each other."""
-codecs.lookup("idna")  # Python resolves names with it, and does without it for ever if it cannot open the module once.
+"""Maximum length of the chain of causes to search."""
+codecs.lookup("idna")  # Python resolves names with this codec and, after one failed import, never tries again.
 _NO_THREAD, _NO_MEMORY = "can't start new thread", ("can't allocate memory", "not enough memory")
 
 
 def exhausted(error: BaseException) -> ExhaustedError | None:
-    """Return what to raise instead of an error that says that the process has run out of something; None: it does not.
+    """Return the `ExhaustedError` to raise for an error that reports an exhausted resource, or None.
 
-    Libraries say so in many ways, and anywhere: a module may be imported, or a file be opened, at any time.
+    Libraries report this in many ways and places: any import or open file can fail.
     """
     seen: BaseException | None = error
     for _ in range(_CAUSES):
@@ -196,18 +196,18 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
 
 @contextmanager
 def told_if_exhausted(relieve: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Raise `ExhaustedError` for whatever says that the process has run out of something, after ``relieve``."""
+    """Raise `ExhaustedError` for errors that report an exhausted resource, after calling ``relieve``."""
     try:
         yield
     except Exception as error:
-        if (told := exhausted(error)) is None:
+        if (replaced := exhausted(error)) is None:
             raise
         relieve()
-        raise told from error
+        raise replaced from error
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether the same may succeed later: a peer or store was out of reach or overloaded; it refused nothing."""
+    """Return whether a retry may succeed: a peer or store was unreachable or overloaded, not refusing."""
     if isinstance(error, AssetError) and error.__cause__ is not None:
         return may_pass(error.__cause__)
     if isinstance(error, ExhaustedError):

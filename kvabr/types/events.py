@@ -1,7 +1,7 @@
-"""The events of a play, one dataclass each, as logs, reports and telemetry receive them.
+"""The events of a play, one dataclass each, for logs, reports and telemetry.
 
-To add an event, write its dataclass here and emit it where it happens. JSON lines, the page, Perfetto and telemetry
-pass on fields that they know nothing about: `PlayEvent.to_json` is generic.
+To add an event, write its dataclass here and emit it. JSON lines, the page, Perfetto and telemetry handle new fields
+through `PlayEvent.to_json`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 Limit = Literal["network", "publisher", "cpu", "kept"]
-"""What limited a transfer: the path, a peer that had nothing to send, or this process, which could not read faster.
+"""Limiting factor of a transfer: the path, a peer without data to send, or this process reading too slowly.
 
-``kept``: the bytes were in the local store already and say nothing about the path.
-"""
+``kept``: the bytes were already in the local store and do not describe the path."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayEvent:
-    """Something that happened in a play."""
+    """An event of a play."""
 
     name: ClassVar[str] = ""
-    """The event's name in JSON."""
+    """JSON name of the event."""
     t: float
-    """When it happened, seconds since the play began."""
+    """Seconds after the play began."""
     late: bool = field(default=False, kw_only=True)
-    """Whether the cache had been handed over: an event of the upgrades that follow a play."""
+    """True after the cache was delivered, for upgrades."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return ``t``, ``event`` (the name) and the fields; optional fields only where they are set."""
+        """Return ``t``, ``event`` (the name) and the fields; optional fields only if set."""
         values = [(one, getattr(self, one.name)) for one in fields(self)]
         needed = {one.name: value for one, value in values if one.default is MISSING}
         chosen = {one.name: value for one, value in values if one.default is not MISSING and value != one.default}
@@ -37,12 +36,12 @@ class PlayEvent:
 
 
 Log = Callable[[PlayEvent], None]
-"""Takes the events of one play, in order."""
+"""Receives the events of one play, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayCalled(PlayEvent):
-    """A play was called for; its lookup begins. The first event that telemetry reports."""
+    """A play was called and its lookup begins. The first event in telemetry."""
 
     name: ClassVar[str] = "called"
 
@@ -53,39 +52,36 @@ class PlayStarted(PlayEvent):
 
     name: ClassVar[str] = "start"
     trace: str
-    """The trace of a replay; the QUIC library of a real play."""
+    """Trace of a replay; QUIC library of a real play."""
     start_s: float
-    """Where in the trace the play began, seconds."""
+    """Start in the trace, seconds."""
     policy: str
     estimator: str
     deadline_s: float
     """Seconds from ``t`` = 0 to the deadline."""
     engine_mode: str
     groups: int
-    """Groups in the cache."""
     asset: str
-    """MODEL/DIGEST."""
     tracks: tuple[str, ...]
     """All tracks, smallest first."""
     track_bytes: tuple[int, ...]
-    """Bytes of each of these tracks."""
     worth_playing: tuple[str, ...]
-    """The tracks on the Pareto front of bytes against loss."""
+    """Tracks on the Pareto front of bytes against loss."""
     fp16_bytes: int
-    """Bytes of the exact cache at 16 bits an element."""
+    """Bytes of the exact cache at 16 bits per element."""
     rtt_s: float | None
-    """Round trip, seconds; None if it is not known."""
+    """Round trip, seconds; None if unknown."""
     lookup_s: float | None = None
-    """Seconds of the deadline that the lookup took; None in a replay."""
+    """Seconds of the deadline spent on the lookup; None in a replay."""
     tail: int = 0
-    """Tokens that the engine computes behind the cache, with the question; the losses are those behind as many."""
+    """Tokens that the engine computes after the cache, including the question; losses apply after them."""
     tail_s: float = 0.0
-    """Seconds by which those of them that are cached make its call longer."""
+    """Extra seconds of the engine call for those that are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupFailed(PlayEvent):
-    """The origin did not say what it has."""
+    """The lookup at the origin failed."""
 
     name: ClassVar[str] = "lookup_failed"
     reason: str
@@ -93,17 +89,17 @@ class LookupFailed(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class SourceLeftOut(PlayEvent):
-    """A source of the play brings nothing of it, or not all tracks."""
+    """A source of the play has none of the cache, or lacks tracks."""
 
     name: ClassVar[str] = "source_left_out"
     source: int
-    """Which of them."""
+    """Index of the source."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileFailed(PlayEvent):
-    """The codec profile did not come; the play goes on without the tracks that need it."""
+    """The codec profile did not arrive; the play continues without the tracks that need it."""
 
     name: ClassVar[str] = "profile_failed"
     reason: str
@@ -111,39 +107,39 @@ class ProfileFailed(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class GroupsPublished(PlayEvent):
-    """The producer of a cache that is still being prefilled has published more of it, as far as the player knows."""
+    """The producer of a cache during prefill has published more groups."""
 
     name: ClassVar[str] = "published"
     edge: int
-    """Groups that exist: the first ones."""
+    """Number of existing groups."""
     ends_s: float
-    """When the last group should exist, seconds since the play began; of the last one, when it did."""
+    """Expected time of the last group, seconds after the play began; the actual time once it exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerStopped(PlayEvent):
-    """Nothing more will be published of a cache that is not complete."""
+    """The producer of an incomplete cache has stopped."""
 
     name: ClassVar[str] = "producer_stopped"
     edge: int
-    """Groups that exist: the first ones."""
+    """Number of existing groups."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SoonerAlone(PlayEvent):
-    """The engine of the player would prefill the prompt sooner than its producer publishes it."""
+    """The player's engine would prefill the prompt sooner than its producer."""
 
     name: ClassVar[str] = "sooner_alone"
     alone_s: float
-    """Seconds that it would take from now on."""
+    """Seconds from now on."""
     ends_s: float
-    """When the last group should exist, seconds since the play began."""
+    """Expected time of the last group, seconds after the play began."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheDelivered(PlayEvent):
-    """The cache was handed over."""
+    """The cache was delivered."""
 
     name: ClassVar[str] = "deliver"
     met: bool
@@ -162,18 +158,18 @@ class PlayGaveUp(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class PlayEnded(PlayEvent):
-    """The play returned or raised. The last event that telemetry reports."""
+    """The play returned or raised. The last event in telemetry."""
 
     name: ClassVar[str] = "ended"
     error: str | None
-    """Class name of the exception; None if the play returned."""
+    """Exception class name; None if the play returned."""
     reason: str | None
-    """Message of the exception."""
+    """Exception message."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionMade(PlayEvent):
-    """The policy decided, or the player planned what to recompute (``kind`` = ``plan``)."""
+    """The policy decided, or the player planned recomputation (``kind`` = ``plan``)."""
 
     name: ClassVar[str] = "decision"
     kind: str
@@ -181,44 +177,44 @@ class DecisionMade(PlayEvent):
     group: int | None
     track: str | None
     request: int | None
-    """The request that the decision led to."""
+    """Resulting request."""
     reason: str
     rate: float
-    """Expected rate, bytes per second; 0.0 while it is not known."""
+    """Expected rate, bytes per second; 0.0 if unknown."""
     lower: float
     """Lower bound of the rate, bytes per second."""
     ttfb_s: float
     """Expected time to the first byte of a request, seconds."""
     slack_s: float | None
-    """Time left to the deadline minus the time that the rest needs, seconds; None while no rate is known."""
+    """Seconds to the deadline minus the seconds needed for the rest; None if no rate is known."""
     alternatives: Mapping[str, float] | None
-    """What else was on offer: track to bytes, or to whatever number the policy compared."""
+    """Alternatives: track to bytes, or to the number that the policy compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkDivided(PlayEvent):
-    """The policy divides the rest of the work anew between network and engine. Times are seconds from then on."""
+    """The policy divides the remaining work between network and engine. Times are seconds from then on."""
 
     name: ClassVar[str] = "division"
     first: int
-    """The first group that the engine is to compute."""
+    """First group for the engine."""
     last: int
-    """The group behind the last one; equal: it computes none."""
+    """Group after the last one; equal to `first` if the engine computes none."""
     network_s: float
-    """Until the network should have brought its part."""
+    """Expected end of the network's part."""
     engine_s: float
-    """Until the engine should be done with its own."""
+    """Expected end of the engine's part."""
     play_s: float
-    """Until everything would be in place if the network brought it all."""
+    """Expected end if the network fetched everything."""
     compute_s: float
-    """The same if the engine computed it all."""
+    """Expected end if the engine computed everything."""
     known: bool
-    """Whether the rate of the link was known."""
+    """Whether the link's rate was known."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressMade(PlayEvent):
-    """A tick while requests are in flight: bytes so far, and what the estimator makes of them."""
+    """A tick during requests: received bytes and the estimator's state."""
 
     name: ClassVar[str] = "progress"
     received: int
@@ -233,19 +229,19 @@ class ProgressMade(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class SampleLimited(PlayEvent):
-    """Something other than the network limited a throughput sample."""
+    """A throughput sample was not limited by the network."""
 
     name: ClassVar[str] = "limited"
     by: Limit
     rate: float
     """Rate of the sample, bytes per second."""
     fed: bool
-    """Whether the estimator was given the sample."""
+    """Whether the estimator received the sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstByteReceived(PlayEvent):
-    """The first byte of a request came."""
+    """The first byte of a request arrived."""
 
     name: ClassVar[str] = "first_byte"
     request: int
@@ -253,10 +249,10 @@ class FirstByteReceived(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class TransferEvent(PlayEvent):
-    """Something that happened to one request."""
+    """An event of one request."""
 
     request: int
-    """Number of the request within the play."""
+    """Request number within the play."""
     group: int
     track: str
 
@@ -267,14 +263,14 @@ class RequestSent(TransferEvent):
 
     name: ClassVar[str] = "request"
     bytes: int
-    """Size of the group's frame, from the catalog."""
+    """Size of the group's frame in the catalog."""
     source: int = 0
-    """Which of the play's sources is asked."""
+    """Index of the play's source."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDone(TransferEvent):
-    """The last byte of a request came."""
+    """The last byte of a request arrived."""
 
     name: ClassVar[str] = "done"
     bytes: int
@@ -286,17 +282,17 @@ class RequestCancelled(TransferEvent):
 
     name: ClassVar[str] = "cancel"
     received: int
-    """Bytes that had come by then."""
+    """Bytes received so far."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed(TransferEvent):
-    """A request failed on its way or in the decoder."""
+    """A request failed in transfer or decoding."""
 
     name: ClassVar[str] = "failed"
     received: int
-    """Bytes that had come by then."""
+    """Bytes received so far."""
     reason: str
 
 
@@ -309,7 +305,7 @@ class GroupDecoded(TransferEvent):
 
 @dataclass(frozen=True, slots=True)
 class RecomputeEvent(PlayEvent):
-    """Something that happened to a recomputation of groups ``first`` to ``last`` - 1."""
+    """An event of recomputing groups ``first`` to ``last`` - 1."""
 
     first: int
     last: int
@@ -317,14 +313,14 @@ class RecomputeEvent(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class RecomputeStarted(RecomputeEvent):
-    """The engine began to compute groups."""
+    """The engine started to compute groups."""
 
     name: ClassVar[str] = "recompute_start"
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeDone(RecomputeEvent):
-    """The engine computed groups, and they are in place."""
+    """The computed groups are in place."""
 
     name: ClassVar[str] = "recompute_done"
 
@@ -343,31 +339,31 @@ class PassageRefused(PlayEvent):
 
     name: ClassVar[str] = "passage_refused"
     passage: str
-    """Its digest."""
+    """Digest of the passage."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokensChosen(PlayEvent):
-    """It is known which tokens of the prompt's passages are worth computing again."""
+    """The order of recomputing the passages' tokens is known."""
 
     name: ClassVar[str] = "tokens_chosen"
 
 
 @dataclass(frozen=True, slots=True)
 class TokensStarted(PlayEvent):
-    """The engine began to compute some tokens of passages again."""
+    """The engine started to recompute some tokens of passages."""
 
     name: ClassVar[str] = "tokens_start"
     tokens: int
     share: float
-    """Of the passages' tokens."""
+    """Share of the passages' tokens."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokensDone(PlayEvent):
-    """They are computed and in place."""
+    """The recomputed tokens are in place."""
 
     name: ClassVar[str] = "tokens_done"
     tokens: int
@@ -375,7 +371,7 @@ class TokensDone(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class TokensFailed(PlayEvent):
-    """They were not computed, and the passages are used as they were joined."""
+    """Recomputation failed; the passages are used as joined."""
 
     name: ClassVar[str] = "tokens_failed"
     reason: str

@@ -1,7 +1,7 @@
-r"""Options that are written once: fields of frozen dataclasses with type, bounds, default and a docstring.
+"""Options defined once, as fields of frozen dataclasses with type, bounds, default and docstring.
 
-From these the command line, `kvabr.toml` and the engines' settings are made (`kvabr.cli.fields`,
-`kvabr.engines.settings`). Bounds are those of the package annotated-types, as pydantic understands them:
+They generate the command line, `kvabr.toml` and engine settings (`kvabr.cli.fields`, `kvabr.engines.settings`). Bounds
+are from the package annotated-types, as in pydantic:
 
     timeout_s: Annotated[float, Gt(0), Shown("--timeout S")] = 5.0
     '''Seconds that connecting may take.'''
@@ -39,32 +39,32 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How a field appears on the command line, in an `Annotated` type; one without it does not."""
+    """Shows a field on the command line, as part of an `Annotated` type."""
 
     words: str = ""
-    """Its flags and metavar, as ``-d --deadline S``; a metavar alone, as ``URL``, for an argument without a flag; by
-    default, ``--`` and its name."""
+    """Flags and metavar, ``-d --deadline S``; or a metavar, ``URL``, for a positional argument. Default: ``--`` and the
+    name."""
     doc: str = ""
-    """Its help, for a type that several classes use; by default the first sentence of the field's docstring."""
+    """Help for types shared by several classes. Default: the first sentence of the field's docstring."""
     alone: str = ""
-    """Fields with the same word here exclude each other."""
+    """Fields with the same word exclude each other."""
     needs: str = ""
-    """Another field, without which this one has no use."""
+    """Another field that this one requires."""
     engines: bool = False
-    """Whether it is also a key of the engines' settings."""
+    """Whether engine settings have this key, too."""
     repeated: bool = False
-    """Whether an option of several values has one each time that it is given, rather than all at once."""
+    """Whether a tuple collects one value per use of the option instead of all at once."""
     parse: Callable[[str], Any] | None = None
-    """Makes the value of a word, or raises `UsageError`; by default the field's type."""
+    """Parses the value, or raises `UsageError`. Default: the field's type."""
     written: bool = False
-    """Whether it is a file that the command writes: that must be possible when it starts."""
+    """Whether the command writes this file, so that it must be writable at the start."""
     choices: tuple[str, ...] = ()
-    """Values, where no `Literal` lists them."""
+    """Allowed values, if no `Literal` lists them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Begins a group of options in help: the default of a `ClassVar` in front of its fields."""
+    """Begins a group of options in help: the default of a `ClassVar` before its fields."""
 
     title: str
     text: str = ""
@@ -72,16 +72,16 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Marks a field that is a dataclass of options itself, in an `Annotated` type."""
+    """Marks a field that is itself a dataclass of options, in an `Annotated` type."""
 
     title: str = ""
-    """Title of its group in help; by default it is part of the group around it."""
+    """Title of its help group. Default: part of the surrounding group."""
     prefix: str = ""
-    """Before its names, such as ``upstream-``."""
+    """Prefix of its names, such as ``upstream-``."""
     only: tuple[str, ...] = ()
-    """Names of the fields that are options here; by default all."""
+    """Fields that are options here. Default: all."""
     defaults: tuple[tuple[str, Any], ...] = ()
-    """Other defaults of fields."""
+    """Changed defaults of fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,36 +90,36 @@ class OptionField:
 
     name: str
     kind: Any
-    """Its type without None, of one value: float, int, str, bool, Path, or a dataclass for a `Part`."""
+    """Type of one value without None: float, int, str, bool, Path, or a dataclass for a `Part`."""
     count: int | None
     """Number of values of a tuple, None for any; 1 for other types."""
     choices: tuple[str, ...]
-    """The values of a `Literal`; empty: any."""
+    """Values of a `Literal`; empty: any."""
     default: Any
-    """`dataclasses.MISSING` if it has none."""
+    """`dataclasses.MISSING` for required fields."""
     bounds: tuple[Bound, ...]
     shown: Shown | None
-    """None: it is for programs alone."""
+    """None for fields outside the command line."""
     part: Part | None
     heading: Heading | None
 
     def check(self, value: Any) -> None:
-        """Raise `OptionError` unless a value is within the bounds; None is."""
+        """Raise an `OptionError` unless a value is within the bounds."""
         if isinstance(value, tuple):
             for one in value:
                 self.check(one)
             return
         if self.choices and value not in self.choices:
             raise OptionError(self.name, value, f"choose one of {', '.join(self.choices)}")
-        said = []
+        limits = []
         holds = True
         for bound in self.bounds:
             name, compare, words = _BOUNDS[type(bound)]
             limit = getattr(bound, name)
             holds = holds and bool(compare(value, limit))
-            said.append("finite" if limit == math.inf else f"{words} {limit:,}")
+            limits.append("finite" if limit == math.inf else f"{words} {limit:,}")
         if not holds:
-            raise OptionError(self.name, value, f"must be {' and '.join(said)}")
+            raise OptionError(self.name, value, f"must be {' and '.join(limits)}")
 
 
 class OptionError(UsageError):
@@ -153,7 +153,7 @@ def _read_fields(kind: type) -> dict[str, OptionField]:
 
 
 def check_fields(options: Any) -> None:
-    """Raise `OptionError` unless all fields of a dataclass are within their bounds; text for a path becomes a path."""
+    """Raise an `OptionError` unless all fields of a dataclass are within bounds; convert text to paths."""
     for name, field in option_fields(type(options)).items():
         value = getattr(options, name)
         if field.kind is Path and isinstance(value, str):
@@ -192,14 +192,14 @@ def _described(field: dataclasses.Field[Any], hint: Any, heading: Heading | None
 
 @functools.cache
 def docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings of a class's attributes, by name; Python does not keep them, so its source is read."""
+    """Return the attribute docstrings of a class, by name, from its source."""
     found = {name: text for base in kind.__bases__ if base is not object for name, text in docstrings(base).items()}
-    # Not `inspect.getsource`, which parses the whole file: that takes longer than all the rest of a command's start.
+    # `inspect.getsource` parses the whole file, which takes longer than the rest of a command's start.
     lines = linecache.getlines(inspect.getfile(kind))
     first = next((at for at, line in enumerate(lines) if re.match(rf"class {kind.__name__}\b", line)), len(lines))
     rest = itertools.takewhile(lambda line: line[:1].isspace(), lines[first + 1 :])
     body = ast.parse("".join([*lines[first : first + 1], *rest])).body
-    members = body[0].body if body and isinstance(body[0], ast.ClassDef) else []  # empty if there is no source
+    members = body[0].body if body and isinstance(body[0], ast.ClassDef) else []  # empty without source
     for member, second in itertools.pairwise(members):
         if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
             match second:

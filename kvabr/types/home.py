@@ -1,8 +1,8 @@
-"""The process that an object with threads, sockets or files of its own belongs to.
+"""Detects use of an object in a forked child.
 
-A forked child has a copy of the object and none of its threads: what it hands over is lost, what it waits for never
-happens, and what it writes to a shared socket reaches the parent's peer. Such an object has a `HomeProcess` and raises
-`ForkedError` in a child; closing it there does nothing, because it is the parent's.
+A forked child inherits the object but not its threads: queued work is lost, waits never end, and writes to a shared
+socket reach the parent's peer. Objects with threads, sockets or files hold a `HomeProcess` and raise `ForkedError` in a
+child. Closing them there has no effect, because the parent owns them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from kvabr.types.errors import ForkedError
 
 
 class HomeProcess:
-    """The process in which an object was made."""
+    """The process that created an object."""
 
     __slots__ = ("_made_in", "_what")
 
     def __init__(self, what: str) -> None:
-        """Take the current process; ``what`` begins the error's message: ``the publisher``."""
+        """Record the current process; ``what`` starts the error message: ``the publisher``."""
         self._what, self._made_in = what, os.getpid()
 
     @property
     def here(self) -> bool:
-        """Whether this is that process."""
+        """True in the creating process."""
         return os.getpid() == self._made_in
 
     def check(self) -> None:

@@ -1,19 +1,15 @@
-"""One catalog of a prompt that is joined from passages, so that a player can play it as it plays an asset.
+"""The catalog of a prompt joined from passages, playable like that of one asset.
 
-The groups of such a catalog are those of its passages, in the order of the prompt, and the texts between them, which
-was not published and an engine must compute (`Catalog.computed`). So they have unequal lengths. Each group of a
-passage is published under the passage's own name (`Catalog.namespace_of`, `Catalog.address`), was encoded at one place
-of it (`Unit.free`), and has another in the prompt (`Unit.first`). The tracks are those that all passages have.
+Its groups are those of the passages in prompt order, plus the texts between them, which only an engine can compute
+(`Catalog.computed`). They have unequal lengths. A passage's group is published under the passage's name
+(`Catalog.namespace_of`, `Catalog.address`), encoded at `Unit.free` and placed at `Unit.first`. The tracks are those
+common to all passages. The catalog ends with the last passage.
 
-What follows the last passage is no part of it, as what follows a cached prefix is none of that.
-
-On every track, each group of a passage loses its part of what joining the passage costs (the fusion loss), besides what
-the codec costs. So whatever weighs groups against each other knows that computing one saves both. What the codec costs
-was measured on the text right behind the passage, with nothing else before it, so of a prompt each passage has only its
-part by length, and of that only the part of the tokens that are not computed again. Fusion losses add up. (Three
-prompts of four pieces of a text, SmolLM2-135M: by this rule FP16 should lose 0.018, 0.047 and 0.053 nats, and lost
-0.014, 0.033 and 0.044; AC-L0 0.09 and 0.14, and lost 0.054 and 0.062. The plain sum of what the codec costs would be
-0.31 and 0.41.)
+The loss of a group includes its share of the fusion loss, so computing a group saves both losses. Codec losses were
+measured right after the passage without other context, so each passage contributes in proportion to its length and to
+the tokens not computed again. Fusion losses add up. (SmolLM2-135M, three prompts of four pieces of a text: predicted
+for FP16 0.018, 0.047 and 0.053 nats, measured 0.014, 0.033 and 0.044; AC-L0 0.09 and 0.14, measured 0.054 and 0.062.
+The plain sum of codec losses would be 0.31 and 0.41.)
 """
 
 from __future__ import annotations
@@ -35,33 +31,33 @@ from kvabr.types.tails import losses_behind
 from kvabr.types.units import COMPUTED, Unit
 
 _NO_BYTES = 1
-"""Size on every track of a group that has none: sizes are positive, and one byte weighs nothing."""
-_UNLIKE = (
+"""Size of a group without frames: sizes must be positive, and one byte is negligible."""
+_NO_COMMON_TRACK = (
     "it has no track, or another codec profile, in common with most of this prompt's passages; publish it as they are"
 )
 _NOT_MEASURED = "what joining it costs was not measured; publish it anew with its fusion losses, or set max_loss=inf"
 
 
 class Joined(NamedTuple):
-    """A passage where it stands in a prompt."""
+    """A passage at its place in a prompt."""
 
     first: int
-    """Its first token in the prompt."""
+    """First token in the prompt."""
     end: int
-    """The token behind its last one."""
+    """Token after the last one."""
     notes: PassageNotes | None
-    """What its publisher says of it."""
+    """The publisher's notes."""
     groups: range
-    """Its groups in the joined catalog."""
+    """Groups in the joined catalog."""
 
 
 def joinable(
     found: Mapping[Passage, Catalog], max_loss: float, refused: Callable[[Passage, str], None] = lambda *_: None
 ) -> dict[Passage, Catalog]:
-    """Return the passages that may be joined with each other; ``refused`` is told why others may not.
+    """Return the passages that may be joined; call ``refused`` with each other passage and the reason.
 
-    It must be known what joining one costs, unless any loss is accepted (``max_loss``), and they must have enough in
-    common for one play (`_alike`).
+    The fusion loss must be measured unless ``max_loss`` is infinite, and the passages must share a profile and a base
+    track (`_alike`).
     """
     measured = {}
     for passage, catalog in found.items():
@@ -72,21 +68,22 @@ def joinable(
     usable = _alike(measured)
     for passage in measured:
         if passage not in usable:
-            refused(passage, _UNLIKE)
+            refused(passage, _NO_COMMON_TRACK)
     return usable
 
 
 def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) -> Catalog | None:
-    """Return the catalog of a prompt, up to the end of the last passage that was found; None if there is none.
+    """Return the catalog of a prompt up to the end of its last passage in ``found``; None if there is none.
 
-    A passage that begins the prompt is computed: it would have no attention sink before it, and is exact without.
+    A passage that begins the prompt is computed: it would have no attention sink before it, and prefill is exact.
 
     Args:
         parts: the prompt.
-        found: catalogs of passages, of the same spec, and with the same codec profile if any.
+        found: catalogs of passages with the same spec and at most one codec profile.
         spec: of the model.
 
-    Raises `FormatError` if the passages have no track in common.
+    Raises:
+        FormatError: the passages have no track in common, or several codec profiles.
     """
     units: list[Unit] = []
     sources: list[Catalog] = []
@@ -123,21 +120,21 @@ def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) 
 
 
 def at_share(catalog: Catalog, share: float) -> Catalog:
-    """Return a joined catalog with the losses that it has if this share of each passage's tokens is computed again."""
+    """Return a joined catalog with its losses if this share of each passage's tokens is computed again."""
     return replace(catalog, tracks=_common(catalog.units, catalog.sources, share))
 
 
 def last_groups(catalog: Catalog) -> range:
-    """Return the groups of the passage that ends a joined catalog; none if a text does."""
+    """Return the groups of the passage that ends a joined catalog; empty if it ends in text."""
     passages = joined_passages(catalog)
     return passages[-1].groups if passages and passages[-1].groups.stop == catalog.groups else range(0)
 
 
 def joined_behind(catalog: Catalog, groups: int, tail: int) -> Catalog:
-    """Return what a play fetches of a joined catalog whose engine computes ``tail`` tokens behind its first groups.
+    """Return the catalog of the first groups of a joined catalog, after which the engine computes ``tail`` tokens.
 
-    These end in the last passage (`last_groups`), which is what its publisher has measured tails behind: of the others
-    the losses stay. As `Catalog.behind`.
+    The groups end in the last passage (`last_groups`). Only its losses change, since tails were measured per passage.
+    See `Catalog.behind`.
     """
     made = catalog.prefix(groups)
     if not tail or not last_groups(catalog):
@@ -149,13 +146,13 @@ def joined_behind(catalog: Catalog, groups: int, tail: int) -> Catalog:
         tracks.append(replace(track, loss=losses + (0.0,) * (len(track.loss) - len(losses))))
     sources = list(catalog.sources)
     sources[end.source] = replace(source, tracks=tuple(tracks))
-    # Of the passages' tracks, some may have been left out.
+    # Some tracks of the passages may have been removed.
     common = tuple(track for track in _common(made.units, sources, 0.0) if track.name in made.by_name)
     return replace(made, tracks=common, sources=tuple(sources), tail=catalog.tail + tail)
 
 
 def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
-    """Return the passages of a joined catalog, in the order of the prompt; empty for any other."""
+    """Return the passages of a joined catalog in prompt order; empty for any other catalog."""
     places: dict[int, list[int]] = {}
     for group, unit in enumerate(catalog.units if catalog.sources else ()):
         if unit.source != COMPUTED and unit.free is not None:
@@ -172,9 +169,9 @@ def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
 
 
 def is_joined(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> bool:
-    """Return whether a passage is part of a cache that was assembled in these steps, or of what was computed over it.
+    """Return whether a cache assembled in these steps contains a passage or KV computed after one.
 
-    Steps are as in `PlayRecord.steps`. What is computed is the prompt's own only behind what is so at that time.
+    Steps are as in `PlayRecord.steps`. Computed groups are exact only if every group before them is exact at that time.
     """
     foreign = [False] * catalog.groups
     for _, first, what in steps:
@@ -184,14 +181,14 @@ def is_joined(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> 
 
 
 def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -> float | None:
-    """Return what joining its passages costs a cache, nats per generated token; None if that of one was not measured.
+    """Return the fusion loss of a cache, nats per generated token; None if that of a passage was not measured.
 
     Args:
         catalog: joined, see `join`.
-        coverage: per group the track, or `RECOMPUTED`: such a group costs nothing. What the others cost adds up.
+        coverage: track of each group, or `RECOMPUTED` for a group without fusion loss.
         share: share of each passage's tokens that was computed again.
 
-    Of a passage that is played in part, that part counts.
+    A partly played passage counts in proportion.
     """
     total = 0.0
     for passage in joined_passages(catalog):
@@ -205,10 +202,7 @@ def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -
 
 
 def _alike(found: Mapping[Passage, Catalog]) -> dict[Passage, Catalog]:
-    """Return the passages that can be played together, as many tokens of them as possible.
-
-    A play decodes with one profile, and its base is one track that all passages have.
-    """
+    """Return the passages with a common profile and base track that cover the most tokens."""
     best: dict[Passage, Catalog] = {}
     profiles = dict.fromkeys(one.profile for one in found.values())
     bases = dict.fromkeys(track.name for one in found.values() for track in one.tracks if track.refines is None)
@@ -229,7 +223,7 @@ def _tokens(found: Iterable[Passage]) -> int:
 
 
 def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> tuple[Track, ...]:
-    """Return the tracks that all passages have, with what each group is on them, and what joining it costs."""
+    """Return the tracks common to all passages, with group sizes, digests and losses including fusion loss."""
     whole = sum(one.tokens for one in sources)
     parts = [one.tokens / whole for one in sources]
     fusion = [0.0 if one.passage is None else one.passage.fusion_loss(share) or 0.0 for one in sources]
@@ -253,7 +247,7 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> 
         ]
         sizes, losses, digests = zip(*listed, strict=True)
         slowest = max(track.decode_s for track in every)
-        # What is left behind a tail was measured without other passages before it.
+        # Tails were measured without other passages before.
         tracks[first.name] = replace(
             first, bytes=sizes, loss=losses, digests=digests, decode_s=slowest, measured=None, tails=()
         )
@@ -263,6 +257,6 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> 
 
 
 def _name(spec: KVSpec, units: Sequence[Unit], chunks: Sequence[str]) -> str:
-    """Return a digest that tells joined prompts apart in logs; nothing is published under it."""
+    """Return a digest that distinguishes joined prompts in logs; it is never published."""
     places = "".join(f"{chunk} {unit.first} {unit.tokens}\n" for unit, chunk in zip(units, chunks, strict=True))
     return hashlib.sha256(b"kvabr.joined/1\0" + spec.digest() + places.encode()).hexdigest()

@@ -1,10 +1,10 @@
-"""What a KV cache is: its layer classes, with their shapes and rotary embeddings, and how it is cut into groups.
+"""The shape of a KV cache: its layer classes with their rotary embeddings, and its division into groups.
 
-Shapes only: no bytes, names or networks. The layers of a model that keep their cache alike are a *layer class*, and the
-cache of a class is one tensor ``[layer, K/V, head, token, dim]``. Index 0 of the second axis holds the keys (with the
-rotary embedding applied, as the model's attention expects them), index 1 the values. Where these have unlike dims, or
-there is only one of them, that axis has length 1, and the last holds the keys and then the values (`LayerClass.split`).
-Most models have one class; codecs and profiles always deal with one (`KVSpec.parts`).
+Shapes only: no bytes, names or networks. Layers of a model with the same kind of cache form a *layer class*, and the
+cache of a class is one tensor ``[layer, K/V, head, token, dim]``. Index 0 of the second axis holds keys (with rotary
+embedding applied), index 1 values. If keys and values differ in size, or only one exists, that axis has length 1 and
+the last axis holds keys, then values (`LayerClass.split`). Most models have one class; codecs and profiles always
+handle one (`KVSpec.parts`).
 """
 
 from __future__ import annotations
@@ -28,71 +28,66 @@ if TYPE_CHECKING:
 GROUP_TOKENS = 128
 """Tokens in a group (draft-shi-moq-kvcache-00, section 3)."""
 FP16_MAX = 65504.0
-"""FP16's largest number."""
 MAX_MODELS_BYTES = 1 << 20
-"""Bound on a list of models."""
 _MAX_CLASSES = 16
 MAX_GROUP_TOKENS = 65536
 DTYPES = ("float16", "bfloat16", "float32")
-"""Element types of caches that hold numbers."""
+"""Element types of unquantised caches."""
 QUANTISED = ("float8_e4m3fn", "float8_e5m2")
-"""Element types whose numbers mean something only together with `LayerClass.scales`."""
+"""Element types that require `LayerClass.scales`."""
 ITEM_BYTES = dict(zip((*DTYPES, *QUANTISED), (2, 2, 4, 1, 1), strict=True))
-"""Every element type that a cache may have, and the bytes of an element."""
+"""Bytes per element of every allowed element type."""
 MAX_LAYERS, MAX_HEADS, MAX_DIM = 1024, 1024, 4096
 _ROLE = re.compile(r"[a-z]{0,16}")
-_STEEPEST = 1024.0
-"""Maximum of radians per token and of the factor of a rotation, whose minimum is the inverse. Real models are near
-1."""
-_HIGHEST = 1e30
-"""Maximum base of the frequencies."""
-_MOST_SCALE = 2.0**32
-"""Maximum of a scale of quantised numbers, whose minimum is the inverse. Those of real caches are near 1."""
+_MAX_FREQUENCY = 1024.0
+"""Maximum radians per token and maximum factor of a rotation; the minimum is the inverse. Real models are near 1."""
+_MAX_THETA = 1e30
+_MAX_SCALE = 2.0**32
+"""Maximum scale of quantised numbers; the minimum is the inverse. Real scales are near 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """The rotary position embedding (RoPE) of the keys, which the AC codec undoes and reapplies.
 
-    Pair i of a head turns by ``theta ** (-2 i / rotary_dim)`` radians per token, or by ``frequencies[i]`` if given:
-    scaled embeddings (linear, Llama 3, YaRN) have explicit frequencies. Embeddings that depend on the length of the
-    prompt cannot be described.
+    Pair i of a head turns by ``theta ** (-2 i / rotary_dim)`` radians per token, or by ``frequencies[i]`` if given, as
+    for scaled embeddings (linear, Llama 3, YaRN). Embeddings that depend on the prompt length are not supported.
     """
 
     theta: float
-    """Base of the frequencies; with explicit frequencies, the base before scaling."""
+    """Base of the frequencies, before scaling."""
     rotary_dim: int
-    """Number of consecutive dimensions of a head that rotate; the rest pass through (partial RoPE)."""
+    """Consecutive rotating dimensions of a head; the others pass through (partial RoPE)."""
     layout: Literal["half", "interleaved"] = "half"
-    """Which dimensions form a pair: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` pairs 2i with 2i+1,
-    both counted from `first`."""
+    """Pairing of dimensions: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` pairs 2i with 2i+1, both
+    counted from `first`."""
     frequencies: tuple[float, ...] | None = None
-    """Radians per token of each of the rotary_dim/2 pairs; None for the powers of theta."""
+    """Radians per token of the rotary_dim/2 pairs; None for powers of theta."""
     factor: float = 1.0
-    """Multiplier of cosines and sines (YaRN's attention factor): rotating scales a pair's length by it."""
+    """Multiplier of cosines and sines (YaRN's attention factor), which scales the length of a pair."""
     first: int = 0
-    """First dimension that rotates, along the last axis of a class's tensor: latent attention (MLA) rotates the last
-    dimensions of a key."""
+    """First rotating dimension on the tensor's last axis: latent attention (MLA) rotates the last dimensions of a key.
+    """
 
     def check(self, head_dim: int) -> None:
         """Raise a `FormatError` unless the embedding is valid for heads of ``head_dim``."""
         rotary, frequencies = self.rotary_dim, self.frequencies
         if type(rotary) is not int or not 0 < rotary <= head_dim or rotary % 2:
             raise FormatError(f"KV spec: rotary_dim is {rotary!r}, must be even and at most {head_dim}")
-        # The lower bound keeps the powers no steeper than explicit frequencies may be, so no angle is ever infinite.
-        if not _is_number(self.theta) or not 1 / _STEEPEST <= self.theta <= _HIGHEST:
-            raise FormatError(f"KV spec: rope theta must be a number from 1/{_STEEPEST:g} to {_HIGHEST:g}")
+        # The lower bound keeps powers of theta within the limit for explicit frequencies, so angles stay finite.
+        if not _is_number(self.theta) or not 1 / _MAX_FREQUENCY <= self.theta <= _MAX_THETA:
+            raise FormatError(f"KV spec: rope theta must be a number from 1/{_MAX_FREQUENCY:g} to {_MAX_THETA:g}")
         if self.layout not in ("half", "interleaved"):
             raise FormatError(f"KV spec: rope layout is {self.layout!r}, must be half or interleaved")
         if frequencies is not None:
             if not isinstance(frequencies, tuple) or len(frequencies) != rotary // 2:
                 raise FormatError(f"KV spec: rope needs {rotary // 2} frequencies, one for each pair of dimensions")
-            if not all(_is_number(each) and 0 < each <= _STEEPEST for each in frequencies):
-                raise FormatError(f"KV spec: a rope frequency is not a number above 0, and at most {_STEEPEST:g}")
+            if not all(_is_number(each) and 0 < each <= _MAX_FREQUENCY for each in frequencies):
+                raise FormatError(f"KV spec: a rope frequency is not a number above 0, and at most {_MAX_FREQUENCY:g}")
         if type(self.first) is not int or not 0 <= self.first <= head_dim - rotary:
             raise FormatError(f"KV spec: rope begins at {self.first!r}, must be from 0 to {head_dim - rotary}")
-        if not _is_number(self.factor) or not 1 / _STEEPEST <= self.factor <= _STEEPEST:
-            raise FormatError(f"KV spec: rope factor must be a number from 1/{_STEEPEST:g} to {_STEEPEST:g}")
+        if not _is_number(self.factor) or not 1 / _MAX_FREQUENCY <= self.factor <= _MAX_FREQUENCY:
+            raise FormatError(f"KV spec: rope factor must be a number from 1/{_MAX_FREQUENCY:g} to {_MAX_FREQUENCY:g}")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values. Defaults are omitted, so digests of plain embeddings never change."""
@@ -119,47 +114,45 @@ def _is_number(value: Any) -> bool:
 
 
 KINDS = ("full", "window", "chunked", "latent", "state")
-"""Kinds of layer classes, see `LayerClass.kind`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerClass:
-    """Layers of one model that keep their cache alike."""
+    """Layers of one model with the same kind of cache."""
 
     kind: str
-    """What a layer keeps, and for how long a token counts.
+    """Contents of the cache.
 
-    ``full``: keys and values of every token. ``window``: of the last `window` tokens, which a query sees. ``chunked``:
-    of the tokens in the query's own chunk of `window` tokens. ``latent``: one vector per token, from which keys and
-    values are made (MLA). ``state``: a matrix per head that stands for all tokens, of which there are snapshots.
-    """
+    ``full``: keys and values of every token. ``window``: of the last `window` tokens. ``chunked``: of the tokens in the
+    query's own chunk of `window` tokens. ``latent``: one vector per token that yields keys and values (MLA). ``state``:
+    one recurrent matrix per head, stored as snapshots."""
     layers: tuple[int, ...]
-    """Numbers of the layers in the model, ascending."""
+    """Ascending layer numbers in the model."""
     heads: int
     k_dim: int
-    """Dimensions of a key, or of a latent; rows of a state."""
+    """Dimensions of a key or latent; rows of a state."""
     v_dim: int
-    """Dimensions of a value: 0 if there is only one vector per token (K = V, or a latent). Columns of a state."""
+    """Dimensions of a value: 0 with only one vector per token (K = V, or a latent). Columns of a state."""
     dtype: str
-    """Element type of the publisher's cache, one of `DTYPES` or of `QUANTISED`."""
+    """Element type of the publisher's cache, from `DTYPES` or `QUANTISED`."""
     rope: RopeSpec | None = None
-    """How the keys are rotated; None if they are not, or not alike in all layers."""
+    """Rotation of the keys; None if they are not rotated, or differently in some layers."""
     window: int | None = None
-    """Tokens of a window, the query's own included; or of a chunk."""
+    """Tokens of a window, including the query's own, or of a chunk."""
     interval: int | None = None
-    """Tokens between two snapshots of a state, a multiple of the group's; None: only one, of the whole prompt."""
+    """Tokens between snapshots of a state, a multiple of the group size; None: one snapshot, at the end of the prompt.
+    """
     scales: tuple[float, ...] | None = None
-    """What an engine multiplies the numbers of its quantised cache by (`QUANTISED`): one for all, or one per [layer,
-    K/V], or one per [layer, K/V, head]. A latent has one vector, so no axis K/V. None for other types."""
+    """Multipliers of a quantised cache (`QUANTISED`): one, or one per [layer, K/V], or one per [layer, K/V, head]; no
+    K/V axis for latents. None for other types."""
     role: str = ""
-    """What the class holds of its layers if it is not their main cache, for example ``indexer``: lowercase letters. A
-    layer may be in several classes if these differ in this."""
+    """Purpose of a secondary cache of the layers, such as ``indexer``: lowercase letters. A layer may be in several
+    classes with different roles."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise FormatError(
-                f"KV spec: this version does not know layer classes of kind {self.kind!r}, only {', '.join(KINDS)}; "
-                "upgrade kvabr"
+                f"KV spec: unknown kind of layer class {self.kind!r}, must be one of {', '.join(KINDS)}; upgrade kvabr"
             )
         state, layers = self.kind == "state", self.layers
         whole = isinstance(layers, tuple) and set(map(type, layers)) <= {int}
@@ -187,17 +180,15 @@ class LayerClass:
                 raise FormatError(f"KV spec: a cache in {self.dtype} has no scales; those of {QUANTISED[0]} do")
             return
         if self.scales is None:
-            raise FormatError(
-                f"KV spec: a cache in {self.dtype} means nothing without the scales that its engine multiplies it by"
-            )
+            raise FormatError(f"KV spec: a cache in {self.dtype} needs the scales of its engine")
         each = len(self.layers) * self.vectors
         if not isinstance(self.scales, tuple) or len(self.scales) not in (1, each, each * self.heads):
             raise FormatError(
                 f"KV spec: a quantised class needs 1 scale, {each} (one per layer, of keys and of values), or "
                 f"{each * self.heads} (one per head)"
             )
-        if not all(_is_number(scale) and 1 / _MOST_SCALE <= scale <= _MOST_SCALE for scale in self.scales):
-            raise FormatError(f"KV spec: a scale is not a number from 1/{_MOST_SCALE:g} to {_MOST_SCALE:g}")
+        if not all(_is_number(scale) and 1 / _MAX_SCALE <= scale <= _MAX_SCALE for scale in self.scales):
+            raise FormatError(f"KV spec: a scale is not a number from 1/{_MAX_SCALE:g} to {_MAX_SCALE:g}")
 
     def _check_reach(self) -> None:
         for name, kinds in (("window", ("window", "chunked")), ("interval", ("state",))):
@@ -209,12 +200,12 @@ class LayerClass:
 
     @property
     def title(self) -> str:
-        """Kind, window and role: the name of the class, unless another is alike."""
+        """Kind, window and role: the name of the class unless two are equal."""
         return f"{self.kind}{self.window or ''}" + (f"-{self.role}" if self.role else "")
 
     @property
     def summary(self) -> str:
-        """Layers, what each keeps, and element type, in words."""
+        """Layers, contents and element type as text."""
         keys, values = self.k_dim, self.v_dim
         if self.kind == "state":
             kept = f"{_counted(self.heads, 'state')} of {keys} x {values}"
@@ -226,30 +217,30 @@ class LayerClass:
 
     @property
     def split(self) -> tuple[int, int]:
-        """Channels of a head that are scaled like keys, then those that are scaled like values.
+        """Channels of a head scaled like keys, then those scaled like values.
 
-        They lie one behind the other in the last axis of the tensor, or, if they are as many, in two places of the
-        second one. A state is all values: its rows, which take the place of tokens, differ more than its columns do.
+        They are concatenated on the last axis, or stacked on the second axis if equal in number. A state counts as
+        values: its rows, on the token axis, differ more than its columns.
         """
         return (0, self.v_dim) if self.kind == "state" else (self.k_dim, self.v_dim)
 
     @property
     def halves(self) -> int:
-        """Length of the tensor's second axis: 2 if keys and values are alike in shape."""
+        """Length of the tensor's second axis: 2 if keys and values have the same shape."""
         keys, values = self.split
         return 2 if keys == values else 1
 
     @property
     def vectors(self) -> int:
-        """Vectors of a token in one head: a key and a value, or only one."""
+        """Vectors per token and head: a key and a value, or only one."""
         return 2 if all(self.split) else 1
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """Return the shape of the tensor for ``tokens`` tokens, or rows of a state."""
+        """Return the tensor shape for ``tokens`` tokens, or rows of a state."""
         return (len(self.layers), self.halves, self.heads, tokens, sum(self.split) // self.halves)
 
     def of_heads(self, heads: range) -> LayerClass:
-        """Return the class of some heads of this one, with their scales."""
+        """Return the class restricted to some heads, with their scales."""
         each = len(self.layers) * self.vectors
         scales = self.scales
         if scales is not None and len(scales) == each * self.heads:
@@ -258,9 +249,9 @@ class LayerClass:
         return replace(self, heads=len(heads), scales=scales)
 
     def of_layers(self, layers: range) -> LayerClass | None:
-        """Return the class of some consecutive layers of the model, numbered from 0, with their scales; None: of none.
+        """Return the class restricted to some consecutive layers of the model, renumbered from 0; None if it has none.
 
-        Its own layers among them are consecutive layers of this class.
+        The layers kept are consecutive in this class.
         """
         own = [place for place, layer in enumerate(self.layers) if layer in layers]
         if not own:
@@ -272,10 +263,10 @@ class LayerClass:
         return replace(self, layers=tuple(self.layers[place] - layers.start for place in own), scales=scales)
 
     def first_needed(self, tokens: int) -> int:
-        """Return the first token whose cache a prompt that goes on behind ``tokens`` tokens needs.
+        """Return the first token needed by a prompt that continues after ``tokens`` tokens.
 
-        One token more is kept than a query behind them sees, so that the last of them can be computed again: engines
-        want at least one token to begin with.
+        One token more than a query sees is kept, so that the last one can be computed again: engines need at least one
+        token to start with.
         """
         if self.kind == "window":
             return max(0, tokens - (self.window or 0))
@@ -297,7 +288,7 @@ class LayerClass:
         """Parse the output of `to_json`; `KVSpec` handles errors."""
         fields = dict(value)
         if fields.get("kind") not in KINDS:
-            cls(str(fields.get("kind"))[:80], (), 0, 0, 0, "")  # it says so, whatever else the class has
+            cls(str(fields.get("kind"))[:80], (), 0, 0, 0, "")  # raises the error for an unknown kind first
         rope = fields.pop("rope", None)
         layers, scales = fields.pop("layers"), fields.pop("scales", None)
         if not isinstance(layers, list) or not isinstance(scales, list | None):
@@ -312,24 +303,23 @@ def _counted(count: int, word: str) -> str:
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> None:
-    """Raise a `FormatError` unless a field of a spec is a whole number within bounds."""
+    """Raise a `FormatError` unless a field is a whole number within bounds."""
     if type(value) is not int or not least <= value <= most:
         raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from {least} to {most}")
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """Shape and meaning of one model's KV cache. Two specs with the same digest can exchange groups."""
+    """Shape and meaning of one model's KV cache. Specs with equal digests can exchange groups."""
 
     model: str
-    """Name of the model, as in the track namespace."""
     tokenizer: str
     """Digest or name of the tokenizer: equal token ids must mean equal text."""
     classes: tuple[LayerClass, ...]
-    """The layer classes. Every layer of the model is in one, or in several of different roles."""
+    """The layer classes. Each layer is in one, or in several with different roles."""
     group_tokens: int = GROUP_TOKENS
     part_of: tuple[str, str] | None = None
-    """If this is one class of several (`parts`): digest of the whole spec in hex, and the name of the class."""
+    """For one class of several (`parts`): digest of the whole spec in hex, and the name of the class."""
 
     def __post_init__(self) -> None:
         check_whole("group_tokens", self.group_tokens, 1, MAX_GROUP_TOKENS)
@@ -370,7 +360,7 @@ class KVSpec:
         rope: RopeSpec | None = None,
         group_tokens: int = GROUP_TOKENS,
     ) -> KVSpec:
-        """Return the spec of a model with full attention in every layer, and keys and values of ``head_dim``."""
+        """Return the spec of a model with full attention in every layer."""
         check_whole("layers", layers, 1, MAX_LAYERS)
         check_whole("kv_heads", kv_heads, 1, MAX_HEADS)
         check_whole("head_dim", head_dim, 1, MAX_DIM)
@@ -381,7 +371,7 @@ class KVSpec:
 
     @property
     def only(self) -> LayerClass:
-        """The only layer class; a `FormatError` if there are several."""
+        """The only layer class; raises a `FormatError` if there are several."""
         if len(self.classes) > 1:
             raise FormatError(f"{self.model} has several layer classes ({', '.join(self.names)}), which differ in this")
         return self.classes[0]
@@ -398,14 +388,14 @@ class KVSpec:
 
     @property
     def head_dim(self) -> int:
-        """Dimensions of keys and of values; a `FormatError` if there are not two of the same size."""
+        """Dimensions of keys and values; raises a `FormatError` if their shapes differ."""
         if self.only.halves != 2:
             raise FormatError(f"{self.model}: keys and values of the class {self.only.title} differ in shape")
         return self.only.k_dim
 
     @property
     def rope(self) -> RopeSpec | None:
-        """How the keys of the only class are rotated."""
+        """Rotation of the keys of the only class."""
         return self.only.rope
 
     @property
@@ -415,18 +405,18 @@ class KVSpec:
 
     @property
     def elements_per_token(self) -> int:
-        """Elements that one token adds to the cache, or one row to a state."""
+        """Elements per token, or per row of a state."""
         only = self.only
         return len(only.layers) * only.heads * sum(only.split)
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """Return the shape of a cache of ``tokens`` tokens (rows of a state): [layer, K/V, head, token, dim]."""
+        """Return the shape for ``tokens`` tokens (rows of a state): [layer, K/V, head, token, dim]."""
         return self.only.shape(tokens)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """Element type of the only class as a torch dtype."""
-        import torch  # noqa: PLC0415  # replay needs shapes only and must not pay for loading torch
+        import torch  # noqa: PLC0415  # replay needs only shapes; torch loads slowly
 
         made: torch.dtype = getattr(torch, self.dtype)
         return made
@@ -436,16 +426,16 @@ class KVSpec:
 
     @cached_property
     def summary(self) -> str:
-        """Layers, heads and element type of every class, in words."""
-        told = zip(self.names, self.classes, strict=True)
+        """Layers, heads and element type of every class, as text."""
+        named = zip(self.names, self.classes, strict=True)
         return "; ".join(
             each.summary if name == "full" and len(self.classes) == 1 else f"{name}: {each.summary}"
-            for name, each in told
+            for name, each in named
         )
 
     @property
     def title(self) -> str:
-        """The model with its summary and, of one class, how keys are rotated, in words."""
+        """Model, summary and, for one class, the rotary embedding, as text."""
         if len(self.classes) > 1:
             return f"{self.model} ({self.summary})"
         of = "" if self.part_of is None else f"the class {self.part_of[1]} of "
@@ -456,14 +446,14 @@ class KVSpec:
         return f"{of}{self.model} ({self.summary}, {turned})"
 
     def changed(self, **fields: Any) -> KVSpec:
-        """Return this spec with other fields of its only class, see `LayerClass`."""
+        """Return this spec with changed fields of its only class, see `LayerClass`."""
         return replace(self, classes=(replace(self.only, **fields),))
 
     # ------------------------------------------------------------ any spec
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the classes, each different."""
+        """Unique names of the classes."""
         seen: Counter[str] = Counter()
         names = []
         for each in self.classes:
@@ -473,7 +463,7 @@ class KVSpec:
 
     @cached_property
     def parts(self) -> tuple[KVSpec, ...]:
-        """A spec of each class, whose digest says which class of which spec it is; this one alone if it has one."""
+        """One spec per class, with a digest that identifies spec and class; only this spec if it has one class."""
         if len(self.classes) == 1:
             return (self,)
         whole = self.digest().hex()
@@ -482,7 +472,7 @@ class KVSpec:
 
     @property
     def even_groups(self) -> bool:
-        """Whether a cache has one unit for each group of tokens: those of states are snapshots."""
+        """True if each group of tokens is one unit, without states."""
         return len(self.classes) == 1 and self.only.kind != "state"
 
     @property
@@ -492,15 +482,15 @@ class KVSpec:
 
     @property
     def largest(self) -> KVSpec:
-        """The part whose full group has most elements: decode times are those of its groups."""
+        """The part with the most elements in a full group, to which decode times apply."""
         return max(self.parts, key=lambda part: part.rows * part.elements_per_token)
 
     def track_name(self, level: str) -> str:
-        """Return the name of a track of this part: the level, and the class if it is one of several."""
+        """Return the track name of a level for this part: the level, then the class if there are several."""
         return level if self.part_of is None else f"{level}.{self.part_of[1]}"
 
     def level_of(self, track: str) -> tuple[str, int]:
-        """Return what a track's name means: the level, and the index of the class; a `FormatError` if there is none."""
+        """Return the level and the class index of a track; raise a `FormatError` if there is no such class."""
         if len(self.classes) == 1:
             return track, 0
         level, _, name = track.rpartition(".")
@@ -518,7 +508,7 @@ class KVSpec:
         return -(-tokens // self.group_tokens)
 
     def group_range(self, group: int, tokens: int) -> tuple[int, int]:
-        """Return the first token of ``group`` and the one after its last, in a cache of ``tokens`` tokens."""
+        """Return the first token of ``group`` and the token after its last, in a cache of ``tokens`` tokens."""
         first = group * self.group_tokens
         if group < 0 or first >= tokens:
             raise IndexError(f"group {group} is outside a cache of {tokens} tokens")
@@ -557,21 +547,20 @@ class KVSpec:
             raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
 
     def same_cache(self, other: KVSpec) -> bool:
-        """Return whether both describe the same cache, whatever the size of groups and the interval of snapshots."""
-        # The digest of the whole that a part has covers the group size, too.
+        """Return whether both describe the same cache, ignoring group size and snapshot interval."""
+        # The digest in part_of covers the group size, so compare only the class name.
         mine, theirs = (
             (one.model, one.tokenizer, len(one.classes), one.part_of and one.part_of[1]) for one in (self, other)
         )
         pairs = zip(self.classes, other.classes, strict=False)
-        # Equal classes are the usual case, and comparing them is cheap.
         return mine == theirs and all(
             one == another or replace(one, interval=None) == replace(another, interval=None) for one, another in pairs
         )
 
     def with_dtypes(self, other: KVSpec) -> KVSpec:
-        """Return this spec with the element types of another that has as many classes; itself otherwise.
+        """Return this spec with the element types of another with as many classes; otherwise itself.
 
-        Quantised classes keep theirs: an engine with such a cache takes nothing but its own.
+        Quantised classes keep theirs: an engine with such a cache accepts no other type.
         """
         if len(other.classes) != len(self.classes):
             return self
@@ -585,7 +574,7 @@ class KVSpec:
         )
 
     def digest(self) -> bytes:
-        """Return 16 bytes that identify this spec. Every frame carries them, so models never mix."""
+        """Return the 16 bytes in every frame that identify this spec."""
         return self._digest
 
     @cached_property
@@ -599,9 +588,9 @@ class _Models(Struct):
 
 
 def specs_from_json(data: bytes) -> list[KVSpec]:
-    """Parse ``{"models": [...]}``, the models of an origin, from an untrusted source; `FormatError` if it is not that.
+    """Parse ``{"models": [...]}`` from an untrusted source; raise a `FormatError` if it is malformed.
 
-    Other threads run meanwhile, whatever the text is.
+    Other threads can run meanwhile.
     """
     found = decode(data, _Models, "list of models").models
     return [KVSpec.from_json(decode(each, dict[str, Any], "list of models")) for each in found]

@@ -1,10 +1,10 @@
-"""Caches that are published while they are being prefilled: what is known at the start, and the news of each group.
+"""Caches published during their prefill: the live catalog and the news of each group.
 
-A *live catalog* is a catalog whose sizes and losses are expected, not measured, and whose digests are not known yet,
-with the times at which groups should appear. *Edge messages* follow. The first news of each group of tokens, in order,
-say how large the frames are that ended with it, and their digests. They may come when only the base is encoded; then
-they say so, and further news of the group name the rest. The last message says that the cache is complete, or why its
-producer stopped. All of them carry the live catalog's key, so that the news of two productions never mix.
+A *live catalog* has expected sizes and losses, unknown digests, and the expected publication time of each group. *Edge
+messages* follow: the first news of each group of tokens, in order, gives the sizes and digests of the frames that ended
+with it. If only the base is encoded, the message says so, and later news adds the other tracks. The last message
+reports completion or the reason for stopping. Every message carries the key of the live catalog, so productions never
+mix.
 """
 
 from __future__ import annotations
@@ -27,39 +27,36 @@ from kvabr.types.units import Unit, prefix_units, units_by_chunk, units_of
 
 LIVE_SCHEMA = "kvabr.live/1"
 MAX_EDGE_BYTES = 256 << 10
-"""Most bytes of one edge message: there are at most a thousand tracks."""
+"""Maximum size of an edge message, which lists at most a thousand tracks."""
 MAX_LIVE_BYTES = MAX_CATALOG_BYTES
-"""Most bytes of a live catalog."""
 UNKNOWN = unknown()
-"""Stands for a SHA-256 that is not known yet; see `kvabr.types.digests.unknown` for those of another kind."""
+"""Placeholder for an unknown SHA-256; see `kvabr.types.digests.unknown` for other kinds."""
 _SPARE_VALUES = 64
-"""Values of a live catalog's first line besides the times."""
+"""Values in the first line of a live catalog other than times."""
 _NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
-"""Most bytes of news, and of what they say of one frame."""
+"""Maximum size of news without frames, and of each frame in it."""
 _MAX_FRAME = 1 << 40
-_MOST_BEGUN = 0.25
-"""Share of the published groups that a shorter asset does without because only their base was encoded."""
+_MAX_BEGUN_SHARE = 0.25
+"""Share of published groups that a shorter asset may omit because only their base was encoded."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-"""16 hex digits, another for each production."""
+"""16 hex digits, unique per production."""
 _Frame = tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME)], Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")]]
 _DECODER = json.JSONDecoder()
 
 
 class _Head(Struct):
-    """First line of a live catalog."""
-
     key: Key
     seconds: tuple[Positive, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCatalog:
-    """What is known of a cache when its prefill begins."""
+    """A cache at the start of its prefill."""
 
     catalog: Catalog
-    """Its sizes and losses are expected ones; its digests are unknown, and only say of which kind they will be."""
+    """Expected sizes and losses; digests are unknown but of the right kind."""
     seconds: tuple[Positive, ...]
-    """For each group of tokens, when it should be published, seconds since the producer began; ascending."""
+    """Expected publication time of each group of tokens, ascending seconds after the producer began."""
     key: Key
 
     def __post_init__(self) -> None:
@@ -72,7 +69,7 @@ class LiveCatalog:
             raise FormatError("live catalog: the times of the groups must ascend")
 
     def dumps(self) -> str:
-        """Return it as text: a line of JSON, and the catalog's JSON."""
+        """Return a line of JSON followed by the catalog's JSON."""
         seconds = [round(time_s, 6) for time_s in self.seconds]
         head = {"schema": LIVE_SCHEMA, "key": self.key, "seconds": seconds}
         return f"{json.dumps(head, separators=(',', ':'))}\n{self.catalog.dumps()}"
@@ -95,20 +92,19 @@ class LiveCatalog:
 
 @dataclass(frozen=True, slots=True)
 class PublishedFrames:
-    """News: one more group of tokens is published, or further frames of one that was announced before."""
+    """News that a group of tokens is published, or further frames of an earlier group."""
 
     key: Key
     group: Annotated[int, Meta(ge=0)]
-    """The group of tokens."""
     ready_s: Positive
-    """When it was published, seconds since the producer began."""
+    """Publication time, seconds after the producer began."""
     frames: Mapping[str, _Frame]
-    """Size and digest of its frames, by the name of the published track. Some tracks may be missing."""
+    """Size and digest of its frames by published track name. Some tracks may be missing."""
     rest_s: Positive | None = None
-    """Seconds after which the tracks should follow that no news of the group have named; None: they will not."""
+    """Seconds until the remaining tracks of the group should follow; None if they will not."""
 
     def dumps(self) -> bytes:
-        """Return it as one line of JSON."""
+        """Return one line of JSON."""
         value: dict[str, Any] = {"key": self.key, "group": self.group, "ready_s": round(self.ready_s, 6)}
         if self.rest_s is not None:
             value["rest_s"] = round(self.rest_s, 6)
@@ -118,14 +114,14 @@ class PublishedFrames:
 
 @dataclass(frozen=True, slots=True)
 class LiveEnd:
-    """News: nothing follows."""
+    """News that the production has ended."""
 
     key: Key
     reason: str = ""
     """Why the producer stopped; empty if the cache is complete."""
 
     def dumps(self) -> bytes:
-        """Return it as one line of JSON."""
+        """Return one line of JSON."""
         return json.dumps({"key": self.key, "end": self.reason[:500]}, separators=(",", ":")).encode()
 
 
@@ -133,7 +129,7 @@ EdgeMessage = PublishedFrames | LiveEnd
 
 
 def news_bytes(tracks: int) -> int:
-    """Return the most bytes that news of a group with as many published tracks have."""
+    """Return the maximum size of news for a group with ``tracks`` published tracks."""
     return min(MAX_EDGE_BYTES, _NEWS_BYTES + _FRAME_NEWS_BYTES * tracks)
 
 
@@ -141,12 +137,12 @@ def parse_edge(data: bytes) -> EdgeMessage:
     """Parse an edge message from an untrusted source; raise a `FormatError` if anything is wrong."""
     messages = parse_edges(data)
     if len(messages) != 1:
-        raise FormatError(f"edge message: {len(messages)} messages where one is due")
+        raise FormatError(f"edge message: {len(messages)} messages, must be 1")
     return messages[0]
 
 
 def parse_edges(data: bytes) -> list[EdgeMessage]:
-    """Parse edge messages that lie one behind the other, up to `MAX_EDGE_BYTES` in all; raises as `parse_edge`."""
+    """Parse concatenated edge messages of at most `MAX_EDGE_BYTES`; raises as `parse_edge`."""
     if len(data) > MAX_EDGE_BYTES:
         raise FormatError(f"edge message: {len(data)} bytes, more than the {MAX_EDGE_BYTES} allowed")
     found: list[EdgeMessage] = []
@@ -168,13 +164,13 @@ def _message(value: Any) -> EdgeMessage:
 
 
 def check_kind(news: PublishedFrames, kind: str) -> None:
-    """Raise `FormatError` if a digest is of another kind than those of the live catalog."""
+    """Raise a `FormatError` if a digest differs in kind from those of the live catalog."""
     if any(kind_of(digest) != kind for _, digest in news.frames.values()):
         raise FormatError(f"edge message: group {news.group} has digests of another kind than {kind}")
 
 
 def merged(news: Iterable[PublishedFrames]) -> list[PublishedFrames]:
-    """Return news of which each names all that is known of one group, in the order of the groups."""
+    """Return one message per group with all its frames, in group order."""
     found: dict[int, PublishedFrames] = {}
     for message in news:
         before = found.get(message.group)
@@ -184,20 +180,19 @@ def merged(news: Iterable[PublishedFrames]) -> list[PublishedFrames]:
 
 
 def published_catalog(live: LiveCatalog, news: Sequence[PublishedFrames]) -> Catalog | None:
-    """Return the ordinary catalog of what these news have named; None if it cannot be played.
+    """Return the ordinary catalog of the published frames; None if it cannot be played.
 
-    It is that of the whole prompt, or of a shorter one. Its losses are the expected ones, and it has the tracks that no
-    group was left out of. A few groups at the end that were still being encoded are left out, rather than the tracks
-    that they lack.
+    It covers the whole prompt or a prefix, keeps the expected losses, and has the tracks that no group lacks. A few
+    groups at the end that were still being encoded are dropped in favour of the tracks they lack.
 
     Args:
         live: the live catalog.
-        news: one for each group of tokens, from the first on, see `merged`.
+        news: one per group of tokens, from the first on, see `merged`.
     """
     catalog = live.catalog
     many = min(len(news), len(catalog.chunks))
     begun = next((count for count in range(many) if news[many - 1 - count].rest_s is None), many)
-    groups, _ = catalog.playable(many - begun if begun <= many * _MOST_BEGUN else many)
+    groups, _ = catalog.playable(many - begun if begun <= many * _MAX_BEGUN_SHARE else many)
     while groups and (found := _shorter(catalog, news[:groups])) is None:
         groups, _ = catalog.playable(groups - 1)
     return found if groups else None
@@ -220,7 +215,7 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
         frames = [frame for unit in units if (frame := news[unit.chunk].frames.get(name[unit.part])) is not None]
         if len(frames) == len(units) and (track.refines is None or track.refines in tracks):
             sizes, digests = zip(*frames, strict=True)
-            if catalog.even:  # what a group loses depends on its distance from the end
+            if catalog.even:  # a group's loss depends on its distance from the end
                 loss = losses_behind(track.loss, track.tails, groups, 0, spec.group_tokens)
             else:
                 loss = tuple(track.loss[alike.get(index, index)] for index in own)
@@ -234,54 +229,53 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
 
 
 class NewsOrder:
-    """Checks that the news of one production fit together, and its live catalog: of use to all who take them."""
+    """Checks that news match each other and their live catalog."""
 
     def __init__(self, live: LiveCatalog) -> None:
-        """Begin without news."""
         self._key, self._catalog = live.key, live.catalog
         self._units = None if live.catalog.every_token else units_by_chunk(live.catalog.units, len(live.catalog.chunks))
         self.groups = 0
-        """Groups of tokens of which there were news."""
+        """Groups of tokens announced."""
         self.messages = 0
         self.coming: dict[int, set[str]] = {}
-        """By group of tokens, the published tracks that are still to follow."""
+        """Published tracks still to follow, by group of tokens."""
 
     def units(self, group: int) -> Sequence[Unit]:
         """Return the units that end with a group of tokens."""
         return (self._catalog.unit(group),) if self._units is None else self._units[group]
 
     def tracks(self, group: int) -> set[str]:
-        """Return the names of the published tracks that have a frame of a group of tokens."""
+        """Return the names of the published tracks with a frame for a group of tokens."""
         parts = self._catalog.spec.parts
         return {parts[unit.part].track_name(track) for unit in self.units(group) for track in self._catalog.by_name}
 
     def check_key(self, message: EdgeMessage) -> None:
-        """Raise `FormatError` if a message is of another production."""
+        """Raise a `FormatError` for a message of another production."""
         if message.key != self._key:
             raise FormatError("a message of another production")
 
     def take(self, news: PublishedFrames) -> None:
-        """Handle the next message.
+        """Process the next message.
 
         Raises:
-            FormatError: it is of another production; of another group than the next one, or one with more to come; or
-                of one that the catalog does not have. It names a track that does not exist, or that was named before;
-                of a new group, none that stands alone; or a digest of another kind.
+            FormatError: the message is from another production; its group is out of range, out of order or complete; a
+                track does not exist or was already named; no track of a new group stands alone; or a digest is of
+                another kind.
         """
         self.check_key(news)
         check_kind(news, self._catalog.digest_kind)
         group, groups = news.group, len(self._catalog.chunks)
         if group >= groups:
-            raise FormatError(f"group {group} came, the live catalog has {groups}")
+            raise FormatError(f"received group {group}, but the live catalog has {groups}")
         if new := group == self.groups:
             self._check_base(news)
             due = self.tracks(group)
         elif group in self.coming:
             due = self.coming[group]
             if not news.frames and news.rest_s is not None:
-                raise FormatError(f"news of group {group} with nothing new")
+                raise FormatError(f"news of group {group} adds no frame")
         else:
-            raise FormatError(f"group {group} came, {self.groups} is next")
+            raise FormatError(f"received group {group}, expected {self.groups}")
         if wrong := news.frames.keys() - due:
             what = "the live catalog lacks" if new else "no longer were to come"
             raise FormatError(f"group {group} has tracks that {what}: {min(wrong)[:80]}")
@@ -300,41 +294,41 @@ class NewsOrder:
 
 
 class GrowingCatalog:
-    """The catalog of one play of a live asset; its sizes and digests become known group by group."""
+    """The catalog of one play of a live asset, updated group by group."""
 
     def __init__(self, live: LiveCatalog, wanted: Catalog, most_bytes: int = _MAX_FRAME) -> None:
         """Begin with no group published.
 
         Args:
-            live: what is known of the asset.
-            wanted: what is played of its catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`).
-            most_bytes: the largest frame that is believed.
+            live: the live catalog of the asset.
+            wanted: the played part of its catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`).
+            most_bytes: the largest frame accepted.
         """
         self.key, self._most_bytes = live.key, most_bytes
         self.order = NewsOrder(live)
-        """The news so far, also of groups that are not played."""
+        """All news so far, including groups outside the play."""
         self.seconds = live.seconds[wanted.offset : wanted.offset + len(wanted.chunks)]
-        """When each group of tokens that is played should be published, seconds since the producer began."""
+        """Expected publication time of each played group of tokens, seconds after the producer began."""
         self._sizes = {track.name: list(track.bytes) for track in wanted.tracks}
         self._digests = {track.name: [unknown(wanted.digest_kind)] * len(track.digests) for track in wanted.tracks}
-        # Only this class changes them, and only those that cannot be requested yet.
+        # Only this class modifies these lists, and only for groups that cannot be requested yet.
         tracks = tuple(self._growing(track) for track in wanted.tracks)
         self.catalog = replace(wanted, tracks=tracks)
-        """Sizes and digests of groups from `edge` on, and of `left_out`, are expected, and unknown."""
+        """Sizes are expected and digests unknown for groups from `edge` on and those in `left_out`."""
         self.edge = 0
-        """Groups (units) that are published: the first ones."""
+        """Number of published groups (units)."""
         self.chunks = 0
-        """Groups of tokens that are published, of those that are played."""
+        """Number of published groups of tokens in the play."""
         self.left_out: set[tuple[int, str]] = set()
-        """Groups (units) and tracks that are published, but not on that track, or not yet."""
+        """Published groups (units) that lack a track, perhaps only for now."""
         self.coming: dict[int, float] = {}
-        """Groups (units) of which further tracks are to follow, and after how many seconds."""
+        """Seconds until further tracks of a group (unit) should follow."""
         self._changed: set[int] = set()
-        """Groups (units) of which that has changed."""
+        """Groups (units) with a changed entry in `coming`."""
         self._begun: dict[int, range] = {}
-        """By group of tokens, its units, as long as more of them is to follow."""
+        """Units of incomplete groups of tokens."""
         self.known: dict[str, list[str]] = {}
-        """Digests of the groups of every published track, by its name; "" for those that are not known yet."""
+        """Group digests by published track name; "" if unknown."""
         for group in range(self.catalog.groups):
             for track in tracks:
                 name, number = self.catalog.address(group, track.name)
@@ -347,26 +341,26 @@ class GrowingCatalog:
 
     @property
     def complete(self) -> bool:
-        """Whether every group that is played is published."""
+        """True if every played group is published."""
         return self.chunks == len(self.catalog.chunks)
 
     @property
     def settled(self) -> bool:
-        """Whether no news matter any more to this play."""
+        """True if no further news affect this play."""
         return self.complete and not self.coming
 
     @property
     def expected_s(self) -> list[float]:
-        """When each group (unit) should be published, seconds since the producer began."""
+        """Expected publication time of each group (unit), seconds after the producer began."""
         return [self.seconds[self.catalog.unit(group).chunk] for group in range(self.catalog.groups)]
 
     def publish(self, news: PublishedFrames) -> list[tuple[int, str]]:
-        """Handle the next news, and return what they add to groups (units) that were published: these, and the tracks.
+        """Process news; return the (group, track) pairs added to groups (units) that were already published.
 
-        News of groups that are not played change nothing.
+        Groups outside the play change nothing.
 
         Raises:
-            FormatError: as `NewsOrder.take`; or a frame is too large, or no track of those played stands alone.
+            FormatError: as `NewsOrder.take`; or a frame is too large, or no played track stands alone.
         """
         order, catalog = self.order, self.catalog
         new, units = news.group == order.groups, self._begun.get(news.group, range(0))
@@ -395,17 +389,17 @@ class GrowingCatalog:
         return [] if new else taken
 
     def coming_changed(self) -> dict[int, float | None]:
-        """Return what has changed of `coming` since this was last asked; None: nothing follows any more."""
+        """Return the changes of `coming` since the last call; None: no further tracks will follow."""
         changed, self._changed = self._changed, set()
         return {group: self.coming.get(group) for group in changed}
 
     def end(self) -> None:
-        """Note that nothing follows."""
+        """Record the end of the production."""
         self._changed.update(self.coming)
         self.coming.clear()
 
     def _publish(self, group: int, track: str, news: PublishedFrames) -> bool:
-        """Take a frame, and return whether there is one."""
+        """Store a frame; return False if there is none."""
         name, number = self.catalog.address(group, track)
         frame = news.frames.get(name)
         if frame is None:

@@ -1,8 +1,8 @@
-"""Prompts with pictures, sound or films: tokens that stand for one carry a digest of it.
+"""Prompts with pictures, sound or films.
 
-In a prompt of token ids every picture is the same few placeholder tokens. `MediaTokens` says what they stand for. It
-takes the place of the ids wherever a prompt has a name (`kvabr.types.naming.chain`): the digest of a medium is in the
-names of the groups that it touches, and so in those of all groups behind them.
+In token ids, every picture is the same few placeholder tokens. `MediaTokens` adds a digest of each medium and can
+replace the ids wherever a prompt is named (`kvabr.types.naming.chain`): the digest changes the name of every group from
+the medium on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kvabr.types.errors import UsageError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_TOKENS = 1 << 31
-"""Bound on places in a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +25,23 @@ class Medium:
     """A picture, sound or film in a prompt."""
 
     first: int
-    """Place of the first token that stands for it. In a piece of a prompt that it goes on into, negative."""
+    """Position of its first placeholder token; negative in a piece of a prompt that begins inside it."""
     tokens: int
-    """How many tokens stand for it."""
+    """Number of placeholder tokens."""
     digest: str
-    """Digest of all that the model sees of it, 64 hex digits: after the processor's cropping and scaling."""
+    """Digest of the model's input after cropping and scaling, 64 hex digits."""
 
 
 class MediaTokens(Sequence[int]):
-    """Token ids of a prompt, and the media that some of them stand for.
+    """Token ids of a prompt, with the media of the placeholder tokens.
 
-    A slice has the media that it touches; one that touches none is a plain tuple.
+    A slice has the media it overlaps; without any it is a plain tuple.
     """
 
     __slots__ = ("ids", "media")
 
     def __init__(self, ids: Sequence[int], media: Sequence[Medium]) -> None:
-        """Take ids and media; `UsageError` unless these follow one another, and touch the ids."""
+        """Take ids and media; raise a `UsageError` unless the media are in order and overlap the ids."""
         try:
             self.ids, self.media = tuple(map(index, ids)), tuple(media)
         except TypeError as error:
@@ -62,7 +61,6 @@ class MediaTokens(Sequence[int]):
             place = end
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self.ids)
 
     @overload
@@ -70,7 +68,7 @@ class MediaTokens(Sequence[int]):
     @overload
     def __getitem__(self, at: slice) -> Sequence[int]: ...
     def __getitem__(self, at: int | slice) -> int | Sequence[int]:
-        """Return a token, or a piece of the prompt, without gaps."""
+        """Return a token, or a contiguous piece of the prompt."""
         if not isinstance(at, slice):
             return self.ids[at]
         first, end, step = at.indices(len(self.ids))
@@ -85,19 +83,15 @@ class MediaTokens(Sequence[int]):
         return MediaTokens(ids, found) if found and ids else ids
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the ids."""
         return iter(self.ids)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both are the same ids with the same media."""
         return isinstance(other, MediaTokens) and (self.ids, self.media) == (other.ids, other.media)
 
     def __hash__(self) -> int:
-        """Return the same of equal ones."""
         return hash((self.ids, self.media))
 
     def __repr__(self) -> str:
-        """Return the number of tokens, and the media."""
         return f"MediaTokens({len(self.ids)} tokens, {list(self.media)})"
 
 
@@ -106,6 +100,6 @@ def _whole(value: object) -> bool:
 
 
 def media_bytes(tokens: Sequence[int]) -> bytes:
-    """Return what the name of a group says of the media in it: where they begin and end, and their digests."""
+    """Return the media's contribution to a group's name: their positions and digests."""
     media = getattr(tokens, "media", ())
     return b"".join(struct.pack("<qQ", each.first, each.tokens) + bytes.fromhex(each.digest) for each in media)

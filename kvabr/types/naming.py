@@ -1,13 +1,12 @@
 """Names of draft-shi-moq-kvcache-00 (track namespace and track) and the chained prompt digest.
 
-A prompt may be far longer than the 4,096 bytes of a full track name (moq-transport, section 2.4.1). The prompt field of
-the namespace is therefore a digest, chained group by group: equal prefixes have equal digests, and one lookup finds the
-longest cached prefix.
+A prompt may exceed the 4,096 bytes of a full track name (moq-transport, section 2.4.1), so the namespace holds a digest
+chained group by group: equal prefixes have equal digests, and one lookup finds the longest cached prefix.
 
-The model's name tells caches apart: what changes KV is in it, and what is usual adds nothing to it. It has a readable
-part. Where that does not tell everything, a tilde and 16 hex digits follow: a digest of the raw name, if characters of
-it had to be replaced, or of facts such as adapters, quantisation and ranks. `docs/guides/engines.md` lists
-what is in a name, and `kvabr.engines.weights` computes the digest of a model's weights.
+A model's name identifies its caches: anything that changes KV is part of it, defaults add nothing. If the readable part
+is not sufficient, a tilde and 16 hex digits follow: a digest of the raw name if characters were replaced, or of facts
+such as adapters, quantisation and ranks. See `docs/guides/engines.md` for the contents of a name and
+`kvabr.engines.weights` for the digest of a model's weights.
 """
 
 from __future__ import annotations
@@ -29,36 +28,36 @@ from kvabr.types.media import media_bytes
 ROOT = "moq://kvcache.moq.arpa/v1/"
 """First field of every track namespace (draft-shi-moq-kvcache-00)."""
 LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")
-"""The draft's compression levels, which are the track names."""
+"""Compression levels of the draft, used as track names."""
 LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
-"""The layers, base first; each of the others refines the one before it."""
+"""The layers, base first; each refines its predecessor."""
 CATALOG_TRACK = "kvabr.catalog"
-"""Track whose only group is the catalog of the prompt in the namespace. Plain ``catalog`` is reserved for media: moq-rs
-servers have a track of that name in every namespace and serve no other under it."""
+"""Track with one group: the catalog of the namespace's prompt. Not ``catalog``: moq-rs servers reserve that name in
+every namespace for media."""
 PROFILE_TRACK = "profile"
-"""Track whose only group is a codec profile; the prompt field of its namespace is the profile's SHA-256."""
+"""Track with one group: a codec profile. The prompt field of its namespace is the profile's SHA-256."""
 MAX_FULL_TRACK_NAME = 4096
 """Maximum bytes of namespace fields and track name together (moq-transport, section 2.4.1)."""
 PREFIX_TRACK = "prefix."
-"""Prefix of the name of a lookup, see `prefix_track`."""
+"""Prefix of a lookup's track name, see `prefix_track`."""
 LIVE_TRACK = "kvabr.live"
-"""Track whose only group is the live catalog of a cache that is being prefilled, see `kvabr.types.live`."""
+"""Track with one group: the live catalog of a cache during prefill, see `kvabr.types.live`."""
 EDGE_TRACK = "kvabr.edge"
-"""Track of the news of such a cache, a group each."""
+"""Track of the edge messages of such a cache, one per group."""
 LIVE_PREFIX_TRACK = "live."
-"""Prefix of the name of a lookup among caches that are being prefilled; the rest is that of a `prefix_track`."""
+"""Prefix of a lookup among caches during prefill; the rest is as in `prefix_track`."""
 MAX_PREFIX_DIGESTS = 320
-"""Maximum number of digests in the name of one lookup; they leave 584 bytes for the model's name."""
+"""Maximum digests in one lookup's name; leaves 584 bytes for the model's name."""
 LOOKUP_RUN = 16
-"""Groups of which lookups of long prompts name the last one: those of a page in a store."""
+"""Groups per page in a store. Lookups of long prompts name the last group of each page."""
 PROPERTY_GROUP_BYTES = 0x38
-"""Object property of a group's first object: bytes of the whole group (an application's code point, moq-transport)."""
+"""Object property of a group's first object: bytes of the whole group (an application code point, moq-transport)."""
 PROPERTY_GROUP_DIGEST = 0x39
 """Object property of a group's first object: SHA-256 of the whole group."""
 PROPERTY_GROUP_BLAKE3 = 0x3B
-"""The same of an asset whose groups have BLAKE3 digests."""
+"""The same for BLAKE3."""
 _KEY_BYTES = 8
-"""Bytes of a digest in the name of a lookup. The client compares whole digests, so collisions are harmless."""
+"""Bytes of each digest in a lookup's name. The client compares whole digests, so collisions are harmless."""
 _TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -76,7 +75,7 @@ class TrackNamespace:
 
     model: str
     prompt: str
-    """The prompt's last chained digest, hex; see `chain`."""
+    """Last chained digest of the prompt, hex; see `chain`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model or "\0" in self.model:
@@ -93,7 +92,7 @@ class TrackNamespace:
         return (ROOT.encode(), self.model.encode(), self.prompt.encode())
 
     def split_fields(self) -> tuple[bytes, ...]:
-        """Return the same name split at the slashes, for peers that cannot carry ``/`` inside a field."""
+        """Return the name split at slashes, for peers that cannot carry ``/`` inside a field."""
         joined = f"{ROOT}{self.model}/{self.prompt}"
         return tuple(part.encode() for part in joined.split("/") if part)
 
@@ -106,7 +105,7 @@ class TrackNamespace:
             raise FormatError("track namespace: a field is not UTF-8") from error
         if len(text) == 3 and text[0] == ROOT:
             return cls(text[1], text[2])
-        # Some peers join fields with slashes and split them again, or drop empty ones: only the parts count.
+        # Some peers join fields with slashes and split them again, or drop empty fields: compare the parts.
         root = [part for part in ROOT.split("/") if part]
         parts = [part for part in "/".join(text).split("/") if part]
         if len(parts) > len(root) + 1 and parts[: len(root)] == root:
@@ -114,19 +113,19 @@ class TrackNamespace:
         raise FormatError(f"track namespace: {text[:4]} does not start with {ROOT}")
 
     def full_name_bytes(self, track: str) -> int:
-        """Return the bytes of the full track name; peers refuse more than `MAX_FULL_TRACK_NAME`."""
+        """Return the size of the full track name; peers reject more than `MAX_FULL_TRACK_NAME`."""
         return sum(map(len, self.fields())) + len(track.encode())
 
 
 MODELS_TRACK = "kvabr.models"
-"""Track whose only group lists the specs of the models whose assets a player may read: ``{"models": [...]}``, JSON."""
+"""Track with one group: the specs of the models readable by a player, JSON ``{"models": [...]}``."""
 
 MODELS_NAMESPACE = TrackNamespace("kvabr", "0" * 64)
 """Namespace of `MODELS_TRACK` and `CHANGES_TRACK`; no prompt has this digest."""
 
 CHANGES_TRACK = "kvabr.changes."
-"""Prefix of the name of a track that is answered once the publisher has taken something back, with what that is: a
-relay keeps a request for it open, see `kvabr.server.changes`. A position follows it."""
+"""Prefix of a track that answers with withdrawn assets once there are some; a position follows. Relays keep such a
+request open, see `kvabr.server.changes`."""
 
 
 def chain(
@@ -137,12 +136,11 @@ def chain(
     group_tokens: int = GROUP_TOKENS,
     salt: bytes = b"",
 ) -> list[str]:
-    """Return the chained digest, 64 hex digits, of every group of a prompt; the last one names the prompt.
+    """Return the chained digest, 64 hex digits, of every group of a prompt; the last names the prompt.
 
-    Each digest covers the model, the tokenizer, the salt and all tokens (ids from 0 to 2**32 - 1) up to the end of its
-    group. The last group may be short, and its digest then differs from that of the full group. The salt is a tenant's
-    secret; it keeps tenants from guessing each other's digests. Of `MediaTokens` a digest covers the media, too, that
-    touch its group or one before it.
+    Each digest covers model, tokenizer, salt and all tokens (ids from 0 to 2**32 - 1) up to the end of its group. A
+    short last group has another digest than the full group. The salt is a tenant secret that prevents tenants from
+    guessing each other's digests. With `MediaTokens`, a digest also covers the media up to its group.
     """
     return chained(b"kvabr.chain/1", tokens, model, tokenizer, group_tokens, salt)
 
@@ -150,10 +148,9 @@ def chain(
 def chained(
     domain: bytes, tokens: Sequence[int], model: str, tokenizer: str, group_tokens: int, salt: bytes
 ) -> list[str]:
-    """Return the chained digests of a sequence of tokens, see `chain`.
+    """Return chained digests as `chain`, in a domain: a prompt, or a passage (`kvabr.types.passage`).
 
-    Digests of two domains never agree. ``domain`` says what the tokens are: a prompt from its beginning, or a passage
-    (`kvabr.types.passage`).
+    Digests of different domains never agree.
     """
     head = [model.encode(), tokenizer.encode(), salt, struct.pack("<I", group_tokens)]
     state = hashlib.sha256(domain + b"\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
@@ -165,7 +162,7 @@ def chained(
 
 
 def next_digest(digest: str, tokens: Sequence[int]) -> str:
-    """Return the chained digest of the group with these tokens behind the one with this digest."""
+    """Return the chained digest of the group that follows ``digest`` and has these tokens."""
     return _link(bytes.fromhex(digest), tokens).hex()
 
 
@@ -178,18 +175,18 @@ def _link(state: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def prefix_key(digest: str) -> bytes:
-    """Return the part of a digest that the name of a lookup carries: its first 8 bytes."""
+    """Return the part of a digest in a lookup's name: its first 8 bytes."""
     if not _DIGEST.fullmatch(digest):
         raise FormatError(f"a prompt digest has 64 hex digits, not {digest[:80]!r}")
     return bytes.fromhex(digest[: 2 * _KEY_BYTES])
 
 
 def prefix_positions(first: int, end: int, *, evenly: bool = False) -> Sequence[int]:
-    """Return the groups of ``range(first, end)`` that a lookup names, including the last.
+    """Return the groups of ``range(first, end)`` named in a lookup, including the last.
 
-    All; or, of more than `MAX_PREFIX_DIGESTS`, evenly spaced ones if ``evenly`` is true. Otherwise those that end a run
-    of `LOOKUP_RUN` groups (by which object stores name them), or every second, third ... of those, and all groups
-    behind the last whole run.
+    With at most `MAX_PREFIX_DIGESTS`, all are named. Otherwise: evenly spaced groups if ``evenly``; or the last group
+    of each page of `LOOKUP_RUN` groups (the names in object stores) or of every second, third, ... page, and all groups
+    after the last full page.
     """
     if end - first <= MAX_PREFIX_DIGESTS:
         return range(first, end)
@@ -203,19 +200,16 @@ def prefix_positions(first: int, end: int, *, evenly: bool = False) -> Sequence[
 
 
 def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None, *, evenly: bool = False) -> str:
-    """Return the name of the track that looks up the longest cached prefix of a prompt, given its chained digests.
+    """Return the track name of the lookup for the longest cached prefix of a prompt, given its chained digests.
 
-    The track lives under ``TrackNamespace(model, digests[0])``. Its group 0 is the catalog of the visible asset that
-    contains the latest of the named digests; of several, the newest. Where recurrent states limit what can be played,
-    it is the one of which most can be played. The asset shares at least the groups up to the matching digest; the
-    client counts the groups that really match.
+    The track is in ``TrackNamespace(model, digests[0])``. Its group 0 is the catalog of the visible asset that contains
+    the latest named digest; of several, the newest, or for recurrent states the one with the longest playable prefix.
+    The asset shares at least the groups up to that digest; the client counts the matching groups.
 
-    A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt the digests are thinned (`prefix_positions`), which
-    leaves the groups between two neighbours open. `prefix_gap` returns them, and a second lookup of
-    ``prefix_track(digests, gap.start, gap.stop)`` settles them. One round trip serves prompts of up to 321 groups, two
-    serve up to 102,400; relays over object stores, two serve up to 4,880. Of models with recurrent states they are
-    thinned ``evenly``: what shares more may have no snapshot that can be played, so more lengths must be told apart at
-    once.
+    A name fits `MAX_PREFIX_DIGESTS`. Digests of longer prompts are thinned (`prefix_positions`), and a second lookup,
+    ``prefix_track(digests, gap.start, gap.stop)``, settles the groups between two named ones (`prefix_gap`). One round
+    trip serves prompts of up to 321 groups, two up to 102,400 (4,880 over object stores). For recurrent states they are
+    thinned ``evenly``: a longer match may lack a playable snapshot, so the first lookup must distinguish more lengths.
     """
     end = len(digests) if end is None else end
     keys = b"".join(prefix_key(digests[group]) for group in prefix_positions(first, end, evenly=evenly))
@@ -223,95 +217,88 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None,
 
 
 def prefix_gap(shared: int, groups: int, *, evenly: bool = False) -> range:
-    """Return the groups that a first lookup leaves open, given how many (at least 1) the answering asset shares.
+    """Return the groups left open by a first lookup, given how many (at least 1) the returned asset shares.
 
-    Those are the groups not named in the first lookup, after the last one known to be shared, so a second answer is
-    never worse. Empty if no longer prefix is possible.
+    They lie after the last shared group, so a second answer is never worse. Empty if no longer prefix is possible.
     """
     refused = next((group for group in prefix_positions(1, groups, evenly=evenly) if group >= shared), groups)
     return range(shared - 1, refused) if refused > shared else range(0)
 
 
 def is_lookup(track: str) -> bool:
-    """Return whether a track is the lookup of a prefix, among all caches or those that are being prefilled."""
+    """Return whether a track is a prefix lookup, live or not."""
     return track.startswith((PREFIX_TRACK, LIVE_PREFIX_TRACK))
 
 
 def is_live(track: str) -> bool:
-    """Return whether a track is one of a cache that is being prefilled, besides its levels."""
+    """Return whether a track belongs to a cache during prefill and is not a level."""
     return track in {LIVE_TRACK, EDGE_TRACK} or track.startswith(LIVE_PREFIX_TRACK)
 
 
 def parse_prefix_track(name: str) -> list[bytes]:
-    """Return the digest prefixes in a lookup's untrusted name: the first 8 bytes of each digest.
-
-    The lookup may be one among caches that are being prefilled.
-    """
+    """Return the digest prefixes (8 bytes each) in an untrusted lookup name, live or not."""
     text = name.removeprefix(LIVE_PREFIX_TRACK if name.startswith(LIVE_PREFIX_TRACK) else PREFIX_TRACK)
     if text == name or len(text) > MAX_FULL_TRACK_NAME:
         raise FormatError(f"not the name of a prefix lookup: {name[:80]!r}")
     try:
-        # Accept only what `prefix_track` writes: one lookup has one name, so relays can cache its answer.
+        # Accept only the canonical form: one name per lookup lets relays cache its answer.
         keys = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
         raise FormatError(f"prefix lookup: not base64 ({error})") from error
     if len(keys) % _KEY_BYTES or len(keys) > MAX_PREFIX_DIGESTS * _KEY_BYTES:
         raise FormatError(f"prefix lookup: {len(keys)} bytes are not 0 to {MAX_PREFIX_DIGESTS} digests of {_KEY_BYTES}")
     if base64.urlsafe_b64encode(keys).rstrip(b"=").decode() != text:
-        raise FormatError("prefix lookup: not written in the one way that there is")
+        raise FormatError("prefix lookup: not in its canonical form")
     return [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]
 
 
 MARK = "~"
-"""Stands before a digest in a name."""
+"""Precedes a digest in a name."""
 DIGITS = 16
 """Hex digits of a digest in a name: 64 bits."""
 MAX_READABLE = 180
-"""Characters of the readable part: with digests and the parts of ranks a name has at most 256."""
+"""Characters of the readable part; with digests and ranks a name has at most 256."""
 STRICT = re.compile(r"[^A-Za-z0-9._/-]")
-"""What names that an engine gives must not have."""
+"""Characters not allowed in names from an engine."""
 LOOSE = re.compile(r"[\x00-\x1f\x7f~\ud800-\udfff]")
-"""What names that a folder gives must not have: everything that can be written and shown may stay."""
+"""Characters not allowed in names from a folder: only unprintable ones and the mark."""
 
 _DIGESTS = re.compile(r"(-[0-9a-f]{16})?(~[0-9a-f]{16})*$")
 
 
 def safe_name(raw: str, unsafe: re.Pattern[str] = STRICT) -> str:
-    """Return a name for the track namespace: ``raw`` itself if it is one, else its readable part and a digest.
+    """Return ``raw`` if it is safe in a track namespace, otherwise its readable part and a digest.
 
-    Different texts have different names.
+    Different inputs have different names.
     """
     readable = re.sub("/+", "/", unsafe.sub("-", raw)).strip("/")[-MAX_READABLE:].strip("/") or "model"
     return raw if readable == raw else _marked(readable, b"kvabr.raw-name/1", raw)
 
 
 def with_facts(name: str, facts: Mapping[str, Any]) -> str:
-    """Return the name of a model of which more is to be told: ``name`` itself if all facts are None or empty.
+    """Return a model's name with a digest of further facts; ``name`` itself if all facts are empty.
 
     Args:
-        name: its name without them.
-        facts: by their names; values that JSON can express. Those that are None, "", or an empty list or table are
-            what is usual.
+        name: the model's name.
+        facts: JSON values by name. None, "", and empty lists or tables are defaults and are ignored.
 
     Raises:
-        UsageError: JSON cannot express a fact.
+        UsageError: a fact is not valid JSON.
     """
-    told = {key: value for key, value in facts.items() if value is not None and value not in ("", [], {}, ())}
-    if not told:
+    given = {key: value for key, value in facts.items() if value is not None and value not in ("", [], {}, ())}
+    if not given:
         return name
     try:
-        text = json.dumps([name, told], sort_keys=True, separators=(",", ":"))
+        text = json.dumps([name, given], sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{name}: what is special of this model cannot be put into the name of its caches ({error})"
-        ) from error
+        raise UsageError(f"{name}: the facts of this model cannot be encoded in its name ({error})") from error
     return _marked(name[:MAX_READABLE], b"kvabr.facts/1", text)
 
 
 def akin(one: str, other: str) -> bool:
-    """Return whether two names may be those of one model that was tuned further.
+    """Return whether two names may belong to fine-tuned versions of one model: their readable parts are equal.
 
-    Their readable parts are equal. Caches are never shared by that; codec profiles and measured losses may be.
+    Such models never share caches, but may share codec profiles and measured losses.
     """
     return _DIGESTS.sub("", one) == _DIGESTS.sub("", other)
 

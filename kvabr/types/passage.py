@@ -1,13 +1,12 @@
-"""Passages: pieces of text whose cache is used anywhere in a prompt, and the prompts that are made of them.
+"""Passages: texts with a cache that can be used anywhere in a prompt, and prompts made of them.
 
-A prompt of an assistant that looks things up is made of parts: exact text (`Exact`), and passages (`Passage`), each of
-which is an asset of its own. A passage's cache was computed without what comes before it in the prompt, so a cache that
-is joined from several is an approximation. What that costs is the *fusion loss*: the KL divergence against a full
-prefill, in nats per generated token, without what the codec adds. Computing a *share* of the passages' tokens again
-lowers it.
+A prompt of a retrieval assistant has exact text (`Exact`) and passages (`Passage`), each an asset of its own. A
+passage's cache was computed without the rest of the prompt, so a joined cache is an approximation. Its *fusion loss* is
+the KL divergence against a full prefill, in nats per generated token, without codec losses. Recomputing a *share* of
+the passages' tokens lowers it.
 
-A passage is named as a prompt is, by a chain of digests of a domain of its own (`passage_chain`), so neither is ever
-taken for the other. Its groups hold keys before rotation (`kvabr.codec.base.GroupContext.free`).
+Passages are named like prompts, by a digest chain in a separate domain (`passage_chain`). Their groups hold keys before
+rotation (`kvabr.codec.base.GroupContext.free`).
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ from kvabr.types.naming import TrackNamespace, chained
 from kvabr.types.records import check, convert
 
 MAX_PASSAGE_TOKENS = 1 << 17
-"""Maximum tokens of a passage: a longer text is several of them."""
+"""Split longer texts into several passages."""
 MAX_PARTS = 4096
-"""Maximum parts of a prompt."""
 MAX_CONTEXTS = 1 << 16
-"""Maximum contexts of a mean."""
+"""Maximum number of averaged contexts."""
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _FusionLoss = Annotated[float, Meta(ge=0, le=1e6)]
 _ORDER_BYTES = 1536
-"""Bytes of the order in one string of the JSON."""
+"""Bytes of `PassageNotes.order` per JSON string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """A part of a prompt that is computed, or played as a prefix: text that is no passage."""
+    """Text of a prompt outside passages, computed or played as a prefix."""
 
     ids: tuple[int, ...]
 
@@ -51,7 +49,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A part of a prompt that may be played as an asset of its own."""
+    """A part of a prompt that may be played as its own asset."""
 
     ids: tuple[int, ...]
 
@@ -61,7 +59,7 @@ class Passage:
             raise UsageError(f"a passage of {len(self.ids)} tokens; cut it, at most {MAX_PASSAGE_TOKENS} are allowed")
 
     def name(self, spec: KVSpec, salt: bytes = b"") -> TrackNamespace:
-        """Return the namespace under which the passage is published for a model."""
+        """Return the namespace of the passage published for a model."""
         model, tokenizer = spec.model, spec.tokenizer
         digests = passage_chain(self.ids, model=model, tokenizer=tokenizer, group_tokens=spec.group_tokens, salt=salt)
         return TrackNamespace(model, digests[-1])
@@ -71,7 +69,7 @@ Part = Exact | Passage
 
 
 def check_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Return the parts of a prompt; a `UsageError` unless there are 1 to 4,096 of them."""
+    """Return the parts of a prompt; raise a `UsageError` unless there are 1 to 4,096."""
     found = tuple(parts)
     if not 0 < len(found) <= MAX_PARTS or not all(isinstance(part, Exact | Passage) for part in found):
         raise UsageError(f"a prompt is made of 1 to {MAX_PARTS} parts, each an Exact or a Passage")
@@ -86,17 +84,17 @@ def passage_chain(
     group_tokens: int = GROUP_TOKENS,
     salt: bytes = b"",
 ) -> list[str]:
-    """Return the chained digest of every group of a passage; the last one names it. See `kvabr.types.naming.chain`.
+    """Return the chained digest of every group of a passage; the last names it. See `kvabr.types.naming.chain`.
 
-    The last group may be short: a passage is neither padded nor cut along the groups of the prompt it is used in.
+    The last group may be short: passages are neither padded nor aligned with the groups of a prompt.
     """
     return chained(b"kvabr.passage/1", tokens, model, tokenizer, group_tokens, salt)
 
 
 def check_movable(spec: KVSpec) -> None:
-    """Raise a `FormatError` unless caches of this model can be used at another position than their own.
+    """Raise a `FormatError` unless caches of this model can be moved to other positions.
 
-    That takes one layer class in which every token counts, and keys whose rotation is known.
+    This requires a single layer class with full attention or latents, and keys with a known rotation.
     """
     if len(spec.classes) != 1 or spec.only.kind not in ("full", "latent"):
         raise FormatError(f"{spec.model}: passages need full attention in every layer; it has {', '.join(spec.names)}")
@@ -106,19 +104,19 @@ def check_movable(spec: KVSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PassageNotes:
-    """What a catalog says about a passage, besides what it says about every asset."""
+    """A catalog's additional facts about a passage."""
 
     base: Annotated[str, Meta(min_length=1, max_length=256)]
-    """How its cache was computed: ``alone``; ``behind``, behind another text; or ``mean``, averaged over contexts."""
+    """Context of the computation: ``alone``; ``behind``, after another text; or ``mean``, averaged over contexts."""
     contexts: Annotated[int, Meta(ge=0, le=MAX_CONTEXTS)] = 0
-    """Number of contexts that were averaged."""
+    """Number of averaged contexts."""
     order: Annotated[bytes, Meta(max_length=MAX_PASSAGE_TOKENS)] = b""
-    """A rank for each token, 255 for those that are worth most when computed again; empty if not known."""
+    """Rank per token, 255 for tokens that gain most from recomputation; empty if unknown."""
     fusion: Annotated[tuple[tuple[_Share, _FusionLoss], ...], Meta(max_length=64)] = ()
-    """Pairs (share of its tokens that are computed again, fusion loss of the prompt), shares ascending; measured behind
-    contexts that are not among those of the base. Empty if not measured."""
+    """Pairs (recomputed share of tokens, fusion loss of the prompt), shares ascending, measured after contexts outside
+    the base. Empty if not measured."""
     method: Annotated[str, Meta(max_length=4096)] = ""
-    """How it was measured, in words."""
+    """Method of measurement, as text."""
 
     def __post_init__(self) -> None:
         check(self, "passage")
@@ -126,7 +124,7 @@ class PassageNotes:
             raise FormatError("passage: the shares of its fusion losses must ascend")
 
     def check(self, spec: KVSpec, tokens: int) -> None:
-        """Raise a `FormatError` if these cannot be the notes of an asset."""
+        """Raise a `FormatError` if these notes do not fit an asset."""
         check_movable(spec)
         if tokens > MAX_PASSAGE_TOKENS:
             raise FormatError(f"passage: {tokens} tokens, at most {MAX_PASSAGE_TOKENS} are allowed")
@@ -134,10 +132,10 @@ class PassageNotes:
             raise FormatError(f"passage: an order of {len(self.order)} tokens for {tokens}")
 
     def fusion_loss(self, share: float) -> float | None:
-        """Return the expected fusion loss if a share of the tokens is computed again; None if none was measured.
+        """Return the expected fusion loss if a share of the tokens is recomputed; None if not measured.
 
-        Between two shares that were measured it is interpolated, and above the highest to 0 at all tokens; below the
-        lowest, it is that one's.
+        Interpolates between measured shares, and from the highest to 0 at 1.0. Below the lowest share, its loss
+        applies.
         """
         if not self.fusion:
             return None
@@ -147,7 +145,7 @@ class PassageNotes:
         return self.fusion[-1][1] if self.fusion[-1][0] == 1 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; `from_json` reads them back."""
+        """Return plain JSON values for `from_json`."""
         cuts = range(0, len(self.order), _ORDER_BYTES)
         return {
             "base": self.base,

@@ -18,7 +18,7 @@ Quic = Literal["auto", "aioquic", "qh3"]
 TransportChoice = Literal["auto", "quic", "tcp"]
 
 MAX_TOKEN_BYTES = 4096
-MOST_LANES = 16
+MAX_LANES = 16
 TOKEN_VARIABLE = "KVABR_TOKEN"  # noqa: S105  # its name
 """Environment variable with a token for peers."""
 
@@ -48,7 +48,7 @@ class PeerOptions:
     """How to connect: ``quic``; ``tcp``, which is QMux over TLS; or ``auto``, TCP where the peer offers it."""
     timeout_s: Annotated[float, Gt(0), Lt(math.inf), Shown("--timeout S")] = 5.0
     """Seconds that connecting may take."""
-    lanes: Annotated[int, Ge(1), Le(MOST_LANES), Shown("--lanes N")] = 1
+    lanes: Annotated[int, Ge(1), Le(MAX_LANES), Shown("--lanes N")] = 1
     """Most connections to a peer: further ones are opened where they bring more. Object stores have their own."""
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class PeerOptions:
 
     @property
     def for_stores(self) -> bool:
-        """Whether nothing here is for peers alone: object stores take neither tokens nor certificates from us."""
+        """True if no option is for peers only: object stores use neither our tokens nor certificates."""
         trust = self.token_file, self.ca, self.fingerprint
         return (
             trust == (None, None, None) and not self.insecure and self.token in {None, os.environ.get(TOKEN_VARIABLE)}

@@ -1,17 +1,15 @@
-"""Records: dataclasses that travel as JSON. Their annotations are all there is to know of their fields.
+"""Records: dataclasses transferred as JSON, defined entirely by their annotations.
 
-A field's type says what may be in it, and `msgspec.Meta` within which bounds: `check` holds a record that was made here
-to that, `decode` and `read` one that came from a peer or a store. A field whose metadata are `IN_MEMORY` is no part of
-the JSON. So a field that is added to a record is written, read and checked without a line anywhere else.
+`msgspec.Meta` gives the bounds of a field. `check` validates a record created here; `decode` and `read` validate input
+from a peer or store. Fields with metadata `IN_MEMORY` are not part of the JSON.
 
-A decoder does not let go of the interpreter, so that a long call stops the event loop in whatever thread it runs.
-`read` therefore first finds where the members of an object begin and end, which takes a nanosecond or two a byte, then
-decodes one after the other, long lists of records element by element. JSON of many tiny values, which would take long
-for its size, is refused before that (`_check_dense`), and so is much that this version does not know.
+A msgspec decoder holds the GIL, so a long call would stop the event loop of any thread. `read` therefore first finds
+the members of an object (1 to 2 ns per byte), then decodes them one by one, and long lists of records by element. JSON
+with too many tiny values is rejected first (`_check_dense`), as is too much unknown data.
 
-msgspec works out the types of a class at its first use, without a lock: a thread that meets a half-built one ends the
-process with a segmentation fault. So all work on annotations happens here, under one lock (`once`), and no other
-module of kvabr hands msgspec a type.
+msgspec resolves the types of a class at first use without a lock; a thread that meets a half-built class crashes the
+process. All work on annotations therefore happens here under one lock (`once`), and no other module of kvabr passes
+msgspec a type.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ from kvabr.types.once import once
 T = TypeVar("T")
 
 IN_MEMORY = {"in memory": True}
-"""Metadata of a field that is no part of the JSON."""
+"""Metadata of a field outside the JSON."""
 MAX_SKIPPED_BYTES = 32 << 10
-"""Most bytes of what this version does not know, and of white space and names, among the members of a record."""
+"""Maximum bytes of unknown members, white space and names in a record."""
 _VALUE_BYTES = 8
-"""Least bytes of a value on average: tokens, sizes, losses, digests and names of tracks have more."""
+"""Minimum average bytes per value; tokens, sizes, losses, digests and track names are longer."""
 _SPARE_VALUES, MAX_OBJECTS = 4096, 4096
-"""Values that may be smaller; and objects in one text."""
+"""Number of values that may be smaller, and maximum objects per text."""
 _SMALL_BYTES = 1 << 20
 MAX_FLOAT = sys.float_info.max
 
 Number = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
-"""A number that is finite."""
+"""A finite number."""
 Positive = Annotated[float, Meta(ge=0, le=MAX_FLOAT)]
-"""A finite number that is not negative."""
+"""A finite number of at least 0."""
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 in hex."""
 
@@ -53,16 +51,16 @@ _REFUSED = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, Overflo
 
 
 def decode(data: bytes | memoryview | Raw, kind: type[T], what: str, where: str = "") -> T:
-    """Return JSON from an untrusted source as a type, within its bounds.
+    """Decode JSON from an untrusted source as a type, checking its bounds.
 
     Args:
         data: the JSON.
         kind: the type.
-        what: begins the error's message.
-        where: place of the data in a larger text, for the error's message: ``.tracks[0]``.
+        what: start of the error message.
+        where: place of the data in a larger text, for the error message: ``.tracks[0]``.
 
     Raises:
-        FormatError: it is something else; the message says where.
+        FormatError: the data does not match; the message names the place.
     """
     try:
         found: T = _decoder(kind).decode(data)
@@ -72,7 +70,7 @@ def decode(data: bytes | memoryview | Raw, kind: type[T], what: str, where: str 
 
 
 def convert(value: Any, kind: type[T], what: str, where: str = "") -> T:
-    """Return a plain value as a type; as `decode`."""
+    """Convert a plain value to a type; raises as `decode`."""
     try:
         return msgspec.convert(value, built(kind))
     except _REFUSED as error:
@@ -80,36 +78,36 @@ def convert(value: Any, kind: type[T], what: str, where: str = "") -> T:
 
 
 def check(record: object, what: str) -> None:
-    """Raise a `FormatError` unless every field of a record is within its bounds; for its ``__post_init__``."""
+    """Raise a `FormatError` unless every field of a record is within its bounds; for ``__post_init__``."""
     kinds, values, every = _bounded(type(record))
     try:
         msgspec.convert(values(record), every)
     except _REFUSED:
-        for name, kind in kinds.items():  # which of them?
+        for name, kind in kinds.items():  # find the wrong field
             convert(getattr(record, name), kind, what, f".{name}")
         raise
 
 
 def read(data: bytes, kind: type[T], what: str, schema: str | None = None) -> T:
-    """Return a record from the JSON of an untrusted source, without keeping other threads waiting.
+    """Read a record from untrusted JSON without blocking other threads for long.
 
     Args:
         data: the JSON.
-        kind: the dataclass. Fields whose class has a method ``from_json`` are read by that.
-        what: begins the error's message.
-        schema: the one that this version reads, if the record has one; it becomes no field.
+        kind: the dataclass. A field type's ``from_json`` method is used if it exists.
+        what: start of the error message.
+        schema: expected value of the ``schema`` member, which is not a field; None: not checked.
 
     Raises:
-        FormatError: it is something else, see `decode`; a `VersionError` if another version of kvabr has written it.
+        FormatError: as `decode`; `VersionError` if another version of kvabr wrote it.
     """
     _check_dense(data, what)
     parts = decode(data, _parts(kind), what)
     if schema is not None:
-        said = None if parts.schema is None else decode(parts.schema, str, what, ".schema")
-        check_schema(said, what, schema)
+        written = None if parts.schema is None else decode(parts.schema, str, what, ".schema")
+        check_schema(written, what, schema)
     given = {name: part for name in parts.__struct_fields__ if (part := getattr(parts, name)) is not None}
     if len(data) - sum(map(_bytes, given.values())) > MAX_SKIPPED_BYTES:
-        raise FormatError(f"{what}: more than {MAX_SKIPPED_BYTES} bytes of what this version does not know")
+        raise FormatError(f"{what}: more than {MAX_SKIPPED_BYTES} bytes of members unknown to this version")
     if lacks := [each.name for each in _fields(kind) if each.default is MISSING and each.name not in given]:
         raise FormatError(f"{what}: a field is missing, {lacks[0]}")
     kinds = _published(kind)
@@ -122,7 +120,7 @@ class _Schema(msgspec.Struct):
 
 
 def read_schema(data: bytes, what: str, known: str) -> None:
-    """Check the schema that an object of JSON says it has; errors as `decode` and `check_schema`."""
+    """Check the schema of a JSON object; raises as `decode` and `check_schema`."""
     check_schema(decode(data, _Schema, what).schema, what, known)
 
 
@@ -130,25 +128,25 @@ def check_schema(found: object, what: str, known: str) -> None:
     """Raise unless this version reads a schema.
 
     Raises:
-        VersionError: it is that of another version.
-        FormatError: it is none of kvabr's.
+        VersionError: the schema is from another version.
+        FormatError: it is not a kvabr schema.
     """
     if found == known:
         return
-    told = repr(str(found)[:80])
+    shown = repr(str(found)[:80])
     newer = str(found).partition("/")[0] == known.partition("/")[0]
     hint = "it was written by another version: upgrade kvabr" if newer else f"is this a {what}?"
     kind = VersionError if newer else FormatError
-    raise kind(f"{what}: schema is {told}, this version reads {known!r}; {hint}")
+    raise kind(f"{what}: schema is {shown}, this version reads {known!r}; {hint}")
 
 
 def to_json(record: object, *always: str, last: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields of a record as plain JSON values; what is its default is left out.
+    """Return the fields of a record as plain JSON values, without defaults.
 
     Args:
         record: the record.
-        always: fields that are never left out.
-        last: fields that come last, in this order.
+        always: fields to include even at their default.
+        last: fields to put last, in this order.
     """
     value = {}
     for each in _fields(type(record)):
@@ -159,12 +157,12 @@ def to_json(record: object, *always: str, last: tuple[str, ...] = ()) -> dict[st
 
 
 def fields_of(record: object, kind: type) -> dict[str, Any]:
-    """Return the fields that a record has as one of a type: its own, or one that it derives from."""
+    """Return a record's fields that ``kind``, its class or a base class, has."""
     return {each.name: getattr(record, each.name) for each in _fields(kind)}
 
 
 def own_state(record: object) -> dict[str, Any]:
-    """Return all fields of a dataclass, as it is to be pickled: without what it has worked out from them and keeps."""
+    """Return all fields of a dataclass for pickling, without cached properties."""
     return {each.name: getattr(record, each.name) for each in fields(cast("Any", record))}
 
 
@@ -182,12 +180,12 @@ def _message_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def message_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """Return the decoder of MessagePack as a type."""
+    """Return a MessagePack decoder for a type."""
     return _message_decoder(kind)
 
 
 def built(kind: type[T]) -> type[T]:
-    """Return a type for `msgspec.convert`, once msgspec knows all classes in it."""
+    """Return ``kind`` ready for `msgspec.convert`, with all its classes resolved."""
     _decoder(kind)
     return kind
 
@@ -199,14 +197,13 @@ def _fields(kind: Any) -> tuple[Field[Any], ...]:
 
 @once
 def _published(kind: Any) -> dict[str, Any]:
-    """Return the types of a record's fields by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in _fields(kind)}
 
 
 @once
 def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any]:
-    """Return the types of a record's fields but those that are records, what gets their values, and its type."""
+    """Return the types of the fields that are not records, a getter of their values, and the tuple type."""
     kinds = {name: one for name, one in _published(kind).items() if not _is_record(one)}
     every = GenericAlias(tuple, tuple(kinds.values())) if len(kinds) > 1 else next(iter(kinds.values()))
     return kinds, attrgetter(*kinds), built(cast("type[Any]", every))
@@ -214,13 +211,13 @@ def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any
 
 @once
 def _parts(kind: Any) -> type[Any]:
-    """Return the type of the members of a record, whose bytes are found but not decoded; None: not there."""
+    """Return a struct type with the undecoded bytes of each member; None if missing."""
     kinds = {name: list[Raw] if _element(one) else Raw for name, one in _published(kind).items()}
     return msgspec.defstruct(kind.__name__, [(name, one, None) for name, one in {**kinds, "schema": Raw}.items()])
 
 
 def _element(kind: Any) -> Any:
-    """Return the record of which a field has a list; None: it has none."""
+    """Return the element type of a field that is a list of records, otherwise None."""
     inner = get_args(_only(kind))
     return inner[0] if get_origin(_only(kind)) is tuple and _is_record(inner[0]) else None
 
@@ -234,7 +231,7 @@ def _is_record(kind: Any) -> bool:
 
 
 def _only(kind: Any) -> Any:
-    """Return the class of a field that has bounds, or may be None as well."""
+    """Return the class of a field without bounds and None."""
     if get_origin(kind) is Annotated:
         return get_args(kind)[0]
     either = get_origin(kind) in (Union, UnionType)
@@ -261,27 +258,26 @@ def _to_plain(value: Any) -> Any:
 
 
 def _check_dense(data: bytes, what: str) -> None:
-    """Raise a `FormatError` for JSON that is made of values too small to be a record's, or of too many objects."""
+    """Raise a `FormatError` for JSON with values too small for a record, or with too many objects."""
     objects = at = 0
     while objects <= MAX_OBJECTS and (at := data.find(b"{", at) + 1):
         objects += 1
     if len(data) <= _SMALL_BYTES:
         values = data.count(b",")
     else:
-        import numpy as np  # noqa: PLC0415  # counts five times as fast as bytes do, and loads slowly
+        import numpy as np  # noqa: PLC0415  # counts five times as fast as bytes, but loads slowly
 
         values = int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord(",")))
     if values > _SPARE_VALUES + len(data) // _VALUE_BYTES or objects > MAX_OBJECTS:
-        raise FormatError(f"{what}: {len(data)} bytes of nothing but small values; is this a {what}?")
+        raise FormatError(f"{what}: {len(data)} bytes with too many small values or objects; is this a {what}?")
 
 
 def _wrong(error: Exception, what: str, where: str) -> FormatError:
-    """Return an error that says what is wrong, and in which field."""
     if isinstance(error, FormatError):
         return error
-    told = "values are nested too deeply" if isinstance(error, RecursionError) else str(error)
+    problem = "values are nested too deeply" if isinstance(error, RecursionError) else str(error)
     if not isinstance(error, msgspec.ValidationError):
-        told = f"not JSON ({told})"
-    said, at, path = told.partition(" - at `$")
+        problem = f"not JSON ({problem})"
+    message, at, path = problem.partition(" - at `$")
     place = f"{where}{path[:-1]}" if at else where
-    return FormatError(f"{what}: {said}" + (f", at {place.removeprefix('.')}" if place else ""))
+    return FormatError(f"{what}: {message}" + (f", at {place.removeprefix('.')}" if place else ""))

@@ -1,9 +1,8 @@
-"""Units: what a cache is cut into, one group of one layer class each, and which of them a prompt needs.
+"""Units: groups of one layer class each, and the units that a prompt needs.
 
-A cache of one class has a unit per group of tokens, with the same number. With several classes, the units of the first
-group of tokens come first, in the order of their classes, then those of the second. A class of kind ``state`` has one
-per snapshot, which comes with the group at whose end it was taken. A player plays units as it plays groups, and calls
-them so: each has its own bytes, loss and track.
+A cache of one class has one unit per group of tokens, with the same number. With several classes, units are ordered by
+group of tokens, then by class. A class of kind ``state`` has one unit per snapshot, in the group at whose end it was
+taken. Players treat units as groups: each has bytes, loss and a track.
 """
 
 from __future__ import annotations
@@ -15,34 +14,34 @@ from typing import NamedTuple
 from kvabr.types.kv import KVSpec
 
 COMPUTED = -1
-"""`Unit.source` of what no asset has, so that only an engine can bring it: a text between passages."""
+"""`Unit.source` of text between passages, which only an engine can provide."""
 
 
 class Unit(NamedTuple):
     """One group of one layer class."""
 
     part: int
-    """Index of its class in `KVSpec.parts`."""
+    """Class index in `KVSpec.parts`."""
     group: int
-    """Its number in the tracks of its class: the group ID of its objects."""
+    """Number in the tracks of its class: the group ID of its objects."""
     chunk: int
-    """The group of tokens that it ends with, whose digest names what it was computed from."""
+    """Group of tokens that it ends with; that group's digest names its input."""
     first: int
-    """Position of its first token in the prompt; of a snapshot, the number of tokens before it."""
+    """First token's position in the prompt; for a snapshot, the number of tokens before it."""
     tokens: int
     """Tokens, or rows of a snapshot."""
     free: int | None = None
-    """Of a passage, which may be played anywhere, its first token there; None: it was encoded for its place in the
-    prompt."""
+    """First token's position within a passage, which may be placed anywhere; None if the position in the prompt is
+    fixed."""
     source: int = 0
-    """Index of its asset in `Catalog.sources`, if the cache is joined from several; `COMPUTED` if none has it."""
+    """Asset index in `Catalog.sources` for a joined cache, or `COMPUTED`."""
 
 
 class Span(NamedTuple):
-    """The tokens of one layer class that a play needs: a run of them."""
+    """A run of tokens of one layer class that a play needs."""
 
     first: int
-    """Position of the first one; of a snapshot, the number of tokens before it."""
+    """First position; for a snapshot, the number of tokens before it."""
     tokens: int
     """Number of tokens, possibly 0; rows of a snapshot."""
 
@@ -54,12 +53,12 @@ def units_of(spec: KVSpec, tokens: int) -> tuple[Unit, ...]:
 
 
 def count_of(spec: KVSpec, tokens: int) -> int:
-    """Return the number of units of a published cache, without making them."""
+    """Return the number of units of a published cache without creating them."""
     return sum(-(-tokens // _apart(spec, part, tokens)) for part in range(len(spec.classes)))
 
 
 def unit_of(spec: KVSpec, part: int, group: int, tokens: int) -> Unit:
-    """Return a unit, given its class and its number there; `IndexError` if there is none."""
+    """Return a unit by its class and number; raise an `IndexError` if there is none."""
     only, size = spec.parts[part].only, spec.group_tokens
     if only.kind != "state":
         first, last = spec.group_range(group, tokens)
@@ -76,7 +75,6 @@ def _of_part(spec: KVSpec, part: int, tokens: int) -> Iterator[Unit]:
 
 
 def _apart(spec: KVSpec, part: int, tokens: int) -> int:
-    """Return the tokens from one unit of a class to the next."""
     only = spec.classes[part]
     return spec.group_tokens if only.kind != "state" else only.interval or tokens
 
@@ -90,17 +88,15 @@ def units_by_chunk(units: Iterable[Unit], chunks: int) -> list[list[Unit]]:
 
 
 def computed_shape(part: KVSpec, tokens: int) -> tuple[int, int, int, int, int]:
-    """Return the shape of what an engine computes of one class for ``tokens`` tokens: of a state, one snapshot."""
+    """Return the shape of computed KV of one class for ``tokens`` tokens; for a state, of one snapshot."""
     return part.shape(part.rows if part.only.kind == "state" else tokens)
 
 
 def needed(spec: KVSpec, units: Sequence[Unit], tokens: int, end: int | None = None) -> list[int]:
-    """Return the indices of the units that a prompt needs that goes on behind its first ``tokens`` tokens.
+    """Return the indices of the units needed by a prompt that continues after its first ``tokens`` tokens.
 
-    With ``end``, a token of the last group, also those that a prompt needs which goes on behind that.
-
-    It needs every group of full attention and of latents; of a window and of the last chunk the groups that can still
-    be seen; and of a state the snapshot at its end.
+    These are all groups of full attention and latents, the groups still visible in a window or the last chunk, and the
+    snapshot at the end. ``end``, a token in the last group, adds the units needed to continue from there.
     """
     first = [part.only.first_needed(end or tokens) for part in spec.parts]
     state = [part.only.kind == "state" for part in spec.parts]
@@ -112,11 +108,11 @@ def needed(spec: KVSpec, units: Sequence[Unit], tokens: int, end: int | None = N
 
 
 def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int, end: int) -> list[tuple[int, int]]:
-    """Return the units that a prompt needs which goes on behind the first ``prefix`` of a cache's ``tokens`` tokens.
+    """Return the units needed by a prompt that continues after the first ``prefix`` of a cache's ``tokens`` tokens.
 
-    Each is given as its index in ``units``, all of the cache's, and the index of the one that loses as much. What a
-    group of a window loses depends on its distance from the end, and was measured at the cache's own end. For ``end``
-    see `needed`.
+    Each is a pair of indices in ``units``, which are all of the cache's units: the unit, and the unit with the same
+    loss. Window losses depend on the distance from the end and were measured at the cache's own end. For ``end`` see
+    `needed`.
     """
     places = {(unit.part, unit.group): index for index, unit in enumerate(units)}
     shorter = units_of(spec, prefix)
@@ -132,10 +128,9 @@ def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int, 
 
 
 def groups_needed(spec: KVSpec, part: int, end: int, first: int, total: int) -> range | None:
-    """Return the groups of a class that a prompt needs which goes on behind its first ``end`` tokens.
+    """Return the groups of a class needed by a prompt that continues after its first ``end`` tokens.
 
-    Those of the first ``first`` tokens, whole groups, are left out. The cache has ``total`` tokens. None: there is no
-    snapshot at ``end``.
+    The first ``first`` tokens, whole groups, are skipped; the cache has ``total`` tokens. None: no snapshot at ``end``.
     """
     only, size = spec.classes[part], spec.group_tokens
     if only.kind != "state":
@@ -146,11 +141,10 @@ def groups_needed(spec: KVSpec, part: int, end: int, first: int, total: int) -> 
 
 
 def cuts(spec: KVSpec, units: Sequence[Unit], offset: int, total: int) -> Iterator[int]:
-    """Yield the indices at which an engine can begin to compute all that follows if every unit before is in place.
+    """Yield the indices from which an engine can compute the rest if all earlier units are in place.
 
-    They are the first one, and each with which a group of tokens begins and before which nothing is missing that a
-    prompt needs which goes on there. ``units`` has every group of full attention and of latents. ``offset``: groups of
-    tokens that the engine has; `Unit.chunk` counts from there.
+    These are 0 and the starts of groups of tokens before which every needed unit is present. ``units`` has all groups
+    of full attention and latents. The engine already has ``offset`` groups of tokens; `Unit.chunk` counts from there.
     """
     size, there = spec.group_tokens, {(unit.part, unit.group) for unit in units}
     partial = [part for part, only in enumerate(spec.classes) if only.kind not in ("full", "latent")]
@@ -164,10 +158,9 @@ def cuts(spec: KVSpec, units: Sequence[Unit], offset: int, total: int) -> Iterat
 
 
 def hit(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str | None]:
-    """Return how many of the first ``groups`` groups of an asset of ``tokens`` tokens every class can be played for.
+    """Return how many of the first ``groups`` groups every class can play, in an asset of ``tokens`` tokens.
 
-    A state can only be played where there is a snapshot of it. The second value names the class that limits the hit;
-    None if none does.
+    States can only be played from a snapshot. The second value is the limiting class, or None.
     """
     limit: str | None = None
     while groups and (bound := _shortest(spec, groups, tokens)) is not None:
@@ -185,9 +178,9 @@ def _shortest(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str] | None:
 
 
 def snapshot_ends(part: KVSpec, tokens: int) -> list[int]:
-    """Return how many tokens come before each snapshot of a state in a cache of ``tokens`` tokens.
+    """Return the number of tokens before each snapshot of a state in a cache of ``tokens`` tokens.
 
-    ``part`` is the spec of one class; there are none unless it is a state.
+    ``part`` is the spec of one class; other classes have no snapshots.
     """
     if part.only.kind != "state":
         return []
@@ -195,15 +188,15 @@ def snapshot_ends(part: KVSpec, tokens: int) -> list[int]:
 
 
 def cache_length(part: KVSpec, tokens: int) -> int:
-    """Return the length of the fourth axis in the tensor of one class of a published cache of ``tokens`` tokens.
+    """Return the token axis length of one class's tensor in a published cache of ``tokens`` tokens.
 
-    The snapshots of a state lie there one behind the other, with their rows in the place of tokens.
+    Snapshots of a state are concatenated on that axis, with rows as tokens.
     """
     return tokens if part.only.kind != "state" else len(snapshot_ends(part, tokens)) * part.rows
 
 
 def with_snapshots_of(spec: KVSpec, other: KVSpec) -> KVSpec:
-    """Return ``spec`` with the snapshots of another spec of as many classes: their number is up to a publisher."""
+    """Return ``spec`` with another spec's snapshot intervals, which a publisher chooses, if the classes match."""
     if len(spec.classes) != len(other.classes) or spec.group_tokens != other.group_tokens:
         return spec
     pairs = zip(spec.classes, other.classes, strict=True)

@@ -94,9 +94,9 @@ async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
 KEY = "0" * 16
 WRONG = {
     "another production": ([news(0, "1" * 16)], "a message of another production", 0),
-    "out of order": ([news(0), news(2)], "group 2 came, 1 is next", 1),
-    "another digest later": ([news(0), replace(news(0), frames=news(1).frames)], "group 0 came, 1 is next", 1),
-    "longer than the catalog": ([*map(news, range(GROUPS + 1))], "group 3 came, the live catalog has 3", 3),
+    "out of order": ([news(0), news(2)], "received group 2, expected 1", 1),
+    "another digest later": ([news(0), replace(news(0), frames=news(1).frames)], "received group 0, expected 1", 1),
+    "longer than the catalog": ([*map(news, range(GROUPS + 1))], "received group 3, but the live catalog has 3", 3),
     "no base": ([news(0, names=())], "group 0 has no track that stands alone", 0),
     "an unknown track": (
         [replace(news(0), frames={**news(0).frames, "more": (1, "0" * 64)})],

@@ -209,7 +209,7 @@ def test_a_catalog_of_several_classes_is_published_as_a_track_of_each():
     for bad in ("Int8", "Int8.spiral", ".full.", "full"):
         with pytest.raises(FormatError, match="names no layer class"):
             SPEC.level_of(bad)
-    with pytest.raises(FormatError, match="one layer class alone"):
+    with pytest.raises(FormatError, match="only one layer class"):
         replace(whole, spec=SPEC.parts[0])
 
 

@@ -1,17 +1,16 @@
 """LMCache over a shaped link: kvabr's plug-in against LMCache's own server with its fixed CacheGen level.
 
     tools/engine lmcache bench [--mbps 20,50,100] [--rtt 20] [--deadline 3] [--tokens 2048] [--quic qh3] [--json F]
-        [--storages CacheGen,naive,kvabr,kvabr+AC] [--policies anytime,fixed:Int8,fixed:AC-5x] [--prefill-rate 20000]
+    [--storages CacheGen,naive,kvabr,kvabr+AC] [--policies anytime,fixed:Int8,fixed:AC-5x] [--prefill-rate 20000]
 
-The cache of a real text under SmolLM2 is stored through LMCache's engine, once to each storage, and retrieved through
-it over a link of the same rate and round trip: kvabr over UDP (its own shaper), LMCache's server over TCP (a proxy that
-passes bytes on at the rate, after the delay; it loses none, so TCP is at its best). Seconds are from `retrieve` until
-the chunks are in the engine's cache, decoding on this machine's CPU included; "link s" is what the bytes alone take at
-that rate, which is what a storage whose decoder costs nothing would need. ``kvabr+AC`` has the model's codec profile,
-and so the AC tracks of chunks whose position is known; each policy is a row of its own. KL is that of the next 64
-tokens against the exact cache, nats per token. With ``--prefill-rate`` kvabr leaves the last chunks to an engine that
-computes so many tokens a second with the question; they are computed here for the KL, and the seconds leave that out.
-In each row everything is of the same run.
+The cache of a real text under SmolLM2 is stored through LMCache's engine in each storage, and retrieved over a link of
+the same rate and round trip: kvabr over UDP (its own shaper), LMCache's server over TCP (a lossless proxy that delays
+bytes and limits their rate, so TCP is at its best). Seconds are from `retrieve` until the chunks are in the engine's
+cache, including decoding on this machine's CPU; "link s" is the bare transfer time of the bytes, the limit for a free
+decoder. ``kvabr+AC`` has the model's codec profile, and therefore AC tracks for chunks with a known position; each
+policy is a separate row. KL is that of the next 64 tokens against the exact cache, nats per token. With
+``--prefill-rate`` kvabr leaves the last chunks to an engine with that rate in tokens per second, together with the
+question; they are computed here for the KL, excluded from the seconds. Each row is from a single run.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class OnCpu(GPUConnectorInterface):
 
 
 def proxy(pipe, carried, target: int, rate: float, rtt_s: float) -> None:  # noqa: ANN001
-    """A process that passes on bytes from the server at ``rate`` bytes per second, both ways ``rtt_s``/2 later."""
+    """Run a process that forwards bytes from the server at ``rate`` bytes per second, both ways ``rtt_s``/2 later."""
     asyncio.run(_proxy(pipe, carried, target, rate, rtt_s))
 
 
@@ -129,7 +128,7 @@ async def _proxy(pipe, carried, target: int, rate: float, rtt_s: float) -> None:
 
 @contextlib.contextmanager
 def tcp_link(target: int, rate: float, rtt_s: float):  # noqa: ANN201
-    """The port of such a link, and the bytes that it has carried from the server."""
+    """Return the port of such a link, and its counter of bytes from the server."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     carried = context.Value("q", 0)
@@ -144,7 +143,7 @@ def tcp_link(target: int, rate: float, rtt_s: float):  # noqa: ANN201
 
 @contextlib.contextmanager
 def lmcache_server():  # noqa: ANN201
-    """LMCache's own server, and its port."""
+    """Return LMCache's own server, and its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -167,7 +166,7 @@ def lmcache_server():  # noqa: ANN201
 
 
 class Bench:
-    """The model, its exact cache, and LMCache engines around it."""
+    """The model, its exact cache, and LMCache engines for it."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         """Compute the cache."""
@@ -188,7 +187,7 @@ class Bench:
 
     @contextlib.contextmanager
     def engine(self, serde: str, extra: dict, url: str | None = None):  # noqa: ANN201
-        """An LMCache engine."""
+        """Return an LMCache engine."""
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=CHUNK, local_cpu=False, max_local_cpu_size=0.5, remote_serde=serde, remote_url=url,
             blocking_timeout_secs=120, remote_storage_plugins=["kvabr"] if extra else None, extra_config=extra or None,
@@ -209,7 +208,7 @@ class Bench:
             LMCacheEngineBuilder.destroy(name)
 
     def store(self, engine) -> float:  # noqa: ANN001
-        """Store the cache, and wait until the storage has it; CPU seconds of all threads."""
+        """Store the cache, and wait for the storage; return CPU seconds of all threads."""
         spent = time.process_time()
         engine.store(tokens=self.tokens, cache=self.cache)
         backend = next(b for n, b in engine.storage_manager.storage_backends.items() if n.startswith("RemoteBackend"))
@@ -218,9 +217,9 @@ class Bench:
         return time.process_time() - spent
 
     def retrieve(self, engine) -> dict:  # noqa: ANN001
-        """Retrieve it, and look how good it is."""
+        """Retrieve it, and measure its quality."""
         into = torch.zeros_like(self.cache)
-        hit = engine.lookup(self.tokens)  # dials, and asks once: an engine that serves has done both
+        hit = engine.lookup(self.tokens)  # dials and looks up once, as a serving engine has done
         start = time.perf_counter()
         mask = engine.retrieve(tokens=self.tokens[:hit], cache=into)
         seconds = time.perf_counter() - start
@@ -237,13 +236,13 @@ class Bench:
 
 
 def metrics_of(engine):  # noqa: ANN001, ANN201
-    """What kvabr's plug-in of an engine has counted."""
+    """Return the counters of kvabr's plug-in of an engine."""
     backend = next(b for n, b in engine.storage_manager.storage_backends.items() if n.startswith("RemoteBackend"))
     return backend.connection.getWrappedConnector().metrics
 
 
 def kvabr_options(**options: object) -> dict:
-    """What goes into ``extra_config``."""
+    """Return the contents of ``extra_config``."""
     extra = {"module_path": "kvabr.engines.lmcache.connector", "class_name": "KvabrAdapter", "model": "bench/smollm2"}
     return {f"{PREFIX}{key}": value for key, value in (extra | options).items()}
 
@@ -270,13 +269,13 @@ def main() -> None:
         print(f"{args.tokens} tokens, {bench.cache.nbytes / 1e6:.1f} MB at FP16, prefill {bench.prefill_s:.2f} s here")
         spent, wanted = {}, args.storages.split(",")
         rates = [float(rate) for rate in args.mbps.split(",")]
-        # The server knows a chunk by its key alone: what is stored last takes the place of what was.
+        # The server stores chunks by key alone, so the last one stored replaces earlier ones.
         for name, serde in (("CacheGen", "cachegen"), ("naive", "naive")):
             if name not in wanted:
                 continue
             with bench.engine(serde, {}, f"lm://127.0.0.1:{port}") as engine:
                 spent[name] = bench.store(engine)
-                bench.retrieve(engine)  # numba compiles CacheGen's kernels at their first use
+                bench.retrieve(engine)  # numba compiles CacheGen's kernels on first use
             rows += [over_tcp(bench, name, serde, port, rate, args) for rate in rates]
         for name, tracks in (("kvabr", PLAIN), ("kvabr+AC", (*PLAIN, "AC-5x", *LAYERS))):
             if name not in wanted:
@@ -311,7 +310,7 @@ def main() -> None:
 
 
 def over_tcp(bench: Bench, name: str, serde: str, port: int, mbps: float, args: argparse.Namespace) -> dict:
-    """LMCache's own server behind a link."""
+    """Measure LMCache's own server over a link."""
     with (
         tcp_link(port, mbps * 1e6 / 8, args.rtt / 1e3) as (link, carried),
         bench.engine(serde, {}, f"lm://127.0.0.1:{link}") as engine,
@@ -322,7 +321,7 @@ def over_tcp(bench: Bench, name: str, serde: str, port: int, mbps: float, args: 
 
 
 def over_udp(bench: Bench, origin: LiveOrigin, mbps: float, args: argparse.Namespace, name: str, options: dict) -> dict:
-    """An origin of kvabr behind a link."""
+    """Measure an origin of kvabr over a link."""
     conditions = Conditions(rtt_s=args.rtt / 1e3)
     if args.prefill_rate is not None:
         options = options | {"prefill_rate": args.prefill_rate}

@@ -64,7 +64,7 @@ QUESTIONS = (
 _CHUNK = 256
 """Tokens of LMCache's chunks, its default."""
 _PUBLISH_S = 300.0
-"""Longest time until the prompt is published, or a chunk has crossed the slowest link."""
+"""Maximum time to publish the prompt, or for a chunk on the slowest link, seconds."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -78,7 +78,7 @@ _MODEL = Path(os.environ.get("KVABR_VLLM") or ROOT / ".engines/vllm") / "smollm2
 
 
 def main() -> int:
-    """Run each system in a process of its own, and print a table."""
+    """Run each system in its own process, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=[10.0, 50.0, 200.0, 1000.0])
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS")
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), help=f"default: {' '.join(SYSTEMS)}")
     parser.add_argument("--deadline", type=float, metavar="S", help="of kvabr's plays (default: the connector's)")
     parser.add_argument("--json", type=Path, metavar="F")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # what the processes are started with
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # option of the processes
     args = parser.parse_args()
     if args.one is not None:
         args.json.write_text(json.dumps(_measured(args.one, args)))
@@ -186,12 +186,12 @@ class Engine:
         return list(self.llm.get_tokenizer().encode(text))
 
     def ask(self, prompt: list[int], **params: Any) -> dict[str, Any]:
-        """Return the seconds to the first token of an answer, its tokens, and the loss that kvabr reports."""
+        """Return the seconds to the first token of an answer, its tokens, and the loss reported by kvabr."""
         (one,) = self.batch([prompt], **params)
         return one
 
     def batch(self, prompts: list[list[int]], **params: Any) -> list[dict[str, Any]]:
-        """As `ask`, for prompts that arrive at once."""
+        """Do as `ask` for simultaneous prompts."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
@@ -207,7 +207,7 @@ class Engine:
         ]
 
     def forget(self) -> None:
-        """Empty vLLM's own prefix cache, once it has finished what is left to do."""
+        """Empty vLLM's own prefix cache, after its pending work."""
         core = self.llm.llm_engine.engine_core.engine_core
         while core.scheduler.has_finished_requests() or core.scheduler.has_requests():
             self.llm.llm_engine.step()
@@ -219,7 +219,7 @@ class Engine:
 
 
 def _kvabr(stack: ExitStack, folder: Path, policy: str) -> tuple[dict[str, Any], Any]:
-    """Return vLLM's configuration with kvabr's connector, and what waits until the prompt is published."""
+    """Return vLLM's configuration with kvabr's connector, and a function that waits for publication."""
     assets = folder / "assets"
     assets.mkdir()
     port, tls = _free_port(), development()
@@ -252,12 +252,12 @@ def _kvabr(stack: ExitStack, folder: Path, policy: str) -> tuple[dict[str, Any],
 
 
 def _lmcache(stack: ExitStack, folder: Path, serde: str) -> tuple[dict[str, Any], Any]:
-    """Return vLLM's configuration with LMCache's connector, and what waits until the prompt is stored."""
+    """Return vLLM's configuration with LMCache's connector, and a function that waits for storage of the prompt."""
     port = _free_port()
     _run(stack, [sys.executable, "-m", "lmcache.v1.server", "0.0.0.0", str(port), "cpu"], port)  # noqa: S104
     config = folder / "lmcache.yaml"
     lines = [f"remote_url: lm://{FAR}:{port}", f"remote_serde: {serde}", f"chunk_size: {_CHUNK}", "local_cpu: false"]
-    lines += ["max_local_cpu_size: 1", f"blocking_timeout_secs: {_PUBLISH_S:.0f}"]  # it gives up after 10 s otherwise
+    lines += ["max_local_cpu_size: 1", f"blocking_timeout_secs: {_PUBLISH_S:.0f}"]  # the default is 10 s
     config.write_text("\n".join(lines) + "\n")
     os.environ["LMCACHE_CONFIG_FILE"] = str(config)
 

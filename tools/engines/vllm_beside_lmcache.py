@@ -12,7 +12,7 @@ class LMCacheOnProcessor(LMCacheConnectorV1):
     """LMCache's connector with `ChunksOnProcessor`."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """As LMCache's; its modules must not be imported before vLLM has prepared its kernels."""
+        """Create LMCache's connector; its modules must not be imported before vLLM has prepared its kernels."""
         import lmcache.v1.gpu_connector as connectors
 
         connectors.CreateGPUConnector = ChunksOnProcessor

@@ -1,4 +1,4 @@
-"""A client of another MoQT stack, for `tests/interop/test_aiomoqt.py`: prints what it receives as JSON lines.
+"""A client of another MoQT stack, for `tests/interop/test_aiomoqt.py`: prints received objects as JSON lines.
 
 python worker.py PORT DRAFT NAMESPACE TRACK subscribe
     the largest object of SUBSCRIBE_OK (null: none), then each object that is pushed, then the status of PUBLISH_DONE
@@ -64,7 +64,7 @@ async def fetch(session: Any, namespace: tuple[bytes, ...], track: str, first: i
 
 
 async def main(port: str, draft: str, namespace: str, track: str, how: str, *more: str) -> None:
-    """Connect, and do what the arguments say."""
+    """Connect, and run the command of the arguments."""
     client = MOQTClient("127.0.0.1", int(port), path="/", use_quic=True, verify_tls=False, supported_drafts=int(draft))
     async with client.connect() as session:
         await session.client_session_init()

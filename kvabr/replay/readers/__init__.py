@@ -1,9 +1,9 @@
 """Read network traces from files.
 
-`find` walks folders for files that look like traces, `read` reads one. Files are untrusted: their size is bounded,
-every number is checked, nothing is executed, and every error names the file, the line and the fix. Ambiguous
-files raise `TraceQuestionError`, which names the option of ``kvabr traces`` that answers the question. To add a format,
-write its two functions and one entry of ``_FORMATS``.
+`find` searches folders for trace files, `read` reads one. Files are untrusted: their size is bounded, every number is
+checked, no content is executed, and every error names the file, the line and the fix. Ambiguous files raise
+`TraceQuestionError`, which names the ``kvabr traces`` option that resolves the ambiguity. To add a format, write its
+two functions and one entry of ``_FORMATS``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ __all__ = ["BYTES_PER_SECOND", "FORMATS", "TIME_UNITS", "Columns", "find", "read
 
 
 class TraceFormat(NamedTuple):
-    """A format of trace files."""
-
     matches: Callable[[Head], bool]
-    """Returns whether a file that begins like this has the format."""
+    """Returns whether a file with this beginning has the format."""
     parse: Callable[[TraceFile], list[Trace]]
 
 
@@ -51,29 +49,27 @@ _FORMATS: dict[str, TraceFormat] = {
     "values": TraceFormat(line_formats.is_values, line_formats.parse_values),
     "csv": TraceFormat(csv_format.is_csv, csv_format.parse_csv),
 }
-"""Formats by name. A file has the first one that matches."""
+"""Formats by name; the first match counts."""
 FORMATS = tuple(_FORMATS)
-"""Names of the formats that can be read."""
 
 _WITH_UNITS = ("csv", "pensieve")
-"""Formats that do not fix their units."""
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _HEAD_BYTES = 65536
 _HEAD_LINES = 20
 _PROSE = ("readme", "source", "license", "licence", "copying", "notice", "changelog", "authors", "citation")
 _OTHER = (".md", ".rst", ".py", ".sh", ".html", ".htm", ".pdf", ".png", ".svg", ".gz", ".xz", ".zip", ".tar")
 _DATA = (".csv", ".tsv", ".json", ".txt", ".log", ".trace")
-"""Suffixes that are removed from a trace's name; others (``.down``, ``.up``) tell traces apart."""
+"""Suffixes removed from a trace's name; others (``.down``, ``.up``) distinguish traces."""
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
     """Return the files among ``paths`` and in the folders among them, each once, in a fixed order.
 
-    Files that are named are always taken. In folders and their subfolders, hidden files, prose (README, SOURCE.txt,
-    ...) and files of unknown formats are skipped, and links to folders are not followed.
+    Named files are always included. In folders and their subfolders, hidden files, prose (README, SOURCE.txt, ...) and
+    files of unknown formats are skipped, and links to folders are not followed.
 
     Raises:
-        MissingTraceError: a path does not exist, or a folder holds no trace.
+        MissingTraceError: a path does not exist, or a folder has no trace.
     """
     found: dict[Path, None] = {}
     for path in paths:
@@ -90,7 +86,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 
 def sniff(path: Path) -> str | None:
-    """Return the format of a file by its beginning, a name in `FORMATS`; None if it looks like no trace.
+    """Return the format of a file from its beginning, a name in `FORMATS`; None if it is not a trace.
 
     Raises:
         TraceError: the file cannot be read.
@@ -102,18 +98,19 @@ def sniff(path: Path) -> str | None:
 def read(path: Path, *, format_name: str | None = None, columns: Columns | None = None) -> list[Trace]:
     """Return the traces in one file: one, or several sessions named ``-0001`` and so on.
 
-    A trace's family is the data set's folder: the nearest of up to three above the file that holds a ``SOURCE.txt``, or
-    the file's own. Its name is the path from that folder on. kvabr's own files may name both themselves.
+    The family is the data set's folder: the nearest of up to three parent folders with a ``SOURCE.txt``, or the file's
+    own folder. The name is the path from there. kvabr's own format may name both.
 
     Args:
         path: the file.
-        format_name: a name in `FORMATS`, if the file's content does not show it.
-        columns: answers to questions about the file. Names of columns imply CSV.
+        format_name: a name in `FORMATS`, if it cannot be detected.
+        columns: resolutions of ambiguities. Names of columns imply CSV.
 
     Raises:
-        MissingTraceError: it is empty, or in no known format.
-        TraceQuestionError: it is ambiguous, or its numbers are implausible.
-        TraceError: no ordinary file, too large; or its samples are empty, unsorted, negative, not finite, or all zero.
+        MissingTraceError: the file is empty, or in no known format.
+        TraceQuestionError: the file is ambiguous, or its numbers are implausible.
+        TraceError: not an ordinary file, or too large; or its samples are empty, unsorted, negative, not finite, or all
+            zero.
     """
     said = columns or Columns()
     if said.of_csv and format_name is None:
@@ -169,7 +166,7 @@ def _text(path: Path) -> str:
 
 
 def _head(data: bytes) -> tuple[str | None, bool]:
-    """Return the beginning of a file as text, None if it is not text, and whether the file goes on."""
+    """Return the beginning of a file as text, or None for other data, and whether the file is longer."""
     cut, data = len(data) > _HEAD_BYTES, data[:_HEAD_BYTES]
     if data.startswith(_UTF_16):
         return data.decode("utf-16", errors="ignore"), cut
@@ -186,7 +183,7 @@ def _sniff_text(text: str, *, cut: bool) -> str | None:
 
 
 def _may_be_trace(path: Path) -> bool:
-    """Return whether a file looks like a trace, or cannot be read: then reading it says why."""
+    """Return whether a file looks like a trace or cannot be read, so that reading it reports the error."""
     try:
         return sniff(path) is not None
     except TraceError:
@@ -207,7 +204,6 @@ def _walk(folder: Path) -> Iterable[Path]:
 
 
 def _names(path: Path) -> tuple[str, str]:
-    """Return the family and the name of a file's trace."""
     where = Path(os.path.normpath(path.absolute()))
     above = list(where.parents)[:3]
     home = next((folder for folder in above if (folder / "SOURCE.txt").is_file()), where.parent)

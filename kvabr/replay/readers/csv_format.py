@@ -1,8 +1,8 @@
-"""CSV with named columns: a time (or none), a rate or a counter, and perhaps an end.
+"""CSV with named columns: a time (or none), a rate or a counter, and optionally an end.
 
-`kvabr.replay.readers.names` recognises the columns and their units; `Columns` names others. Times are numbers, calendar
-timestamps, or times of day with or without a column of dates. Cells may be separated by commas, semicolons or tabs,
-with a decimal point or comma, after a line ``sep=;`` or without one. `split` says how rows become traces.
+`kvabr.replay.readers.names` recognises columns and units; `Columns` overrides it. Times are numbers, calendar
+timestamps, or times of day with or without a column of dates. Cells are separated by commas, semicolons or tabs, with a
+decimal point or comma, optionally after a line ``sep=;``. `split` divides rows into traces.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Table:
 
 
 def is_csv(head: Head) -> bool:
-    """Return whether a file looks like this format: its header names a time and something about a rate."""
+    """Return whether a file looks like this format: its header names a time and a rate or a related quantity."""
     rows = head.rows
     if head.text.startswith(("[", "{")) or not rows:
         return False
@@ -91,7 +91,7 @@ def parse_csv(source: TraceFile) -> list[Trace]:
         return split(source, growth(source, places, ends or starts, rates))
     if ends is not None:
         return split(source, Rows(places, starts, ends, rates))
-    # Loggers of cells repeat a row for each neighbour.
+    # Cell loggers repeat a row for each neighbour cell.
     pairs = list(zip(starts, rates, strict=True))
     if any(pair == before for before, pair in pairwise(pairs)):
         kept = [index for index, pair in enumerate(pairs) if index == 0 or pair != pairs[index - 1]]
@@ -114,7 +114,7 @@ def _read(source: TraceFile) -> _Table:
     rows: list[list[str]] = []
     try:
         for row in reader:
-            # The reader counts the lines of the list, which lacks comments and empty lines.
+            # The reader counts lines of the list, which lacks comments and empty lines.
             places.append(lines[reader.line_num][0])
             rows.append(row)
     except csv.Error as error:
@@ -127,9 +127,9 @@ def _read(source: TraceFile) -> _Table:
 
 
 def _delimiter(lines: Sequence[str]) -> tuple[str, int]:
-    """Return the mark between cells, and the index of the header.
+    """Return the delimiter and the index of the header.
 
-    That is the mark that the first line names (``sep=;``), or the one that cuts header and first row alike.
+    The delimiter is named in the first line (``sep=;``), or splits header and first row into equally many cells.
     """
     named = _SEPARATOR.fullmatch(lines[0]) if lines else None
     if named is not None:
@@ -140,7 +140,7 @@ def _delimiter(lines: Sequence[str]) -> tuple[str, int]:
 
 
 def _cells(line: str, delimiter: str) -> list[str]:
-    """Return the cells of a header; none if its quotes or its length are not those of a header."""
+    """Return the cells of a header; empty if its quotes or its length are invalid."""
     try:
         return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter), [])]
     except csv.Error:
@@ -148,7 +148,7 @@ def _cells(line: str, delimiter: str) -> list[str]:
 
 
 def _find_rate(table: _Table) -> tuple[int, float]:
-    """Return the column of the rate, and the bytes per second in one of its units."""
+    """Return the rate column, and the bytes per second in one of its units."""
     source, header, said = table.source, table.header, table.source.said
     if said.rate is not None:
         index = _named(table, said.rate)
@@ -176,7 +176,6 @@ def _find_rate(table: _Table) -> tuple[int, float]:
 
 
 def _find_counter(table: _Table) -> tuple[int, float]:
-    """Return the column with the counter, and the bytes in one of its units."""
     said = table.source.said
     if said.rate is not None:
         raise table.source.error("--counter and --rate-column both name the rate; give only one of them")
@@ -186,7 +185,6 @@ def _find_counter(table: _Table) -> tuple[int, float]:
 
 
 def _said_unit(table: _Table) -> str:
-    """Return the unit of ``--unit``."""
     given = table.source.said.unit or ""
     unit = rate_unit(given)
     if not unit:
@@ -203,7 +201,7 @@ def _bytes_per_second(table: _Table, index: int, unit: str | None) -> float:
 
 
 def _refuse_total(table: _Table, column: int) -> None:
-    """Raise a question if a column holds a running total, by its values and a name that allows it."""
+    """Raise a question if a column holds a running total, judged by its values and name."""
     header = table.header[column]
     name = ColumnName.of(header)
     chosen = table.source.said.rate is not None
@@ -215,7 +213,7 @@ def _refuse_total(table: _Table, column: int) -> None:
 
 
 def _find_times(table: _Table) -> tuple[int | None, int | None]:
-    """Return the columns with the start and the end of a row; None if there is none."""
+    """Return the columns with the start and the end of a row, or None."""
     source, header, said = table.source, table.header, table.source.said
     if said.step_s is not None:
         if not (math.isfinite(said.step_s) and said.step_s > 0):
@@ -240,7 +238,7 @@ def _named(table: _Table, name: str) -> int:
 
 
 def _check_single(table: _Table, column: int) -> None:
-    """Raise `TraceError` if another column has the same name."""
+    """Raise a `TraceError` if another column has the same name."""
     name = table.header[column]
     count = sum(cell.lower() == name.lower() for cell in table.header)
     if count > 1:
@@ -254,7 +252,8 @@ def _list(header: Sequence[str]) -> str:
 def _mark(table: _Table, columns: Sequence[int], factor: float) -> Mark:
     """Return the decimal mark of the numbers in these columns.
 
-    ``factor`` is of the rate. In a small unit rates are whole numbers: three digits after a mark may be thousands.
+    ``factor`` is that of the rate. In small units rates are whole numbers, so three digits after a mark may be
+    thousands.
     """
     source = table.source
     if source.said.decimal is not None:
@@ -266,7 +265,7 @@ def _mark(table: _Table, columns: Sequence[int], factor: float) -> Mark:
 
 
 def _numeric(table: _Table, columns: Sequence[int]) -> Iterator[list[str]]:
-    """Yield the cells of each of the columns that begins with a number, not with a date."""
+    """Yield the cells of each column that begins with a number, not with a date."""
     for column in columns:
         cells = table.cells(column)
         if any(_NUMERIC.fullmatch(cell) for cell in cells[:20]):
@@ -274,7 +273,7 @@ def _numeric(table: _Table, columns: Sequence[int]) -> Iterator[list[str]]:
 
 
 def _numbers(table: _Table, column: int, mark: Mark) -> list[float | None]:
-    """Return the numbers of a column; None where one is missing."""
+    """Return the numbers of a column; None if missing."""
     cells = _pointed(table.cells(column), mark)
     values = [number(text) for text in cells]
     for index, value in enumerate(values):
@@ -290,7 +289,7 @@ def _pointed(cells: list[str], mark: Mark) -> list[str]:
 
 
 def _times(table: _Table, column: int, mark: Mark, other: int | None) -> list[float]:
-    """Return the seconds of a column with numbers, calendar timestamps (UTC unless they have a zone) or times of day.
+    """Return the seconds of a column of numbers, calendar timestamps (UTC unless they have a zone) or times of day.
 
     ``other`` is the column with the other end of the rows, if there is one.
     """
@@ -320,7 +319,7 @@ def _times(table: _Table, column: int, mark: Mark, other: int | None) -> list[fl
 
 
 def _ends(table: _Table, column: int, start: int, mark: Mark, starts: Sequence[float]) -> list[float]:
-    """Return the seconds at which rows end; a time of day before its row's start is of the next day."""
+    """Return the ends of rows in seconds; a time of day before its row's start belongs to the next day."""
     ends = _times(table, column, mark, start)
     if clock(table.cells(column)[0]) is None:
         return ends
@@ -328,7 +327,6 @@ def _ends(table: _Table, column: int, start: int, mark: Mark, starts: Sequence[f
 
 
 def _date_of(table: _Table, column: int) -> int | None:
-    """Return the column with the dates of a column of times, if there is one."""
     names = [ColumnName.of(name).words for name in table.header]
     return next((index for index, name in enumerate(names) if name == DATE and index != column), None)
 
@@ -345,7 +343,7 @@ def _parsed(table: _Table, name: str, cells: Sequence[str], parse: Callable[[str
 
 
 def _unit(table: _Table, name: ColumnName, said: Columns) -> str | None:
-    """Return the unit of a column of numeric times, a key of `TIME_UNITS`; None if it is not given."""
+    """Return the unit of a column of numeric times, a key of `TIME_UNITS`; None if not given."""
     given = (said.time_unit or name.strange)[:40]
     if given.lower() == "min":
         if said.time_unit is not None:

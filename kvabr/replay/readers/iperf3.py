@@ -1,15 +1,14 @@
-"""The reports of iperf3 (``--json``, ``--json-stream``): what one test carried, interval by interval.
+"""Reports of iperf3 (``--json``, ``--json-stream``), interval by interval.
 
-Intervals that iperf3 marks as omitted (``--omit``: the slow start) are left out, and so is the one that straddles the
-end of the omitted part: iperf3 counts its bytes from the reset but divides by the time since the interval began, so its
-start and end disagree with its length. The round trip is the smallest of the intervals kept, since under load the
-others include the connection's own queue.
+Omitted intervals (``--omit``: the slow start) are skipped, and the interval across the end of the omitted part too:
+iperf3 counts its bytes from the reset but divides by the full length, so its start and end disagree with its length.
+The round trip is the minimum over the remaining intervals, since under load the others include the connection's own
+queue.
 
-A test in both directions (``--bidir``) is read as the download: the direction from the server to the client. Datagrams
-count where they are received. The report of a sender of datagrams lacks that, interval by interval: the receiver's
-intervals are taken if the report holds them (``--get-server-output``), and otherwise its own, less the share that was
-lost in the whole test.
-Source: https://software.es.net/iperf/, src/iperf_api.c (iperf_print_intermediate, iperf_print_results).
+A bidirectional test (``--bidir``) is read as the download, from server to client. Datagrams count at the receiver. A
+sender's report lacks those counts per interval: use the receiver's intervals if included (``--get-server-output``),
+otherwise the sender's own, reduced by the total loss. Source: https://software.es.net/iperf/, src/iperf_api.c
+(iperf_print_intermediate, iperf_print_results).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def parse_iperf3(source: TraceFile) -> list[Trace]:
 
 
 def _joined(source: TraceFile) -> dict[str, Any]:
-    """Return the report that the events of ``--json-stream``, one a line, make up."""
+    """Return the report assembled from the events of ``--json-stream``, one per line."""
     report: dict[str, Any] = {"intervals": []}
     for place, line in source.lines():
         try:
@@ -78,12 +77,12 @@ def _joined(source: TraceFile) -> dict[str, Any]:
 
 
 def _direction(source: TraceFile, report: dict[str, Any], intervals: list[Any]) -> str:
-    """Return the key of the sums to read: of a test in both directions, those of the download."""
+    """Return the key of the sums to read; for a bidirectional test, of the download."""
     if not any(isinstance(interval, dict) and _REVERSE in interval for interval in intervals):
         return "sum"
     start = report.get("start")
     serves = isinstance(start, dict) and "accepted_connection" in start and "connecting_to" not in start
-    # A download is sent by the server and received by the client.
+    # Downloads are sent by the server.
     keys = [key for key in ("sum", _REVERSE) if _sends(intervals, key) is serves]
     if len(keys) != 1:
         raise source.error("a test in both directions that does not say which sums are of the download")
@@ -91,11 +90,11 @@ def _direction(source: TraceFile, report: dict[str, Any], intervals: list[Any]) 
 
 
 def _sends(intervals: list[Any], key: str) -> bool:
-    """Return whether the sums of this key count what this side sent."""
+    """Return whether the sums under this key count data sent by this side."""
     for interval in intervals:
         total = interval.get(key) if isinstance(interval, dict) else None
         if isinstance(total, dict):
-            # Versions before 3.7 do not say it; receivers of datagrams count the lost ones.
+            # Versions before 3.7 lack the field; receivers of datagrams count lost ones.
             return bool(total.get("sender", "lost_packets" not in total and key == "sum"))
     return False
 
@@ -107,7 +106,6 @@ def _is_udp(report: dict[str, Any]) -> bool:
 
 
 def _carried(source: TraceFile, report: dict[str, Any]) -> float:
-    """Return the share of a sender's datagrams that arrived in the whole test."""
     end = report.get("end")
     totals = [end.get(key) for key in ("sum_received", "sum")] if isinstance(end, dict) else []
     for total in totals:
@@ -144,7 +142,7 @@ def _trace(source: TraceFile, intervals: list[Any], which: str, carried: float) 
 
 
 def _round_trips(source: TraceFile, interval: dict[str, Any], place: int) -> list[float]:
-    """Return the round trips, seconds, of the streams that measured one (TCP senders on some systems)."""
+    """Return the round trips, seconds, of the streams with measurements (TCP senders on some systems)."""
     streams = interval.get("streams")
     if not isinstance(streams, list):
         return []

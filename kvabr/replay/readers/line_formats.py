@@ -1,19 +1,19 @@
 """Formats with one sample per line: mahimahi, Pensieve, and ``value,unit``.
 
-mahimahi (``mm-link``): one integer per line, the millisecond in which one packet of 1,500 bytes may pass. A repeated
-line is one more packet in the same millisecond. The trace wraps at its last timestamp, so packets there pass together
-with those of millisecond 0 of the next round. Packets are counted per millisecond, and each count becomes a rate over
-that millisecond. Source: https://github.com/ravinet/mahimahi, src/frontend/link_queue.cc.
+mahimahi (``mm-link``): one integer per line, the millisecond at which one packet of 1,500 bytes may pass; repeated
+lines are further packets. The trace wraps at its last timestamp, so packets there pass together with those of
+millisecond 0 of the next round. The packets of each millisecond become a rate. Source:
+https://github.com/ravinet/mahimahi, src/frontend/link_queue.cc.
 
-Pensieve's cooked traces, and the many data sets in the same form: ``time_s<space or tab>Mbit/s``. A rate holds until
-the time of the next line; the last one, and one before a jump (`split`), lasts as long as the median step. (Pensieve's
-own simulator takes a line as the rate *up to* its time and drops the first. Data sets do not say which they mean;
-reading forward uses every line and differs by a shift of one.) The first time need not be 0: the trace is shifted.
-Source: https://github.com/hongzimao/pensieve, sim/load_trace.py and sim/env.py.
+Pensieve's cooked traces and many data sets: ``time_s<space or tab>Mbit/s``. A rate holds until the time of the next
+line; the last one, and one before a jump (`split`), lasts for the median step. (Pensieve's own simulator treats a line
+as the rate *up to* its time and drops the first. Data sets do not specify this; reading forward uses every line and
+differs by a shift of one.) The trace is shifted to start at 0. Source: https://github.com/hongzimao/pensieve,
+sim/load_trace.py and sim/env.py.
 
-``value,unit`` without a header, one line per second; the unit may change from line to line. These are the bandwidth
-columns of iperf's text reports (``6.21,Mbits/sec``), as in NYU-METS. As there, a KByte is 1,024 bytes.
-Source: Mei et al., PAM 2019; https://github.com/NYU-METS/Main.
+``value,unit`` without a header, one line per second; the unit may change between lines, as in the bandwidth columns of
+iperf's text reports (``6.21,Mbits/sec``) in NYU-METS. A KByte is 1,024 bytes. Source: Mei et al., PAM 2019;
+https://github.com/NYU-METS/Main.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvabr.replay.trace import Trace
 PACKET_BYTES = 1500
 _MAX_DIGITS = 12
 STEP_S = 1.0
-"""Length of a line, seconds."""
-LEAST_GAP_S = 60.0
-"""Seconds that a rate may hold in Pensieve's format, where loggers pause without coverage."""
+"""Duration of a line, seconds."""
+MIN_GAP_S = 60.0
+"""Maximum gap in Pensieve's format, seconds; loggers pause without coverage."""
 
 _VALUE = re.compile(r"[-+.\w]{1,40}\s*,\s*([KMGT]?(?:bit|byte)s/sec)", re.IGNORECASE)
 
@@ -137,7 +137,7 @@ def parse_pensieve(source: TraceFile) -> list[Trace]:
     starts = source.numbers(times, "the time", places)
     found = [rate * factor for rate in source.numbers(rates, "the rate", places)]
     starts = seconds(source, starts, None if source.said.time_unit is None else of_time)
-    return split(source, Rows(places, starts, None, found), least_gap_s=LEAST_GAP_S)
+    return split(source, Rows(places, starts, None, found), least_gap_s=MIN_GAP_S)
 
 
 def _is_row(line: str) -> bool:

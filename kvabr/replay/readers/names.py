@@ -1,8 +1,7 @@
-"""Names of columns and units: the one table that drives the CSV reader.
+"""Names of columns and units for the CSV reader.
 
-`ColumnName.of` takes a column's name apart into lower-case words and a unit. `find_time`, `find_end` and `find_rate`
-choose columns. `table` writes the same tables as Markdown for the documentation. Names that are not in the tables, and
-ambiguous ones, are questions for the user.
+`ColumnName.of` splits a column name into lower-case words and a unit. `find_time`, `find_end` and `find_rates` choose
+columns. `table` renders the tables as Markdown for the documentation. Unknown and ambiguous names become questions.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _TIME_SPELLINGS = {
     "minutes": ("mins", "minute", "minutes"),
     "hours": ("h", "hrs", "hour", "hours"),
 }
-"""Spellings of units of time, in any case. ``min`` is not one of them: it may be a minimum, and is a question."""
+"""Spellings of time units, case-insensitive. ``min`` is ambiguous (minimum) and becomes a question."""
 
 BYTES_PER_SECOND = {
     "bit/s": 1 / 8,
@@ -43,7 +42,7 @@ BYTES_PER_SECOND = {
     "MiB/s": 1024.0**2,
     "GiB/s": 1024.0**3,
 }
-"""Units of rate, as bytes per second. Prefixes without ``i`` are powers of 1,000."""
+"""Rate units in bytes per second. Prefixes without ``i`` are powers of 1,000."""
 
 _PREFIXES = {
     "": ("",),
@@ -57,7 +56,7 @@ _PREFIXES = {
 }
 _BITS, _BYTES = ("bit", "bits"), ("byte", "bytes", "octet", "octets")
 _PER_SECOND = ("ps", "/s", "/sec", "/secs", "/second")
-"""Ends of a unit. In a name, ``per``, ``p`` or a separator alone count as the slash: ``mbit_s``, ``bits_per_sec``."""
+"""Ends of a unit. In a name, ``per``, ``p`` or a separator can replace the slash: ``mbit_s``, ``bits_per_sec``."""
 
 
 class ColumnKind(NamedTuple):
@@ -114,17 +113,17 @@ COUNTER = _kind(
     "bytes, octets, bits, packets, datagrams, total, cumulative, cum, counter",
 )
 DIRECTIONS = frozenset((*DOWN.names, *UP.names))
-"""Names that may be of a rate or of a counter, as the values show."""
+"""Names of a rate or a counter, distinguished by the values."""
 DATE = "date"
-"""Name of a column with the date of a time of day in another column."""
+"""Name of a date column that accompanies a column of times of day."""
 ZONE = ("utc", "gmt", "local", "posix")
-"""Words that are ignored in the name of a time."""
+"""Words ignored in the name of a time."""
 COUNTS = frozenset((*_BITS, *_BYTES, "kb", "mb", "gb", "kib", "mib", "gib", "b"))
-"""Words at the end of the name of a column that counts: its values are no rate."""
+"""Words that end the name of a counter."""
 
 _TIME_UNIT_OF = {spelling: unit for unit, spellings in _TIME_SPELLINGS.items() for spelling in spellings}
 _LONE_TIMES = frozenset(word for word in _TIME_UNIT_OF if len(word) > 2)
-"""Units that are the whole name of a time column (``seconds``). Two letters (``ms``) could be a delay."""
+"""Units that can be the whole name of a time column (``seconds``). Two letters (``ms``) could be a delay."""
 _RATE_WORDS = frozenset(word for kind in (RATE, DOWN, UP) for name in kind.names for word in name.split())
 """Words that may follow a unit: ``mbps_down``."""
 _PARTS = re.compile(r"[^\W_]+|/")
@@ -133,7 +132,7 @@ _CAMEL = re.compile(r"(?<=[a-z]{2})(?=[A-Z])")
 
 
 def _long_units() -> Iterator[tuple[str, str]]:
-    """Yield each unit that is spelt in words, in lower case, with the unit that it is."""
+    """Yield each spelled-out unit in lower case with its canonical unit."""
     for prefix, spellings in _PREFIXES.items():
         for bits, words in ((True, _BITS), (False, _BYTES)):
             unit = f"{prefix}bit/s" if bits else f"{prefix}B/s" if prefix.endswith("i") else f"{prefix}byte/s"
@@ -144,7 +143,7 @@ def _long_units() -> Iterator[tuple[str, str]]:
 
 
 def _short_units() -> Iterator[tuple[str, str]]:
-    """Yield each spelling with b or B alone, and its unit, which depends on the case; an empty one is unclear."""
+    """Yield each spelling with b or B and its unit, which depends on the case; empty if ambiguous."""
     for prefix in _PREFIXES:
         bit, byte = f"{prefix}bit/s", f"{prefix}B/s" if prefix.endswith("i") else f"{prefix}byte/s"
         byte = byte if byte in BYTES_PER_SECOND else ""
@@ -154,7 +153,7 @@ def _short_units() -> Iterator[tuple[str, str]]:
             for case in cases:
                 yield f"{case}b{per}", bit
                 yield f"{case}B{per}", byte
-            # Where all letters have one case, b may be bits or bytes; only `mbps` is bits by custom.
+            # In a single case, b may be bits or bytes; only `mbps` is bits by custom.
             customary = per == "ps" and not prefix.endswith("i")
             yield f"{prefix.lower()}b{per}", bit if customary else ""
             yield f"{prefix.upper()}B{per.upper()}", ""
@@ -162,18 +161,18 @@ def _short_units() -> Iterator[tuple[str, str]]:
 
 
 RATE_SPELLINGS: dict[str, str] = {**dict(_long_units()), **dict(_short_units())}
-"""Units of rate by spelling; an empty one may count bits or bytes."""
+"""Rate units by spelling; empty if bits or bytes."""
 
 
 def time_unit(text: str) -> str | None:
-    """Return the unit of time, a key of `TIME_UNITS`, that ``text`` spells; None if it spells none."""
+    """Return the time unit, a key of `TIME_UNITS`, spelled by ``text``; None for other text."""
     return _TIME_UNIT_OF.get(text.strip().lower())
 
 
 def rate_unit(text: str) -> str | None:
-    """Return the unit of rate, a key of `BYTES_PER_SECOND`, that ``text`` spells.
+    """Return the rate unit, a key of `BYTES_PER_SECOND`, spelled by ``text``.
 
-    Returns None if it spells none, and ``""`` if it could be bits or bytes (``MBPS``, ``mb/s``).
+    Returns None for other text, and ``""`` if it could be bits or bytes (``MBPS``, ``mb/s``).
     """
     if text in BYTES_PER_SECOND:
         return text
@@ -193,20 +192,20 @@ def _spelt(parts: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ColumnName:
-    """A column's name, taken apart."""
+    """The parts of a column's name."""
 
     words: str
     """Lower-case words without the unit, separated by spaces."""
     rate: str | None
-    """Unit of rate in the name; empty if it could be bits or bytes."""
+    """Rate unit; empty if it could be bits or bytes."""
     time: str | None
-    """Unit of time in the name."""
+    """Time unit."""
     strange: str
-    """The unit in brackets, if it is neither of the two; ``min`` after the name of a time."""
+    """Any other unit in brackets; ``min`` after the name of a time."""
 
     @classmethod
     def of(cls, name: str) -> ColumnName:
-        """Take a name apart: ``Throughput (Mbit/s)``, ``time_ms``, ``downloadMbps``."""
+        """Split a name: ``Throughput (Mbit/s)``, ``time_ms``, ``downloadMbps``."""
         bracket = _BRACKET.search(name)
         if bracket is not None:
             inside = bracket[1].strip()
@@ -233,7 +232,7 @@ class ColumnName:
 
     @property
     def counts(self) -> bool:
-        """Whether the column counts (bytes, packets): it has no rate."""
+        """True for counters of bytes or packets."""
         if self.rate is not None or self.has(RATE):
             return False
         counted = self.words.rpartition(" ")[2] in COUNTS
@@ -241,13 +240,13 @@ class ColumnName:
 
     @property
     def counted(self) -> str | None:
-        """Unit of the rate at which a counter grows, as `rate_unit` returns it."""
+        """Rate unit of a counter's growth, see `rate_unit`."""
         found = (rate_unit(f"{word}/s") for word in reversed(self.words.split()))
         joined = next((word for word in ("bytes", "octets") if self.words.endswith(word)), "")
         return next((unit for unit in found if unit is not None), rate_unit(f"{joined}/s"))
 
     def has(self, kind: ColumnKind) -> bool:
-        """Return whether one of the words marks this kind."""
+        """Return whether a word marks this kind."""
         return not set(kind.names).isdisjoint(self.words.split())
 
 
@@ -276,10 +275,10 @@ def find_end(header: Sequence[str]) -> int | None:
 
 
 def find_rates(header: Sequence[str]) -> list[int]:
-    """Return the columns that may be the rate: one if the header is clear, several if it is not.
+    """Return the possible rate columns: one if the header is clear.
 
-    A column with a unit of rate counts, and one that is called a rate. A column without a unit is left out if one
-    with a unit has the same direction. Uplink columns are left out if there are others.
+    Columns with a rate unit or a rate name count. Columns without a unit are skipped if one with a unit has the same
+    direction, and uplink columns if there are others.
     """
     names = [ColumnName.of(name) for name in header]
     rates = [index for index, name in enumerate(names) if _is_rate(name) and not name.has(OTHER)]
@@ -293,7 +292,7 @@ def find_rates(header: Sequence[str]) -> list[int]:
 
 
 def find_related(header: Sequence[str]) -> list[int]:
-    """Return the columns that have to do with a rate but are none: counters, uplinks, speeds of a vehicle."""
+    """Return columns that are related to a rate but are not one: counters, uplinks, vehicle speeds."""
     names = [ColumnName.of(name) for name in header]
     return [
         index
@@ -343,7 +342,6 @@ def table() -> str:
 
 
 def _examples(unit: str) -> Iterator[str]:
-    """Yield a few common spellings of a unit."""
     prefix, bits = unit.removesuffix("bit/s").removesuffix("byte/s").removesuffix("B/s"), unit.endswith("bit/s")
     letter, word = ("b", "bits") if bits else ("B", "bytes")
     capital = prefix[:1].upper() + prefix[1:]

@@ -69,7 +69,7 @@ def parse(source: TraceFile) -> list[Trace]:
 
 
 def _fields(source: TraceFile) -> dict[str, str]:
-    """Return the ``# key: value`` lines. Names become file names on import, so they must not lead out of a folder."""
+    """Return the ``# key: value`` lines. Names become file names on import, so they must not leave the folder."""
     fields: dict[str, str] = {}
     for text in source.text.splitlines()[:20]:
         key, colon, value = text.removeprefix("#").partition(":")
@@ -82,6 +82,6 @@ def _fields(source: TraceFile) -> dict[str, str]:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a trace or family may have this name, which becomes that of a file on import."""
+    """Return whether this name is allowed for a trace or family; it becomes a file name on import."""
     parts = name.split("/")
     return _NAME.fullmatch(name) is not None and name == name.strip() and not {"", ".", ".."} & set(parts)

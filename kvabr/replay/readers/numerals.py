@@ -1,4 +1,4 @@
-"""Numbers in cells: which mark is the decimal one, and which cells hold no number."""
+"""Numbers in cells: decimal marks and missing values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 Mark = Literal["point", "comma"]
 MISSING = frozenset(("", "-", "--", "na", "n/a", "nan", "null", "none"))
-"""Cells, in lower case, that stand for a missing number."""
+"""Lower-case cells for a missing number."""
 
 _COMMA = re.compile(
     r"[-+]?(?:\d*,(?:\d{0,2}|\d{4,})|0\d*,\d{3}|\d{4,},\d{3}|\d{1,3}(?:\.\d{3})+,\d*|\d{1,3}(?:\.\d{3}){2,})"
@@ -16,13 +16,13 @@ _COMMA = re.compile(
 _POINT = re.compile(
     r"[-+]?(?:\d*\.(?:\d{0,2}|\d{4,})|0\d*\.\d{3}|\d{4,}\.\d{3}|\d{1,3}(?:,\d{3})+\.\d*|\d{1,3}(?:,\d{3}){2,})"
 )
-"""Numbers that only make sense with the decimal mark that gives the pattern its name."""
+"""Numbers valid only with the decimal mark that names the pattern."""
 
 
 def number(text: str) -> float | None:
-    """Return the number that ``text`` spells with a decimal point; None if it spells none.
+    """Return the number spelled by ``text`` with a decimal point; None for other text.
 
-    Python reads ``1_000`` as a number, too; files of other programs do not mean that.
+    Unlike Python, reject ``1_000``.
     """
     try:
         return float(text) if "_" not in text else None
@@ -31,16 +31,16 @@ def number(text: str) -> float | None:
 
 
 def decimal_mark(columns: Sequence[Sequence[str]], delimiter: str) -> tuple[Mark | None, bool]:
-    """Return the decimal mark of the numbers in ``columns``, None if that is unclear, and whether it is proven.
+    """Return the decimal mark in ``columns``, None if ambiguous, and whether it is proven.
 
-    A group of three digits after a mark may be thousands. Other numbers prove a mark: ``12,5``, ``0,125``,
-    ``1.234,5``. Without a proof, a mark that is in every number of a column is the decimal one: thousands would be
-    missing in some. A comma needs a delimiter other than the comma for that.
+    Three digits after a mark may be thousands. Other numbers prove a mark: ``12,5``, ``0,125``, ``1.234,5``. Without
+    proof, a mark in every number of a column is decimal: a thousands mark would be missing in some. A comma requires
+    another delimiter.
     """
     if not any("," in cell for column in columns for cell in column) and any(
         _POINT.fullmatch(cell) for column in columns for cell in column
     ):
-        return "point", True  # the usual case, and soon found
+        return "point", True  # the usual case
     proofs: set[Mark] = set()
     seen: set[str] = set()
     mixed = False
@@ -65,7 +65,7 @@ def decimal_mark(columns: Sequence[Sequence[str]], delimiter: str) -> tuple[Mark
 
 
 def with_point(cells: Sequence[str], mark: Mark) -> list[str]:
-    """Return numbers as they are written with a decimal point and without marks of thousands."""
+    """Return numbers with a decimal point and without thousands marks."""
     if mark == "comma":
         return [cell.replace(".", "").replace(",", ".") for cell in cells]
     return [cell.replace(",", "") for cell in cells]

@@ -1,4 +1,4 @@
-"""Units that a file does not name, and numbers that make a named one doubtful: both are questions to the user."""
+"""Questions about missing and doubtful units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvabr.replay.readers.times import COARSE_S, FINE_S, unit_of_dates
 from kvabr.replay.trace import Trace
 
 FASTEST, SLOWEST = 1e12 / 8, 1e3 / 8
-"""Bytes per second between which the mean rate of a file must lie."""
+"""Range of a file's mean rate, bytes per second."""
 LONGEST_STEP_S = 600.0
 LONGEST_S = 366 * 86400.0
 _SINCE_BOOT_S = 1e9
@@ -26,12 +26,12 @@ def seconds(
     Args:
         source: the file.
         times: in the unit of the file.
-        unit: the unit that the file names, a key of `TIME_UNITS`. None: dates since 1970 show their unit, and other
-            numbers are seconds if they step as a log in seconds does.
-        ends: times of the other ends of the samples, in the same unit; None: the next time.
+        unit: the file's unit, a key of `TIME_UNITS`. None: dates since 1970 reveal their unit, and other numbers are
+            seconds if they step like a log in seconds.
+        ends: other ends of the samples, in the same unit; None: the next time.
 
     Raises:
-        TraceQuestionError: the numbers could be in more than one unit, or are in none that is named.
+        TraceQuestionError: the unit is ambiguous, or none fits.
     """
     if source.said.time_unit is not None:
         return _scaled(times, unit)
@@ -52,14 +52,14 @@ def _scaled(times: list[float], unit: str | None) -> list[float]:
 
 
 def check(source: TraceFile, traces: Sequence[Trace], *, rate_option: str, time_option: str, value: str = "") -> None:
-    """Refuse rates and steps that no recorded link has, unless the user has confirmed the unit.
+    """Reject rates and steps of no real link unless the user confirmed the unit.
 
     Args:
         source: the file.
-        traces: its traces, checked together: a piece in which little arrived is plausible.
-        rate_option: the option that confirms rates; empty if they are confirmed.
-        time_option: the option that confirms times; likewise.
-        value: the value that confirms both, if it is one; otherwise a unit is.
+        traces: its traces, checked together because a piece may have a low rate.
+        rate_option: option that confirms rates; empty if confirmed.
+        time_option: option that confirms times; empty if confirmed.
+        value: value that confirms both; empty: a unit.
 
     Raises:
         TraceQuestionError: the mean rate, the median step or the length is implausible.

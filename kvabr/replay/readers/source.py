@@ -1,6 +1,6 @@
-"""Shared by all readers: a bounded text, numbers from it, and the way from samples to a `Trace`.
+"""Shared by all readers: a bounded text, its numbers, and conversion of samples to a `Trace`.
 
-A reader turns text into `Sample`s. `Trace` alone validates them, and `build` adds file and line to its errors. An
+A reader converts text to `Sample`s. Only `Trace` validates them, and `build` adds file and line to its errors. An
 ambiguous file raises `TraceFile.question`.
 """
 
@@ -20,80 +20,78 @@ from kvabr.replay.trace import SegmentError, Trace
 from kvabr.types.errors import TraceError, TraceQuestionError
 
 MAX_FILE_BYTES = 64 << 20
-"""Largest trace file that is read, bytes."""
+"""Maximum size of a trace file."""
 MAX_LINES = 8_000_000
-"""Most lines of a trace file."""
 
 MAX_ROWS = 1_000_000
-"""Most rows with a time and a rate of a trace file."""
+"""Maximum rows with a time and a rate."""
 GAP_STEPS = 10
-"""A step longer than this many median steps is a gap in the measurement."""
+"""A step longer than this many median steps is a gap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Answers of the user about a file; None: as its names and numbers say."""
+    """The user's description of a file; None: detect."""
 
     time: str | None = None
-    """Name of the column with the start of a row."""
+    """Column with the start of a row."""
     end: str | None = None
-    """Name of the column with the end of a row."""
+    """Column with the end of a row."""
     rate: str | None = None
-    """Name of the column with the rate."""
+    """Column with the rate."""
     counter: str | None = None
-    """Name of the column with a running total, from which the rate is computed."""
+    """Column with a running total to convert to a rate."""
     unit: str | None = None
-    """Unit of the rate, or of that of the counter, in any spelling that `kvabr.replay.readers.names` knows."""
+    """Unit of the rate or counter, in any spelling known to `kvabr.replay.readers.names`."""
     time_unit: str | None = None
     """Unit of numeric times, in any such spelling."""
     decimal: Mark | None = None
-    """Decimal mark of numbers."""
     step_s: float | None = None
-    """Seconds that each row lasts, in a file without times."""
+    """Seconds per row, in a file without times."""
 
     @property
     def of_csv(self) -> bool:
-        """Whether an answer only fits a file with named columns."""
+        """Whether a field applies only to files with named columns."""
         answers = (self.time, self.end, self.rate, self.counter, self.decimal, self.step_s)
         return any(answer is not None for answer in answers)
 
 
 class Rows(NamedTuple):
-    """The lines of a file with a time and a rate each, column by column: there may be a million."""
+    """Rows with time and rate, by column for efficiency."""
 
     places: Sequence[int]
-    """Line of the file of each row, from 1."""
+    """File line of each row, from 1."""
     starts: Sequence[float]
     """Seconds, from any origin."""
     ends: Sequence[float] | None
-    """Seconds; None if the file does not say them."""
+    """Seconds, if given."""
     rates: Sequence[float | None]
-    """Bytes per second; None where one is missing."""
+    """Bytes per second, or None."""
 
 
 class Sample(NamedTuple):
-    """One segment of a trace as a file gives it."""
+    """One segment of a trace as given in a file."""
 
     place: int
     """Line of the file, or index of the entry in JSON, from 1."""
     start: float
     """Seconds, from any origin."""
     end: float
-    """Seconds; only the last sample's counts, since each sample reaches to the start of the next."""
+    """Seconds; only the last sample's counts, since each sample lasts until the next."""
     rate: float
     """Bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of a file, by which its format is recognised."""
+    """The beginning of a file, for detecting its format."""
 
     text: str
-    """The text, without leading white space."""
+    """Text without leading white space."""
     lines: list[str]
-    """Its lines, stripped, without empty ones."""
+    """Stripped lines without empty ones."""
     rows: list[str]
-    """The first of these lines that are not comments (``#``)."""
+    """The first lines that are not comments (``#``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +110,22 @@ class TraceFile:
         return TraceError(f"{self.path}: {where}{problem}")
 
     def question(self, problem: str, option: str, value: str) -> TraceQuestionError:
-        """Return an error about something that the file does not say, and the option that says it."""
+        """Return an error about an ambiguity, with the option that resolves it."""
         how = f"`kvabr traces import {self.path} {option} {value} --out DIR`"
         return TraceQuestionError(f"{self.path}: {problem}; say it with {option}: {how}", option)
 
     def lines(self) -> list[tuple[int, str]]:
-        """Return the lines that are neither empty nor comments (``#``), stripped, with their numbers from 1."""
+        """Return the stripped lines that are neither empty nor comments (``#``), with their numbers from 1."""
         lines = self.text.splitlines()
         if len(lines) > MAX_LINES:
             raise self.error(f"{len(lines)} lines, more than the {MAX_LINES} allowed; cut the file in pieces")
-        # Tabs are kept: one at the beginning of a line is an empty cell.
+        # Keep tabs: a leading tab is an empty cell.
         stripped = [line.strip(" \r\v\f") for line in lines]
         kept = [not line.startswith("#") and not line.isspace() and line != "" for line in stripped]
         return list(compress(zip(count(1), stripped, strict=False), kept))
 
     def rows(self) -> list[tuple[int, str]]:
-        """Return the same lines of a file that has a row on each line.
+        """Return `lines` of a file with one row per line.
 
         Raises:
             TraceError: there are more than `MAX_ROWS`.
@@ -149,7 +147,7 @@ class TraceFile:
             raise self.error(f"not valid JSON ({error}); is the file complete?") from error
 
     def number(self, value: Any, what: str, place: int, unit: str = "line") -> float:
-        """Return ``value``, text or a JSON number, as a float; `Trace` refuses it later if it is not finite.
+        """Return ``value``, text or a JSON number, as a float; `Trace` later rejects values that are not finite.
 
         Raises:
             TraceError: ``value`` is not a number.
@@ -180,17 +178,17 @@ class TraceFile:
 def build(
     source: TraceFile, samples: Sequence[Sample], *, session: str = "", rtt_s: float | None = None, unit: str = "line"
 ) -> Trace:
-    """Make a trace of samples, shifted so that the first one starts at 0.
+    """Make a trace of samples, shifted to start at 0.
 
     Args:
-        source: the file that the samples came from.
-        samples: in the order of the file.
-        session: suffix that tells this trace from the others of the file.
+        source: the file.
+        samples: in file order.
+        session: suffix that distinguishes the traces of a file.
         rtt_s: round-trip time, seconds.
-        unit: what `Sample.place` counts: lines, or entries of a JSON list.
+        unit: unit of `Sample.place`: line, or JSON entry.
 
     Raises:
-        TraceError: the samples do not make a valid `Trace`; the message names the file and the line.
+        TraceError: the samples are not a valid `Trace`; the message names the file and the line.
     """
     if not samples:
         raise source.error("it has no samples; a trace needs at least one")
@@ -210,7 +208,7 @@ def _trace(  # one per piece of a file
     unit: str = "line",
 ) -> Trace:
     origin = starts[0]
-    # Seconds since 1970 as a float are good to a quarter of a microsecond; finer digits are noise of the subtraction.
+    # Float seconds since 1970 have a resolution of a quarter of a microsecond; finer digits are noise.
     shifted = starts if origin == 0 else [_microseconds(start - origin) for start in starts]
     try:
         return Trace(
@@ -228,13 +226,13 @@ def _trace(  # one per piece of a file
 
 
 def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[Sample]:
-    """Return samples from rows that only say when they begin: each rate holds until the next row's time.
+    """Return samples from rows with only a start: each rate holds until the next row.
 
-    How long the last rate held is unknown; it gets the median step, so that no row is lost.
+    The last rate lasts for the median step, so that no row is lost.
 
     Args:
         rows: (line, time s, bytes per second).
-        lone_s: length of a single row, seconds.
+        lone_s: duration of a single row, seconds.
     """
     step = median_step([time for _, time, _ in rows], lone_s)
     ends = [time for _, time, _ in rows[1:]] + [rows[-1][1] + step] if rows else []
@@ -244,14 +242,14 @@ def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[
 def split(source: TraceFile, rows: Rows, *, least_gap_s: float = 0.0) -> list[Trace]:
     """Make traces of rows: one, or several named ``-0001`` and so on if there are gaps.
 
-    A row lasts until its end or, without one, until the next row's time. A gap longer than `GAP_STEPS` splits the file;
-    in a shorter one the rate holds. A row without a rate splits it as well: a missing sample is not a zero. Pieces that
-    carried nothing are left out if others remain.
+    A row lasts until its end or the next row. A gap longer than `GAP_STEPS` splits the file; in a shorter one the rate
+    holds. A row without a rate splits it too: a missing sample is not zero. Pieces with zero rates are dropped if
+    others remain.
 
     Args:
         source: the file.
         rows: its rows, in order.
-        least_gap_s: seconds; a shorter jump is no gap.
+        least_gap_s: minimum gap, seconds.
 
     Raises:
         TraceError: no row has a rate, one ends before it starts, or the samples of a piece are not valid.
@@ -275,11 +273,11 @@ def split(source: TraceFile, rows: Rows, *, least_gap_s: float = 0.0) -> list[Tr
 
 class _Piece(NamedTuple):
     first: int
-    """Its first row."""
+    """First row."""
     stop: int
-    """The row after its last one."""
+    """Row after the last one."""
     end: float
-    """End of its last row, seconds."""
+    """End of the last row, seconds."""
 
 
 def _pieces(source: TraceFile, rows: Rows, least_gap_s: float) -> Iterator[_Piece]:
@@ -287,7 +285,7 @@ def _pieces(source: TraceFile, rows: Rows, least_gap_s: float) -> Iterator[_Piec
     if ends is None:
         step = median_step(starts)
         held = max(GAP_STEPS * step, least_gap_s)
-        # How long the last rate before a jump held is unknown; it gets the median step.
+        # The last rate before a jump lasts for the median step.
         lasts = [after if 0 < after - start <= held else start + step for start, after in pairwise(starts)]
         lasts.append(starts[-1] + step)
     else:
@@ -297,7 +295,7 @@ def _pieces(source: TraceFile, rows: Rows, least_gap_s: float) -> Iterator[_Piec
         steps = [after - start for start, after in pairwise(starts) if after > start]
         step = statistics.median_low(steps or [end - start for start, end in zip(starts, ends, strict=True)])
         held = max(GAP_STEPS * step, least_gap_s)
-        # A short gap belongs to the row before it, and a row that overlaps the next one ends where that begins.
+        # A short gap belongs to the row before it; an overlapping row ends at the next one.
         lasts = [
             after if start < after <= end + held else end
             for start, end, after in zip(starts, ends, starts[1:], strict=False)

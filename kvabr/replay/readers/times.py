@@ -1,4 +1,4 @@
-"""Times in cells: numbers in some unit, or a calendar's date and time."""
+"""Times in cells: numbers, or dates and times of day."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from kvabr.replay.readers.names import TIME_UNITS
 
 FORMS = "2026-01-31 12:00:00, 2026.01.31_12.00.00, 31.01.2026 12:00:00, 23:59:30, 11:59:30 PM"
-"""Forms of dates and times of day, for messages. Seconds may have a fraction, and dates a zone (Z, +02:00, CET)."""
+"""Forms of dates and times, for messages. Seconds may have a fraction, and dates a zone (Z, +02:00, CET)."""
 DAY_S = 86400.0
 
 _YEAR_FIRST = re.compile(
@@ -40,34 +40,31 @@ _NAMES = {
     11: ("AEDT",),
 }
 _ZONES = {name: hours for hours, names in _NAMES.items() for name in names}
-"""Hours that a zone is before UTC. Only differences within a file matter, so that an ambiguous ``CST`` does no harm."""
+"""Hours of a zone relative to UTC. Only differences within a file matter, so an ambiguous ``CST`` is harmless."""
 
 _DATES = (1e9, 4.2e9)
-"""Seconds since 1970 that are taken for a date: the years 2001 to 2103."""
+"""Numbers treated as seconds since 1970: the years 2001 to 2103."""
 COARSE_S = 10.0
-"""Seconds without a named unit that are this long or longer could as well be milliseconds."""
+"""Minimum step without a named unit that could be milliseconds."""
 FINE_S = 1e-3
-"""Steps without a named unit that are shorter than this are perhaps hours or days."""
+"""Steps below this without a named unit may be hours or days."""
 
 
 def calendar(text: str) -> float | None:
-    """Return the seconds since 1970 of a date and time; None if it is in no known form.
-
-    A time without a zone counts as UTC.
-    """
+    """Return a date and time as seconds since 1970 (UTC without a zone); None for other text."""
     return _halved(text.strip(), _calendar)
 
 
 def clock(text: str) -> float | None:
-    """Return the seconds since midnight of a time of day, or since the start of an elapsed one; None if it is neither.
+    """Return a time of day in seconds since midnight, or an elapsed time; None for other text.
 
-    Hours and minutes alone are neither: they may be minutes and seconds.
+    Hours and minutes alone are rejected: they may be minutes and seconds.
     """
     return _halved(text.strip(), _clock)
 
 
 def days(clocks: Sequence[float]) -> list[float]:
-    """Return times of day as rising seconds: one that is half a day earlier than its predecessor is of the next day."""
+    """Return times of day as rising seconds: a time half a day before its predecessor is on the next day."""
     found: list[float] = []
     day = 0.0
     for time in clocks:
@@ -78,7 +75,7 @@ def days(clocks: Sequence[float]) -> list[float]:
 
 
 def _halved(text: str, seconds: Callable[[str], float | None]) -> float | None:
-    """Return the seconds of a time of 24 hours, or of 12 hours with AM or PM."""
+    """Return the seconds of a 24-hour time, or of a 12-hour time with AM or PM."""
     half = _HALF.fullmatch(text)
     if half is None:
         return seconds(text)

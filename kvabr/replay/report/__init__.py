@@ -1,7 +1,7 @@
 """Reports of a replay, for people and for other tools.
 
-The input is a replay's result and the timelines of some of its runs; neither is changed. The output is a terminal
-table, one sentence, one self-contained page, a picture (SVG), a trace for Perfetto, or the log as JSON lines.
+The input is a replay's result and timelines of some runs. The output is a terminal table, a sentence, a self-contained
+page, an SVG picture, a Perfetto trace, or a JSON lines log.
 """
 
 from __future__ import annotations

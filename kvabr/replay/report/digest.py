@@ -1,6 +1,6 @@
 """The page's data: numbers rounded, lines thinned, names replaced by indices.
 
-Rows are short lists rather than objects, since a page holds thousands of them; `FIELDS` names their columns.
+Rows are short lists, since a page holds thousands; `FIELDS` names their columns.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ FIELDS = {
     "computed": ("start", "end", "first", "last", "tokens"),
     "published": ("t", "edge"),
 }
-"""Columns of a play's lists. Tracks are indices; -1 is ``recomputed``, None is no track."""
+"""Columns of a play's lists. Track indices: -1 is ``recomputed``, None is no track."""
 
-MOST_DECISIONS = 4000
-"""Most decisions listed per play; beyond that, waits are left out first, then the end."""
+MAX_DECISIONS = 4000
+"""Maximum decisions listed per play; waits are dropped first, then the end."""
 _HISTOGRAM = 30
-"""Bins of TTFT from 0 to 1.5 deadlines; the last one holds everything later."""
+"""Bins of TTFT from 0 to 1.5 deadlines; the last one includes later times."""
 _QUIET = {"wait", "finish"}
-"""Kinds of decision that change nothing."""
+"""Decisions without an action."""
 
 
 def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict[str, Any]:
-    """Return everything that the page needs, as plain JSON without NaN.
+    """Return the page's data as plain JSON without NaN.
 
     Args:
-        result: what `kvabr replay --json` writes.
+        result: JSON of `kvabr replay --json`.
         timelines: logs and links of some of its runs.
         tracks: names of all tracks, cheapest first.
     """
@@ -105,15 +105,13 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
 
 
 def _worth(start: PlayStarted | None, tracks: list[str]) -> list[int]:
-    """Return the indices of the tracks on the Pareto front of bytes against loss; all if the log does not say."""
+    """Return the indices of the tracks on the Pareto front of bytes against loss; all if not logged."""
     front = None if start is None else start.worth_playing
     return [index for index, track in enumerate(tracks) if not front or track in front]
 
 
 def _opening(played: list[str], policies: list[str]) -> int:
-    """Return the index of the play to open on.
-
-    That is the first play of the default policy; without one, of the best policy that is not told the future.
+    """Return the index of the play to open: the first of the default policy, or of the best policy that is no oracle.
 
     Args:
         played: policies of the page's plays.
@@ -130,14 +128,14 @@ def _policy(result: Result, name: str, places: dict[str, int]) -> dict[str, Any]
     for track, part in (line.get("track_share") or {}).items():
         place = places.get(str(track))
         if place is not None:
-            # The last place, which is also index -1, belongs to recomputed groups.
+            # The last place, index -1, is for recomputed groups.
             share[place] += number(part) or 0.0
     histogram = [0] * _HISTOGRAM
     for run in result.get("runs", ()):
         if run.get("policy") == name and feasible(run):
             ttft, deadline = number(run.get("ttft_s")), number(run.get("deadline_s"))
             part = 1.5 if ttft is None or not deadline else ttft / deadline
-            # A play delivered exactly at the deadline has met it, so it belongs to the bin before.
+            # Delivery exactly at the deadline meets it, so it counts in the bin before.
             histogram[min(_HISTOGRAM - 1, max(0, int(part * _HISTOGRAM / 1.5 - 1e-9)))] += 1
     numbers = {key: significant(number(value)) for key, value in line.items() if not isinstance(value, dict | list)}
     interval = line.get("hit_ratio_ci95") or (None, None)
@@ -161,7 +159,7 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
     start = start_of(log)
     deadline = number(run.get("deadline_s")) or 0.0
     ttft = number(run.get("ttft_s"))
-    # Leave room on the right, so that the last milestone is not on the edge.
+    # Leave space for the last milestone.
     until = 1.03 * max(end_of(log), ttft or 0.0, deadline)
     flights = requests(log)
     decisions, left_out = _decisions(log, places)
@@ -214,11 +212,11 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
 def _stop(
     end: DecisionMade | None, decisions: list[list[Any]], run: Run, losses: Mapping[str, float | None]
 ) -> dict[str, Any] | None:
-    """Return when and why a policy ended its play although better tracks were left; None if it did not.
+    """Return when and why a policy stopped although better tracks were left; None if it did not.
 
     Args:
-        end: the decision that ended it.
-        decisions: the rows of all decisions; ``decision`` is the index of the one among them.
+        end: the last decision.
+        decisions: rows of all decisions; ``decision`` is the index of that row.
         run: the play.
         losses: expected loss of every track.
     """
@@ -242,13 +240,13 @@ def _groups(run: Run, places: dict[str, int]) -> list[list[Any]]:
 
 
 def _units(run: Run) -> list[str]:
-    """Return what the groups of a model with several layer classes are called; empty if they have numbers only."""
+    """Return the names of groups with several layer classes, otherwise empty."""
     groups = sorted(run.get("groups") or (), key=lambda item: int(item["group"]))
     return [str(group["unit"]) for group in groups if group.get("unit")]
 
 
 def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[Any]], int]:
-    """Return rows of all decisions without waits that repeat the last one, and how many decisions are left out."""
+    """Return rows of all decisions without repeated waits, and the number of omitted decisions."""
     rows: list[list[Any]] = []
     total = 0
     last_quiet = None
@@ -270,14 +268,14 @@ def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[
                 *(event.request, reason, *numbers, _alternatives(event.alternatives, places)),
             ]
         )
-    if len(rows) > MOST_DECISIONS:
+    if len(rows) > MAX_DECISIONS:
         loud = [row for row in rows if row[1] not in _QUIET]
-        rows = loud[:MOST_DECISIONS]
+        rows = loud[:MAX_DECISIONS]
     return rows, total - len(rows)
 
 
 def _alternatives(found: Mapping[str, float] | None, places: dict[str, int]) -> list[float | int | None] | None:
-    """Return bytes by track index, without trailing tracks that were no alternative."""
+    """Return bytes by track index, without trailing tracks that were not on offer."""
     if not found:
         return None
     row: list[float | int | None] = [None] * len(places)

@@ -154,7 +154,7 @@ def _instant(event: PlayEvent) -> Iterator[Slice]:
 
 
 def _prefill(log: list[PlayEvent]) -> Iterator[Slice]:
-    """Show what a producer published while the play went on, from one of its groups to the next."""
+    """Show the producer's publications during the play, group by group."""
     before_s, before = 0.0, 0
     for t, edge in published(log):
         if not before:

@@ -1,7 +1,7 @@
-"""The page of a replay: a single HTML file with its data, styles and script, readable offline.
+"""The page of a replay: a single HTML file with data, styles and script, readable offline.
 
-It consists of ``page.html``, ``page.css`` and `SCRIPTS` from this folder, and a digest of the result and its timelines
-as JSON. It loads nothing: its content security policy forbids it.
+It combines ``page.html``, ``page.css`` and `SCRIPTS` with a JSON digest of the result and its timelines. Its content
+security policy forbids loading resources.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from kvabr.store.files import write_text
 SCRIPTS = (
     *("dom.js", "overview.js", "strip.js", "loss.js", "timeline.js", "inspector.js", "log.js", "export.js", "page.js"),
 )
-"""The page's scripts, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What surrounds the plays on a page that shows more than a replay."""
+    """The surroundings of the plays, for pages that show more than a replay."""
 
     mark: str = "kvabr replay"
-    """What made the page."""
+    """Creator of the page."""
     title: str | None = None
-    """Title of the window; None for the asset's name."""
+    """Window title; None for the asset's name."""
     verdict: str | None = None
     """Sentence at the top; None for the replay's own."""
     sections: str = ""
@@ -58,9 +57,8 @@ def write_page(path: Path, result: Result, timelines: list[Timeline]) -> None:
 
     Args:
         path: the file to write or replace.
-        result: what `kvabr replay --json` writes; its ``asset`` names what was played.
-        timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``; the page shows
-            all of them.
+        result: JSON of `kvabr replay --json`.
+        timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``, all shown.
 
     Raises:
         AssetError: the file cannot be written.
@@ -84,7 +82,7 @@ def render(result: Result, timelines: list[Timeline], frame: Frame | None = None
         "data": _embed(data),
         "script": "\n".join(map(_own, SCRIPTS)),
     }
-    # One pass, so that nothing in the data is mistaken for a placeholder.
+    # One pass, so that data is never mistaken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], _own("page.html"))
 
 
@@ -93,7 +91,7 @@ def _own(name: str) -> str:
 
 
 def _embed(data: dict[str, Any]) -> str:
-    """Return JSON that is safe in a script element: without ``<``, which could close it or open a comment."""
+    """Return JSON that is safe in a script element: ``<`` could close it or open a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

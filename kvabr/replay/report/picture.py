@@ -1,6 +1,6 @@
-"""One play as an SVG picture: the link above, and below it every group of the cache, coloured by what is in place.
+"""One play as an SVG picture: the link above, and below it every group, coloured by its track over time.
 
-The picture stands alone (no scripts, no fonts, no other files) and follows the reader's light or dark theme.
+The picture needs no scripts, fonts or other files and follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvabr.types.events import DecisionMade, PlayEvent, PlayStarted, ProgressMad
 _LEFT, _WIDTH, _RIGHT = 84.0, 720.0, 24.0
 _LINK_TOP, _LINK, _ROWS_TOP = 26.0, 70.0, 136.0
 _ROWS = 264.0
-"""Height of all groups together, pixels; each row is at most `_MOST_ROW` high."""
-_MOST_ROW = 12.0
+"""Height of all groups together, pixels; each row is at most `_MAX_ROW` high."""
+_MAX_ROW = 12.0
 _CHARACTER = 6.6
 """Mean width of a character of 12 pixels."""
 _MBIT = 8e-6
@@ -74,7 +74,7 @@ def picture(run: Run, timeline: Timeline, tracks: list[str]) -> str:
     if start is None:
         raise ValueError("a log without its first event")
     end_s = max(start.deadline_s, number(run.get("ttft_s")) or 0.0)
-    row = min(_MOST_ROW, _ROWS / start.groups)
+    row = min(_MAX_ROW, _ROWS / start.groups)
     scale = _Scale(end_s)
     bottom = _ROWS_TOP + row * start.groups
     ended_s = number(run.get("ttft_s"))
@@ -114,7 +114,7 @@ def _style(tracks: int) -> str:
 
 
 def _spans(log: list[PlayEvent], end_s: float) -> Iterator[tuple[int, float, float, str]]:
-    """Yield (group, from, until, track) for as long as each group was in place on one track."""
+    """Yield (group, from, until, track) for each time that a group was in place on a track."""
     states: dict[int, list[tuple[float, str]]] = {}
     for request in requests(log):
         if request.decoded_s is not None:
@@ -142,7 +142,7 @@ def _rows(
 
 
 def _link(timeline: Timeline, log: list[PlayEvent], scale: _Scale, end_s: float) -> Iterator[str]:
-    """Draw what the link could carry, and the lower bound that the player counted on."""
+    """Draw the link's capacity and the player's lower bound."""
     link = capacity(timeline.get("link") or (), end_s)
     area = [(t or 0.0, rate or 0.0) for t, rate in zip(link["t"], link["mean"], strict=True)]
     bounds = [(event.t, event.lower) for event in log if isinstance(event, DecisionMade | ProgressMade) and event.lower]
@@ -175,9 +175,8 @@ def _axis(start: PlayStarted, scale: _Scale, bottom: float, end_s: float) -> Ite
 
 
 def _ended(x: float, bottom: float) -> Iterator[str]:
-    """Mark where the cache was complete and the model went on."""
     yield f'<line class="ended" x1="{x}" x2="{x}" y1="{_LINK_TOP}" y2="{bottom:.1f}"/>'
-    if x < _LEFT + _WIDTH - 150:  # what is to the right of it is empty
+    if x < _LEFT + _WIDTH - 150:  # the space on its right is empty
         yield _text(x + 6, bottom - 8, "the cache is complete", "muted")
 
 

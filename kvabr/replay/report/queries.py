@@ -1,9 +1,8 @@
-"""Queries on a replay's result that all reports share (tracks, ranking of policies, feasible plays), and track colours.
+"""Queries on a replay's result shared by all reports (tracks, ranking of policies, feasible plays), and track colours.
 
-A result is the JSON of ``kvabr replay --json``; a timeline is the log and the link of one of its runs. The colours are
-one ordered ramp from cheap (warm, light) to exact (deep), for page and terminal. Lightness falls strictly along the
-ramp, so that the order survives colour blindness and grey prints; neighbours stay distinct under simulated
-deuteranopia, protanopia and tritanopia.
+A result is the JSON of ``kvabr replay --json``; a timeline is the log and the link of one of its runs. The colours form
+a ramp from cheap (warm, light) to exact (deep). Lightness falls strictly, so the order survives colour blindness and
+grey prints; neighbours stay distinct under simulated deuteranopia, protanopia and tritanopia.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from kvabr.types.naming import LEVELS
 RECOMPUTED = "recomputed"
 """Track name of groups that the engine computed."""
 NOTHING = "none"
-"""Track name, in a summary, of groups that never came."""
+"""Track name in a summary for missing groups."""
 FIXED = "fixed:"
 """Prefix of policies that play one track and never adapt."""
 ORACLE = "oracle"
-"""Suffix of policies that are told what the link will carry."""
+"""Suffix of policies that know the future of the link."""
 
 DASH = "\u2013"
 """En dash: between the ends of a range, and for a missing number."""
@@ -40,12 +39,12 @@ def number(value: Any) -> float | None:
 
 
 def feasible(run: Run) -> bool:
-    """Return whether any schedule could have met this run's deadline; True if the result does not say."""
+    """Return whether any schedule could have met this run's deadline; True if unknown."""
     return run.get("feasible") is not False
 
 
 def ranked(result: Result) -> list[str]:
-    """Return policies by mean regret, least first; those without one come last, ties keep the result's order."""
+    """Return policies by ascending mean regret; those without regret follow, ties keep the result's order."""
     summary = result.get("summary", {})
 
     def regret(policy: str) -> float:
@@ -58,7 +57,7 @@ def ranked(result: Result) -> list[str]:
 def track_order(result: Result, timelines: Iterable[Timeline] = ()) -> list[str]:
     """Return the names of all tracks, cheapest first, without ``recomputed``.
 
-    They come from the asset or the timelines; otherwise from the bytes of the groups that the result lists.
+    Sources are the asset or the timelines, otherwise the bytes of the groups in the result.
     """
     listed = [line for line in _asset(result).get("tracks") or () if isinstance(line, dict) and "track" in line]
     listed.sort(key=lambda line: number(line.get("bytes")) or 0.0)
@@ -91,7 +90,7 @@ def _asset(result: Result) -> dict[str, Any]:
 
 
 def asset_name(result: Result) -> str | None:
-    """Return a description of what was played; None if the result does not say."""
+    """Return a description of the asset; None if unknown."""
     model, tokens = _asset(result).get("model"), number(_asset(result).get("tokens"))
     if model is None:
         return None
@@ -130,7 +129,7 @@ def mean_regret(runs: Iterable[Run]) -> float | None:
 
 
 def play_key(run: Run) -> tuple[str, float, float]:
-    """Return what runs share if only their policy differs: trace, start in seconds, deadline in seconds."""
+    """Return the run's trace, start and deadline in seconds, which plays of different policies share."""
     return (str(run.get("trace")), number(run.get("start_s")) or 0.0, number(run.get("deadline_s")) or 0.0)
 
 
@@ -154,7 +153,7 @@ def nats(value: float | None, digits: int = 2) -> str:
 LIGHT = ("#f6cf5e", "#f0a158", "#df745f", "#c04e7d", "#943f9f", "#4247ad", "#0b2440")
 """Ramp for light backgrounds."""
 DARK = ("#ffe999", "#fdbb68", "#f28a62", "#d9648c", "#b553b0", "#7f45c4", "#3f40b8")
-"""Ramp for dark backgrounds, and for terminals, whose background is unknown."""
+"""Ramp for dark backgrounds, and for terminals with unknown background."""
 RECOMPUTED_LIGHT = "#12877a"
 RECOMPUTED_DARK = "#3cc4ae"
 

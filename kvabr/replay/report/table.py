@@ -36,20 +36,20 @@ from kvabr.replay.report.queries import (
 from kvabr.replay.trace import three
 
 _FAMILY_WIDTH = 11
-"""Most characters of a family's column."""
+"""Maximum characters of a family's column."""
 _BAR = (4, 24)
-"""Least and greatest width of a track bar, characters."""
+"""Minimum and maximum width of a track bar, characters."""
 
 
 _TITLES = (
     *("\nmet", "\n95 %", "TTFT\np50", "s\np95", "loss\nmean", "\np95"),
     *("\nregret", "\ncomp.", "\nwaste"),
 )
-"""None wider than its numbers, so that a row fits 80 columns; the first line names what two columns share."""
+"""Column headers no wider than the numbers, so that a row fits 80 columns; the first line groups two columns."""
 
 
 class ShareBar:
-    """The tracks' shares of the groups as a bar that fills its cell; letters instead of colours without colour."""
+    """The tracks' shares of the groups as a bar; letters replace colours on monochrome terminals."""
 
     def __init__(self, parts: Iterable[tuple[str, str, float]]) -> None:
         """Create a bar.
@@ -82,7 +82,7 @@ def summary_table(result: Result) -> RenderableType:
     The table fits 80 columns; wider consoles get wider bars.
 
     Args:
-        result: what `kvabr replay --json` writes.
+        result: JSON of `kvabr replay --json`.
     """
     table = plain_table()
     table.spare = ("\n95 %", "\np95", "\nwaste", "\ncomp.", "s\np95", "\nmix")
@@ -120,7 +120,7 @@ def family_table(result: Result) -> RenderableType | None:
     Families that do not fit the console's width continue below.
 
     Args:
-        result: what `kvabr replay --json` writes; its runs must have ``trace_family``.
+        result: JSON of `kvabr replay --json`; its runs must have ``trace_family``.
     """
     by_family = families(result)
     return _FamilyTable(ranked(result), by_family) if len(by_family) > 1 else None

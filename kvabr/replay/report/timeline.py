@@ -1,4 +1,4 @@
-"""A log of events as spans (requests, recomputations) and as series over time (rates, estimates), for all reports."""
+"""A log of events as spans (requests, recomputations) and time series (rates, estimates), for all reports."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from kvabr.types.events import (
 )
 
 Outcome = Literal["done", "cancelled", "failed", "open"]
-_ENDS = {"finish", "deliver"}
-"""Kinds of decision by which a policy asks for nothing more."""
-_ASKS = {"fetch", "upgrade", "recompute"}
-"""Kinds of decision by which it asks for something."""
+_FINAL_KINDS = {"finish", "deliver"}
+"""Decisions that end a play."""
+_REQUEST_KINDS = {"fetch", "upgrade", "recompute"}
+"""Decisions that start work."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One request from its sending to its end; times in seconds since the play began."""
+    """One request; times in seconds after the play began."""
 
     request: int
     group: int
@@ -49,19 +49,19 @@ class Request:
     """Size of the group's frame."""
     sent_s: float
     end_s: float
-    """When its last byte came, or it was cancelled or failed; the log's end if it is still open then."""
+    """Time of its last byte, cancellation or failure; the log's end if it is still open."""
     first_byte_s: float | None = None
     outcome: Outcome = "open"
     received: int = 0
     reason: str = ""
-    """Why it was cancelled or failed."""
+    """Reason of cancellation or failure."""
     decoded_s: float | None = None
-    """When its group was in place at this track."""
+    """When its group was in place on this track."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Groups ``first`` to ``last`` - 1, recomputed by the engine; or single tokens of passages, and no group."""
+    """Groups ``first`` to ``last`` - 1 recomputed by the engine, or single tokens of passages."""
 
     start_s: float
     end_s: float
@@ -69,7 +69,7 @@ class Computation:
     last: int
     finished: bool
     tokens: int = 0
-    """Single tokens."""
+    """Number of single tokens."""
 
 
 def end_of(log: Iterable[PlayEvent]) -> float:
@@ -78,12 +78,12 @@ def end_of(log: Iterable[PlayEvent]) -> float:
 
 
 def start_of(log: Iterable[PlayEvent]) -> PlayStarted | None:
-    """Return the event that opens a log, if it is there."""
+    """Return the event that opens a log, if present."""
     return next((event for event in log if isinstance(event, PlayStarted)), None)
 
 
 def requests(log: Sequence[PlayEvent]) -> list[Request]:
-    """Return all requests in the order in which they were sent."""
+    """Return all requests in order of sending."""
     found: dict[int, Request] = {}
     end = end_of(log)
     for event in log:
@@ -103,7 +103,7 @@ def _follow(request: Request, event: FirstByteReceived | TransferEvent) -> None:
         case GroupDecoded():
             request.decoded_s = event.t
         case RequestCancelled() | RequestFailed():
-            # A group that arrived and was refused by the decoder keeps its time of arrival.
+            # A group rejected by the decoder keeps its time of arrival.
             if request.outcome == "open":
                 request.end_s = event.t
             request.outcome = "cancelled" if isinstance(event, RequestCancelled) else "failed"
@@ -112,7 +112,7 @@ def _follow(request: Request, event: FirstByteReceived | TransferEvent) -> None:
 
 
 def computations(log: Sequence[PlayEvent]) -> list[Computation]:
-    """Return all runs of the engine, in order."""
+    """Return all computations of the engine, in order."""
     begun: dict[tuple[int, int], float] = {}
     found = []
     again: TokensStarted | None = None
@@ -134,9 +134,9 @@ def computations(log: Sequence[PlayEvent]) -> list[Computation]:
 
 
 def losses(log: Sequence[PlayEvent], catalog: Catalog) -> list[tuple[float, float]]:
-    """Return what the cache in place was expected to lose when: (seconds, nats per token), once every group is there.
+    """Return the expected loss of the complete cache over time: (seconds, nats per token).
 
-    Steps of less than a hundredth are left out.
+    Steps of less than 1 % are omitted.
     """
     events = [
         (item.decoded_s, item.group, catalog.by_name[item.track].loss[item.group])
@@ -160,15 +160,14 @@ def losses(log: Sequence[PlayEvent], catalog: Catalog) -> list[tuple[float, floa
 
 
 def published(log: Sequence[PlayEvent]) -> list[tuple[float, int]]:
-    """Return when the player knew of how many groups of a cache that was still being prefilled: (seconds, groups)."""
+    """Return the number of groups known to be published during a prefill over time: (seconds, groups)."""
     return [(event.t, event.edge) for event in log if isinstance(event, GroupsPublished)]
 
 
 def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMade | None:
-    """Return the decision by which the policy ended its play; None if it did not.
+    """Return the policy's decision that ended the play; None if there was none.
 
-    That is its last ``deliver``, or its last ``finish`` unless requests were under way when it first said so: then it
-    only had nothing more to ask for.
+    This is the last ``deliver``, or the last ``finish`` unless requests were in flight at its first one.
 
     Args:
         log: the play's events.
@@ -178,10 +177,10 @@ def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMad
     for event in log:
         if not isinstance(event, DecisionMade):
             continue
-        if event.kind in _ENDS:
+        if event.kind in _FINAL_KINDS:
             if found is None or (found.kind, found.reason) != (event.kind, event.reason):
                 found = event
-        elif event.kind in _ASKS:
+        elif event.kind in _REQUEST_KINDS:
             found = None
     if found is None or any(item.sent_s <= found.t < item.end_s for item in flights):
         return None
@@ -189,10 +188,7 @@ def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMad
 
 
 def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
-    """Assign (start, end) spans to as few lanes as possible, so that spans in one lane do not overlap.
-
-    Spans must be sorted by start. Returns the lane of each.
-    """
+    """Assign (start, end) spans, sorted by start, to as few lanes as possible; return each lane."""
     free: list[float] = []
     found = []
     for start, end in spans:
@@ -207,10 +203,10 @@ def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
 
 Points = Sequence[Sequence[float]]
 
-MOST_POINTS = 1000
-"""Most points of a line; longer ones are thinned."""
+MAX_POINTS = 1000
+"""Maximum points of a line; longer lines are thinned."""
 _BINS = 240
-"""Bins for the achieved throughput: shorter ones would show packets, not throughput."""
+"""Bins of achieved throughput; shorter bins would show packets."""
 
 
 def significant(value: float | None, digits: int = 5) -> float | int | None:
@@ -223,17 +219,17 @@ def significant(value: float | None, digits: int = 5) -> float | int | None:
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-def capacity(link: Points, until_s: float, most: int = MOST_POINTS) -> dict[str, list[float | int | None]]:
+def capacity(link: Points, until_s: float, most: int = MAX_POINTS) -> dict[str, list[float | int | None]]:
     """Return a piecewise constant line from 0 to ``until_s`` in at most ``most`` steps.
 
     Args:
         link: [seconds, bytes per second], by time; each rate holds until the next.
         until_s: end of the line, seconds.
-        most: most steps; a longer line is put into bins of equal length.
+        most: maximum steps; a longer line is divided into equal bins.
 
     Returns:
-        ``t``: start of every step, seconds; ``mean``: its mean rate, bytes per second; ``low``: its least rate, if
-        there are bins.
+        ``t``: start of every step, seconds; ``mean``: its mean rate, bytes per second; ``low``: its minimum rate, if
+        binned.
     """
     points = [(max(0.0, float(t)), number(rate) or 0.0) for t, rate in link if float(t) < until_s]
     if not points or until_s <= 0:
@@ -257,10 +253,10 @@ def capacity(link: Points, until_s: float, most: int = MOST_POINTS) -> dict[str,
 
 
 def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float | int | None]]:
-    """Return the bytes per second that arrived, in steps from 0 to ``until_s``.
+    """Return the received bytes per second, in steps from 0 to ``until_s``.
 
-    They come from ``progress`` events if there are any, since only these show transfers in flight. Otherwise every
-    request's bytes are spread evenly from its first byte to its end.
+    Uses ``progress`` events if there are any, since only these show transfers in flight. Otherwise each request's bytes
+    are spread evenly from its first byte to its end.
 
     Returns:
         ``t``: start of every step, seconds; ``rate``: bytes per second.
@@ -294,12 +290,13 @@ def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float |
     }
 
 
-def estimates(log: Sequence[PlayEvent], most: int = MOST_POINTS) -> dict[str, list[float | int | None]]:
+def estimates(log: Sequence[PlayEvent], most: int = MAX_POINTS) -> dict[str, list[float | int | None]]:
     """Return the player's estimates over time.
 
     Returns:
-        ``t`` in seconds; ``rate`` and ``lower`` in bytes per second; ``slack`` in seconds; None where unknown. If there
-        are too many points, each bin keeps its last rate and its least lower bound and slack.
+        ``t`` in seconds; ``rate`` and ``lower`` in bytes per second; ``slack`` in seconds; None if unknown. If there
+        are
+        too many points, each bin keeps its last rate and its minimum lower bound and slack.
     """
     rows: list[tuple[float, list[float | None]]] = []
     for event in log:

@@ -1,4 +1,4 @@
-"""One sentence: what adapting won, or did not win, over the best fixed track."""
+"""One sentence: the gain of adaptation over the best fixed track."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvabr.replay.report.queries import FIXED, ORACLE, Result, Run, feasible, nats, number, play_key, set_apart
 
-_SAME = 0.01
-"""Relative difference below which two losses or regrets count as equal."""
-_NOTHING = 1e-6
-"""Loss too small to measure, nats per token."""
+_EQUAL_SHARE = 0.01
+"""Relative difference below which losses or regrets count as equal."""
+_NEGLIGIBLE_LOSS = 1e-6
+"""Unmeasurably small loss, nats per token."""
 
 Plays = dict[tuple[str, float, float], Run]
 
@@ -39,14 +39,13 @@ class _Score:
 
 
 def verdict(result: Result) -> str:
-    """Return one sentence that says what the best adaptive policy won over the best fixed track.
+    """Return a sentence that compares the best adaptive policy with the best fixed track.
 
-    "Best" is the least mean regret over the plays that every policy played. Plays that no schedule could have delivered
-    in time are left out and counted at the end. Policies that are told the future (``oracle``, ``...-oracle``) do not
-    compete. The sentence also says plainly if adapting lost or changed nothing.
+    "Best" is the lowest mean regret over the plays common to all policies. Infeasible plays are excluded and counted at
+    the end. Oracles (``oracle``, ``...-oracle``) do not compete. Losses and ties are reported plainly.
 
     Args:
-        result: what `kvabr replay --json` writes.
+        result: JSON of `kvabr replay --json`.
     """
     apart = set_apart(result)
     by_policy: dict[str, Plays] = {}
@@ -86,7 +85,7 @@ def _score(policy: str, plays: Plays, keys: set[tuple[str, float, float]]) -> _S
         len(runs),
         sum(bool(run.get("met")) for run in runs),
         math.fsum(value for value in losses if value is not None) / len(runs),
-        # A play that was given up has no meaningful regret: it is worse than every other.
+        # An abandoned play is worse than any other.
         math.fsum(math.inf if value is None else value for value in regrets) / len(runs),
     )
 
@@ -117,7 +116,7 @@ def _compare(abr: _Score, fixed: _Score) -> str:
 
 
 def _quality(abr: _Score, fixed: _Score) -> str:
-    if abr.loss < _NOTHING and fixed.loss < _NOTHING:
+    if abr.loss < _NEGLIGIBLE_LOSS and fixed.loss < _NEGLIGIBLE_LOSS:
         return "neither lost any quality that could be measured"
     digits = 2 if nats(abr.loss) != nats(fixed.loss) else 3
     pair = f"{nats(abr.loss, digits)} against {nats(fixed.loss, digits)} nats per token"
@@ -147,7 +146,11 @@ def _regret(score: _Score) -> str:
 
 def _order(a: float, b: float) -> int:
     """Return -1, 0 or 1 as ``a`` is less than, about equal to or greater than ``b``."""
-    if a == b or (math.isfinite(a) and math.isfinite(b) and abs(a - b) <= max(_SAME * max(abs(a), abs(b)), _NOTHING)):
+    if a == b or (
+        math.isfinite(a)
+        and math.isfinite(b)
+        and abs(a - b) <= max(_EQUAL_SHARE * max(abs(a), abs(b)), _NEGLIGIBLE_LOSS)
+    ):
         return 0
     return -1 if a < b else 1
 

@@ -37,8 +37,8 @@ def test_a_cache_is_played_while_another_process_computes_it(tmp_path):
         for kind, tokens in (("live", IDS[1:513]), ("end", IDS[2:514])):
             prefill, (decoded,) = run(PrefillJob(tokens, kind, 128, 300.0), producer, [decoder])
             assert [done for done, _ in prefill.runs] == [128, 256, 384, 512]
-            assert len(prefill.told_s) == len(prefill.whole_s) == (4 if kind == "live" else 0)
-            assert all(base_s <= all_s for base_s, all_s in zip(prefill.told_s, prefill.whole_s, strict=True))
+            assert len(prefill.published_s) == len(prefill.whole_s) == (4 if kind == "live" else 0)
+            assert all(base_s <= all_s for base_s, all_s in zip(prefill.published_s, prefill.whole_s, strict=True))
             assert 0 <= prefill.idle_s <= prefill.encoding_s
             assert len(decoded.coverage) == len(decoded.groups_s) == 4
             assert set(decoded.coverage) <= {"FP16", "Int4"}

@@ -1,37 +1,36 @@
 """Split a play's regret into causes that add up to it.
 
-Regret is what a play cost above the clairvoyant bound: loss, time, engine time, and a penalty if the play was late.
-It is reduced along a ladder of hypothetical plays, each a little better than the one before. The saving of each step
-is charged to its cause.
+Regret is the cost of a play above the clairvoyant bound: loss, time, engine time, and a penalty for lateness. It is
+reduced along a ladder of hypothetical plays, each slightly better than the previous one, and each saving is charged to
+a cause.
 
-The loss is reduced first, at the end E of the play (at most the deadline). f(x) is the least loss that x bytes can
-buy (`LossCurve`), C the bytes that the link carries by E; no step goes below the least that any schedule could have
-by E:
+The loss is reduced first, at the end E of the play (at most the deadline). f(x) is the minimum loss for x bytes
+(`LossCurve`), C the link's bytes by E; no step goes below the minimum of any schedule by E:
 
 1. ``order``: the bytes in place, U, could have bought f(U). Irrevocable choices: tracks that are not layers, the
-   order that an engine demands, a sequence of upgrades that was not the best.
-2. ``decode``: bytes that had arrived but were not decoded when the play ended.
+   engine's order, a suboptimal sequence of upgrades.
+2. ``decode``: bytes received but not decoded by the end of the play.
 3. ``wasted``: bytes of abandoned, failed and replaced transfers, and of cancelled ones that still used the link.
-4. ``too_high``: bytes of requests that were under way when the play ended. It asked for more than came.
-5. ``idle``: bytes that the link could have carried while requests were out and none was served yet: round trips.
-6. ``too_low``: everything else that the link could have carried by E, because the play asked for nothing.
-7. ``compute``: with an engine, the rest, and the engine time that the play paid for: other groups, or more or fewer
-   of them, should have been recomputed. Zero without an engine.
+4. ``too_high``: bytes of requests in flight at the end. The play requested more than could arrive.
+5. ``idle``: bytes that the link could have carried during requests without service yet: round trips.
+6. ``too_low``: all other link bytes by E, because the play requested no data.
+7. ``compute``: with an engine, the rest, and the play's engine time: other groups, or another number of them, should
+   have been recomputed. Zero without an engine.
 
-What remains is that E was not the best end:
+The rest is due to the choice of E:
 
-8. ``too_low`` if the play ended too early: more would have come that was worth its time.
-9. ``waited`` if it ended too late: what came last was not worth its time.
+8. ``too_low`` if the play ended too early: further data was worth its time.
+9. ``waited`` if it ended too late: the last data was not worth its time.
 
-The cost of lateness, time included, is reduced by the time at which the cache would have been complete:
+The cost of lateness, including time, is reduced by the time at which the cache would have been complete:
 
 1. ``compute`` or ``decode``: from the end to the last byte, by the source of the group that was ready last.
-2. ``idle``: to the time at which a link that never idled would have delivered everything that was fetched.
+2. ``idle``: to the time at which a link without idle time would have delivered all fetched bytes.
 3. ``wasted``: to the time at which it would have delivered the useful bytes.
-4. ``too_high``: the rest: the useful bytes were more than the link carried by the deadline. The loss that these bytes
-   saved beyond the best cache by the deadline is subtracted.
+4. ``too_high``: the rest: the useful bytes exceeded the link's bytes by the deadline. The loss saved by these bytes,
+   compared to the best cache by the deadline, is subtracted.
 
-A play that gave up has no cache: all its regret is ``gave_up``. ``residual`` is what no rule explains: rounding.
+An abandoned play has no cache: all its regret is ``gave_up``. ``residual`` is rounding.
 """
 
 from __future__ import annotations
@@ -56,32 +55,32 @@ CAUSES = ("too_high", "too_low", "waited", "order", "idle", "wasted", "decode", 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The facts of one finished play."""
+    """One finished play."""
 
     record: PlayRecord
     use: LinkUse
     capacity: Capacity
     deadline_s: float
-    """The deadline, as the player was told it."""
+    """The player's deadline."""
     decode_tail_s: float
-    """Least decode time of the last group, seconds; the bound leaves it out."""
+    """Minimum decode time of the last group, seconds; not in the bound."""
     loss: float
     least: float
-    """The least loss plus priced engine time of any schedule that ends with this play (late: at the deadline)."""
+    """Minimum loss plus priced engine time of any schedule that ends with this play (if late: at the deadline)."""
     bound: Bound
     """The clairvoyant bound; feasible."""
     regret: float
     time_price: float
     """Price of a second before the first token, nats per token."""
     gpu_price: float
-    """Price of a second of engine time, nats per token; an infinite one counts nothing."""
+    """Price of a second of engine time, nats per token; infinite counts as 0."""
 
 
 def split(catalog: Catalog, curves: LossCurves, case: Case) -> dict[str, float]:
-    """Return the regret of one feasible play by cause; up to rounding, the values add up to it.
+    """Return the regret of one feasible play by cause; the values add up to it except for rounding.
 
     Args:
-        catalog: The catalog that was played.
+        catalog: The catalog of the play.
         curves: The catalog's loss curves.
         case: The play.
     """
@@ -109,18 +108,18 @@ def _split_loss(catalog: Catalog, curves: LossCurves, case: Case, useful: float,
     ended_s = min(case.deadline_s, record.delivered_s or 0.0)
     carried = case.capacity.between(0.0, max(0.0, ended_s - case.decode_tail_s))
     carried = max(carried, float(curve.least_bytes))
-    # With an engine the least may be far below what bytes alone can buy. Then bytes are counted down to f(C) only.
+    # With an engine the minimum may be far below the loss for any bytes. Then bytes count only down to f(C).
     floor = case.least if len(fetched) == catalog.groups and case.least >= curve.at(carried) else curve.at(carried)
     level = curve.at(useful)
     if useful <= carried and level < floor <= own:
-        level = floor  # the relaxation promises a little more than any schedule can decode in time
+        level = floor  # the relaxation is slightly better than any schedule
     out["order"] += own - level
     if level < floor:
-        # Better than any cache by the deadline: the quality was bought with lateness.
+        # Better than any cache by the deadline: quality bought with lateness.
         out["too_high" if useful > carried else "decode"] += level - floor
         level = floor
     wasted = record.bytes_wasted + use.ghost_bytes
-    lost = max(0.0, wasted - record.bytes_undecoded - use.cut_told_bytes)
+    lost = max(0.0, wasted - record.bytes_undecoded - use.cut_reported_bytes)
     place = useful
     for cause, nbytes in (
         ("decode", float(record.bytes_undecoded)), ("wasted", lost), ("too_high", use.cut_bytes),
@@ -154,15 +153,15 @@ def _split_penalty(case: Case, useful: float, out: dict[str, float]) -> None:
 
 
 def totals(parts: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean of each cause over plays; zeros if there are none."""
+    """Return the mean of each cause over plays; zeros without plays."""
     return {cause: sum(part[cause] for part in parts) / len(parts) if parts else 0.0 for cause in CAUSES}
 
 
 class LossCurve:
-    """Least loss of a set of groups as a function of bytes: convex, falling, piecewise linear.
+    """Minimum loss of a set of groups as a function of bytes: convex, falling, piecewise linear.
 
-    This is the linear relaxation of the multiple-choice knapsack over every option of every group, layers included. No
-    choice of whole groups with the same bytes has less loss.
+    This is the linear relaxation of the multiple-choice knapsack over every option of every group, including layers. No
+    choice of whole groups with the same bytes has a lower loss.
     """
 
     def __init__(self, options: Options, steps: Collection[LadderStep], groups: Collection[int]) -> None:
@@ -174,7 +173,7 @@ class LossCurve:
             groups: The groups of this curve.
         """
         self.least_bytes = sum(options[group][0].bytes for group in groups)
-        """Bytes of all groups on their cheapest options; with fewer there is no cache."""
+        """Bytes of all groups on their cheapest options; there is no cache with fewer."""
         self._bytes = [self.least_bytes]
         self._loss = [sum(options[group][0].loss for group in groups)]
         for step in steps:
@@ -183,7 +182,7 @@ class LossCurve:
                 self._loss.append(self._loss[-1] - step.saving)
 
     def at(self, nbytes: float) -> float:
-        """Return the least loss within ``nbytes``, nats per token; below `least_bytes`, the loss at `least_bytes`."""
+        """Return the minimum loss for ``nbytes``, nats per token; below `least_bytes`, the loss at `least_bytes`."""
         index = bisect_right(self._bytes, nbytes) - 1
         if index < 0:
             return self._loss[0]

@@ -23,7 +23,7 @@ class BoundedLink:
     capacity: Capacity
     rtt_s: float
     bound: Bound
-    """Bound of network and compute together, if there is an engine."""
+    """Bound of network and engine together, if there is an engine."""
     network: Bound
     """Bound of the network alone."""
 
@@ -35,7 +35,7 @@ class CellPlayer:
         self._options = options
         self.experiment = Experiment(catalog, options)
         self._curves: dict[int, LossCurves] = {}
-        """Of what is fetched before each tail, by its groups."""
+        """Loss curves of the fetched part before each tail, by its groups."""
         self._network = None if options.cost is None else self.experiment.whole.new_clairvoyant(None)
 
     def link(self, trace: Trace, start_s: float) -> BoundedLink:
@@ -82,7 +82,7 @@ class CellPlayer:
                 link.capacity, min(ended_s, deadline_s), gpu_price=config.gpu_price, first_byte_s=link.rtt_s
             )
             if ended_s <= deadline_s:
-                least = min(least, own)  # by a rounding error, a play may end a moment before its last byte came
+                least = min(least, own)  # by a rounding error, a play may end just before its last byte arrived
         case = Case(
             record=outcome.record,
             use=outcome.use,

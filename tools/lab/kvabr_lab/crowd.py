@@ -1,11 +1,11 @@
-"""A crowd: very many players of one asset behind a tree of caches, as a fluid.
+"""A crowd: very many players of one asset served by a tree of caches, as a fluid.
 
-Nobody can play a million sessions one by one, and none of them is special. Their sum is computed as a flow: in small
-steps of time, all players who are at a machine share what it carries, and none gets more than its own link. How long a
-player stays, and what it has then, is read from a table of real plays: the policy's own session over constant rates.
-In the end some players are drawn, and the policy plays them over exactly the rates that the flow had for them.
+Sessions of a million similar players are replaced by their sum, a flow: in small time steps, all players at a machine
+share its capacity, each up to its own link. A player's duration and result are read from a table of real plays: the
+policy's own session over constant rates. Finally, the policy plays a sample of players over the exact rates of the
+flow.
 
-All bytes and rates in here are the model's own; an asset stands for a larger model's by a factor on its bytes.
+All bytes and rates are the model's own; an asset represents a larger model through a factor on its bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.replay.experiment import MOST_DEADLINE_S, Experiment, ReplayOptions, check_rtt
+from kvabr.replay.experiment import MAX_DEADLINE_S, Experiment, ReplayOptions, check_rtt
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
@@ -27,48 +27,48 @@ from kvabr.types.errors import UsageError
 Floats = NDArray[np.float64]
 
 _SPAN_GROUPS = 16
-"""Groups of tokens that one object of a bucket holds."""
+"""Groups of tokens per object of a bucket."""
 _LOOKUP_GETS = 15
-"""GETs of a lookup besides one for each full span: 5 for offers, and 9 to 11 for pointers, as measured."""
-_LEAST_RANGES = 9
-"""Ranges in which players were seen to fetch a small cache: the first ones are short, because the rate is not known."""
+"""GETs of a lookup in addition to one per full span: 5 for offers, and 9 to 11 for pointers, as measured."""
+_MIN_RANGES = 9
+"""Minimum number of ranges observed for a small cache: the first ones are short while the rate is unknown."""
 _SLICE_BYTES = 1 << 20
-"""Bytes that a cache fetches and keeps in one piece."""
-_STEPS = 50
-"""Steps of the flow in one deadline."""
-_MOST_DEADLINES = 100_000
-"""Longest time in which players come, in deadlines."""
-_MOST_ACCESS = 1.25e12
-"""Fastest link of a player, bytes per second."""
+"""Size of a cache's fetch and storage unit."""
+_STEPS_PER_DEADLINE = 50
+"""Steps of the flow per deadline."""
+_MAX_DEADLINES = 100_000
+"""Maximum arrival period of players, in deadlines."""
+_MAX_ACCESS = 1.25e12
+"""Maximum link rate of a player, bytes per second."""
 _RATES = 20
-"""Constant rates in the table of plays."""
+"""Number of constant rates in the table of plays."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMachine:
-    """What one machine of a kind carries."""
+    """Capacity of one machine of a kind."""
 
     kind: str
     bytes_per_s: float
-    """What its network card carries."""
+    """Capacity of its network card."""
     cores: int
     cpu_s_per_byte: float
-    """Seconds of one core for a byte sent."""
+    """Core seconds per byte sent."""
     cpu_s_per_group: float
-    """Seconds of one core for a group on one level, in addition."""
+    """Additional core seconds per group and level."""
     connection_bytes: float
-    """Memory of an open connection."""
+    """Memory per open connection."""
     player_bytes: float
-    """Memory of a player that is being served, in addition."""
+    """Additional memory per active player."""
     memory_bytes: float
 
     @property
     def carries(self) -> float:
-        """Bytes per second that it sends at most, in one large piece."""
+        """Maximum bytes per second in one large piece."""
         return min(self.bytes_per_s, self.cores / self.cpu_s_per_byte)
 
     def serving(self, group_bytes: float) -> CacheMachine:
-        """Return what this machine is for groups of ``group_bytes``: their cost is that of their bytes from here on."""
+        """Return this machine for groups of ``group_bytes``, with the cost per group included in that of bytes."""
         each = self.cpu_s_per_byte + self.cpu_s_per_group / group_bytes
         return replace(self, cpu_s_per_byte=each, cpu_s_per_group=0.0)
 
@@ -80,17 +80,17 @@ MACHINES = {
     "relay": CacheMachine("relay", 90 * _GBIT, 1, 2.9 / _GB, 1.3e-3, 120 * _KIB, 700 * _KIB, 16 * _GIB),
 }
 """Kinds of caches: 16 cores and a card of 100 Gbit/s; `kvabr relay` is one process on one core. Processor time and
-memory were measured on loopback; that of a group only for relays, it is part of the bytes' for the others."""
+memory were measured on loopback; the cost of a group only for relays, since for the others it is part of the bytes'."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayerCost:
-    """Seconds of one core that a player takes besides decoding."""
+    """Core seconds per player, without decoding."""
 
     cpu_s: float
-    """To look up, decide and end."""
+    """For lookup, decisions and the end."""
     cpu_s_per_byte: float
-    """To receive and check."""
+    """For receiving and checking."""
 
 
 PLAYERS = {
@@ -98,16 +98,16 @@ PLAYERS = {
     "nginx-tls": PlayerCost(0.064, 1.8 / _GB),
     "relay": PlayerCost(0.064, 3.2 / _GB),
 }
-"""By the kind of their edge; measured on loopback with small caches (the first), and with FP16 in large groups."""
+"""By kind of edge; measured on loopback with small caches (the first), and with FP16 in large groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketModel:
-    """What an object store carries."""
+    """Capacity of an object store."""
 
     bytes_per_s: float = 100 * _GBIT
     requests_per_s: float = 5500.0
-    """GETs a second under one prefix; 5,500 is what S3 promises."""
+    """GETs per second under one prefix; S3 guarantees 5,500."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Crowd:
 
     players: int = 1_000_000
     within_s: float = 60.0
-    """They come evenly in this time."""
+    """Period of their evenly distributed arrivals."""
     access: float = 1e9 / 8
     """Bytes per second of each player's own link."""
     deadline_s: float = 1.0
@@ -126,7 +126,7 @@ class Crowd:
         if not 1 <= self.players <= 10**9:
             raise UsageError(f"{self.players} players: give 1 to a thousand million")
         check_rtt(self.rtt_s)
-        most = {"deadline": MOST_DEADLINE_S, "within": _MOST_DEADLINES * self.deadline_s, "access": _MOST_ACCESS}
+        most = {"deadline": MAX_DEADLINE_S, "within": _MAX_DEADLINES * self.deadline_s, "access": _MAX_ACCESS}
         for name, limit in most.items():
             value = getattr(self, name if name == "access" else f"{name}_s")
             if not 0 < value <= limit:
@@ -134,13 +134,13 @@ class Crowd:
 
     @property
     def rate(self) -> float:
-        """Players that come in a second."""
+        """Arrivals per second."""
         return self.players / self.within_s
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Caches between the players and the store: players are at edges, edges at middle caches, if there are any."""
+    """Caches between players and the store: players connect to edges, edges to middle caches, if any."""
 
     edge: CacheMachine
     edges: int
@@ -154,7 +154,7 @@ class Tree:
 
     @property
     def fill_rate(self) -> float:
-        """Bytes per second in which an edge gets what it has not, when all of them ask at once."""
+        """Bytes per second with which an edge fills its cache when all edges do."""
         if self.middle is None:
             return min(self.edge.carries, self.store.bytes_per_s / self.edges)
         per_middle = math.ceil(self.edges / self.middles)
@@ -163,18 +163,17 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class RatePlay:
-    """What one play over one rate came to."""
+    """Result of one play over one rate."""
 
     rate: float
     stays_s: float
-    """Until the cache was delivered, or the play given up."""
+    """Seconds until the cache was delivered or the play abandoned."""
     received: float
-    """Bytes."""
     loss: float
     """Nats per generated token."""
     met: bool
     groups: int
-    """Groups that were fetched, counted on each level."""
+    """Fetched groups, counted on each level."""
     requests: int
     """GETs at a store: ranges of spans, and the lookup."""
 
@@ -185,14 +184,14 @@ class PlayTable:
     def __init__(
         self, catalog: Catalog, crowd: Crowd, *, scale: float = 1.0, policy: str = DEFAULT, decoders: int = 8
     ) -> None:
-        """Play the asset at some rates up to that of the players' own links.
+        """Play the asset at rates up to that of the players' own links.
 
         Args:
             catalog: of the asset.
             crowd: deadline, round trip, and own links of its players.
-            scale: bytes of the model's cache over those of the catalog's.
+            scale: bytes of the model's cache relative to the catalog's.
             policy: name of the policy.
-            decoders: threads of a player that decode.
+            decoders: decoder threads of a player.
         """
         self.catalog, self.crowd, self.scale, self.policy = catalog, crowd, scale, policy
         options = ReplayOptions(
@@ -206,27 +205,27 @@ class PlayTable:
 
     @property
     def asset_bytes(self) -> float:
-        """Bytes of all that players of this policy fetch."""
+        """Bytes fetched by all players of this policy together, each counted once."""
         used = max(play.received for play in self.plays)
         return float(used)
 
     @property
     def base_rate(self) -> float:
-        """The least of the rates at which a play meets its deadline; infinite if none does."""
+        """Minimum rate at which a play meets its deadline; infinite if there is none."""
         return min((play.rate for play in self.plays if play.met), default=math.inf)
 
     @property
     def group_bytes(self) -> float:
-        """Mean bytes of a group on one level, as players fetch them over their own links."""
+        """Mean bytes of a group on one level, fetched over the players' own links."""
         full = self.plays[-1]
         return max(1.0, full.received / max(1, full.groups))
 
     def play(self, rates: Sequence[float], step_s: float) -> RatePlay:
-        """Play once over rates of ``step_s`` seconds each, bytes per second, the last of which goes on."""
+        """Play once over rates of ``step_s`` seconds each, bytes per second; the last continues."""
         times = tuple(step_s * index for index in range(len(rates)))
         floor = 1e-3 * max(rates)
         scaled = tuple(max(rate, floor) / self.scale for rate in rates)
-        # A trace wraps at its end: the last rate lasts for as long as any play may.
+        # Traces wrap at their end, so the last rate outlasts any play.
         trace = Trace("crowd", "crowd", times, scaled, times[-1] + 100 * self.crowd.deadline_s)
         run = self._experiment.play(trace, 0.0, self.policy).run
         stays = 10 * self.crowd.deadline_s if run["ttft_s"] is None else run["ttft_s"]
@@ -242,11 +241,10 @@ class PlayTable:
             groups=sum(len(each) for each in fetched),
             requests=_LOOKUP_GETS
             + self.catalog.groups // _SPAN_GROUPS
-            + max(spans * len(levels), _LEAST_RANGES, math.ceil(received / _SLICE_BYTES)),
+            + max(spans * len(levels), _MIN_RANGES, math.ceil(received / _SLICE_BYTES)),
         )
 
     def _levels(self, track: str) -> list[str]:
-        """Return a track and those that it refines."""
         levels, name = list[str](), track if track in self.catalog.by_name else None
         while name is not None:
             levels.append(name)
@@ -254,7 +252,7 @@ class PlayTable:
         return levels
 
     def stays_s(self, rates: Floats) -> Floats:
-        """Return how long players stay at constant rates, seconds."""
+        """Return the duration of plays at constant rates, seconds."""
         stays = np.array([play.stays_s for play in self.plays])
         return self._at(rates, stays)
 
@@ -270,17 +268,17 @@ class PlayTable:
 
 @dataclass(frozen=True)
 class Flow:
-    """What the players of one edge got."""
+    """Results of the players of one edge."""
 
     step_s: float
     shares: Floats
-    """Bytes per second of each player who is there, by step."""
+    """Bytes per second of each active player, by step."""
     active: Floats
-    """Players who are there, by step."""
+    """Active players, by step."""
     losses: Floats
-    """Loss of those who came in a step."""
+    """Loss of players by step of arrival."""
     met: NDArray[np.bool_]
-    """Whether those who came in a step had a complete cache by their deadline."""
+    """Whether players had a complete cache by their deadline, by step of arrival."""
 
     @property
     def loss(self) -> float:
@@ -294,14 +292,14 @@ class Flow:
 
 
 def flow(table: PlayTable, tree: Tree) -> Flow:
-    """Compute what all players of one edge get; edges are alike."""
-    crowd, step_s = table.crowd, table.crowd.deadline_s / _STEPS
+    """Return the flow of all players of one edge; edges are alike."""
+    crowd, step_s = table.crowd, table.crowd.deadline_s / _STEPS_PER_DEADLINE
     coming = math.ceil(crowd.within_s / step_s)
     each = crowd.players / tree.edges / coming
     got, ages = np.zeros(coming), np.zeros(coming)
     first = last = step = 0
     gone = np.zeros(coming, dtype=bool)
-    shares, active, limit = [], [], coming + 20 * _STEPS
+    shares, active, limit = [], [], coming + 20 * _STEPS_PER_DEADLINE
     while (first < coming) and step < limit:
         last = min(coming, step + 1)
         here = ~gone[first:last]
@@ -320,32 +318,34 @@ def flow(table: PlayTable, tree: Tree) -> Flow:
             first += 1
         step += 1
     means = got / np.maximum(ages, step_s)
-    met = (ages <= crowd.deadline_s * (1 + 1 / _STEPS)) & gone
+    met = (ages <= crowd.deadline_s * (1 + 1 / _STEPS_PER_DEADLINE)) & gone
     return Flow(step_s, np.array(shares), np.array(active), table.loss(means), met)
 
 
 def drawn(table: PlayTable, found: Flow, players: int, seed: int) -> Iterator[RatePlay]:
-    """Yield the plays of some players, by the policy itself over the rates that the flow had."""
+    """Yield plays of sampled players by the policy itself, over the rates of the flow."""
     draw = random.Random(seed)  # noqa: S311  # not for secrets
     coming = len(found.losses)
     for _ in range(players):
         start = draw.randrange(coming)
-        yield table.play(found.shares[start : start + 12 * _STEPS].tolist() or [table.crowd.access], found.step_s)
+        yield table.play(
+            found.shares[start : start + 12 * _STEPS_PER_DEADLINE].tolist() or [table.crowd.access], found.step_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much of a resource is wanted if every player's own link is the limit."""
+    """Demand for a resource if every player's own link is the limit."""
 
     resource: str
     share: float
-    """Of what there is; more than 1 breaks."""
+    """Share of the capacity; above 1 it is overloaded."""
     machines: int | None
-    """How many of its kind would do; None where more do not help."""
+    """Machines needed; None if more do not help."""
 
 
 def loads(table: PlayTable, tree: Tree) -> list[Load]:
-    """Return what the players want of every resource, what breaks first in front."""
+    """Return the demand for every resource, the highest share first."""
     crowd, full = table.crowd, table.plays[-1]
     edge, store, cost = tree.edge, tree.store, PLAYERS.get(tree.edge.kind, PLAYERS["nginx"])
     at_edge = crowd.rate / tree.edges
@@ -373,14 +373,14 @@ def loads(table: PlayTable, tree: Tree) -> list[Load]:
 
 
 def without_caches(table: PlayTable) -> float:
-    """Return the GETs per second that the players would make at the store themselves."""
+    """Return the players' GETs per second at the store without caches."""
     return table.crowd.rate * table.plays[-1].requests
 
 
 def fewest(table: PlayTable, tree: Tree, *, met: float = 0.999, loss: float = math.inf) -> int | None:
-    """Return the fewest edges with which a share of players is in time, and the mean loss is low enough.
+    """Return the minimum number of edges for a share of players in time and a maximum mean loss.
 
-    None if no number of edges up to a million is enough: then something else is the limit.
+    None if up to a million edges are insufficient: then another resource is the limit.
     """
 
     def enough(edges: int) -> bool:

@@ -1,7 +1,7 @@
-"""Digests of everything that a play depends on: a play with a known digest is not repeated.
+"""Digests of all inputs of a play: a play with a known digest is not repeated.
 
-A policy's digest covers the source of its class, of its base classes, and of modules in their folders that these
-import. Player and simulator, which also decide a play, share one digest: when it changes, everything is played again.
+A policy's digest covers the source of its class, of its base classes, and of imported modules in their folders. Player
+and simulator share one digest: if it changes, everything is played again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def of_trace(trace: Trace) -> str:
 
 def of_catalog(catalog: Catalog) -> str:
     """Return the digest of a catalog."""
-    # One that is joined from passages is not published; its name says where each of them stands.
+    # Joined catalogs are not published; their name covers the position of each passage.
     own = "".join(each.dumps() for each in catalog.sources) + catalog.namespace.prompt
     return hashlib.sha256((own if catalog.sources else catalog.dumps()).encode()).hexdigest()
 
@@ -63,7 +63,7 @@ def of_options(options: ReplayOptions) -> str:
 
 
 def of_policy(text: str) -> str:
-    """Return the digest of a policy, its parameters and its estimator; where its file lies makes no difference."""
+    """Return the digest of a policy, its parameters and its estimator, wherever its file is."""
     cls = policy_class(text)
     file, colon, rest = text.partition(":")
     name = f"{Path(file).name}{colon}{rest}" if file.endswith(".py") else text
@@ -71,7 +71,7 @@ def of_policy(text: str) -> str:
 
 
 def of_class(cls: type[Any]) -> str:
-    """Return the digest of the source behind a class (see the module's docstring), or of its name without source."""
+    """Return the digest of a class's source (see the module's docstring), or of its name without source."""
     sums = hashlib.sha256(f"{cls.__module__ if _ours(cls.__module__) else ''}.{cls.__qualname__}".encode())
     found: dict[Path, None] = {}
     for base in cls.__mro__:
@@ -84,7 +84,7 @@ def of_class(cls: type[Any]) -> str:
 
 @cache
 def of_code() -> str:
-    """Return the digest of all code that decides a play, except policies and estimators."""
+    """Return the digest of all code that affects a play, except policies and estimators."""
     sums = hashlib.sha256()
     for name, data in sorted(sources()):
         sums.update(name.encode() + b"\0" + data + b"\0")
@@ -92,7 +92,7 @@ def of_code() -> str:
 
 
 def sources() -> Iterator[tuple[str, bytes]]:
-    """Yield name and text of every file that `of_code` covers."""
+    """Yield name and text of every file covered by `of_code`."""
     yield from _sources(files("kvabr"), "")
     for name in _LAB:
         yield f"lab/{name}", files("kvabr_lab").joinpath(name).read_bytes()
@@ -123,7 +123,7 @@ _PLUGINS = ("kvabr.abr.policies.", "kvabr.abr.estimators.", "kvabr_lab.policies.
 def _gather(module: str, found: dict[Path, None]) -> None:
     """Add a module's file, and recursively the files in its folder that it imports."""
     if _ours(module) and not module.startswith(_PLUGINS):
-        return  # `of_code` covers it
+        return  # covered by `of_code`
     loaded = sys.modules.get(module)
     source = None if loaded is None else inspect.getsourcefile(loaded)
     path = None if source is None else Path(source)

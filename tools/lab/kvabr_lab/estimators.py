@@ -17,7 +17,8 @@ class DualEwma(MergedSamples):
     def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4, caution: float = 1.0) -> None:
         """Set the half-lives of the means as shares of the deadline, and the width of the bound.
 
-        It lies ``caution`` weighted standard deviations of the samples below the estimate, at least at a quarter of it.
+        The bound is ``caution`` weighted standard deviations of the samples below the estimate, at least a quarter of
+        it.
         """
         self._shares, self._caution = (fast_share, slow_share), caution
         super().__init__()
@@ -46,7 +47,7 @@ class DualEwma(MergedSamples):
 
 
 class LastSample(MergedSamples):
-    """The throughput of the last group, as in CacheGen's rule: of at least a fiftieth of the deadline."""
+    """The throughput of the last group, as in CacheGen's rule, over at least a fiftieth of the deadline."""
 
     name: ClassVar[str] = "last"
 

@@ -1,6 +1,6 @@
-"""Measure the link shaper: the errors of its rate and delay, and how many packets per second it can carry.
+"""Measure the link shaper: errors of rate and delay, and packets per second.
 
-Uses plain UDP on loopback, with the sender in a process of its own, and no QUIC.
+Uses plain UDP on loopback, with a separate sender process, and no QUIC.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STAMP = struct.Struct(">d")
 _END = b"end"
 _SILENCE_S = 2.0
 _OVERLOAD = 1.3
-"""The sender sends at this multiple of the trace's rate."""
+"""Send rate relative to the trace's rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Reading:
     """One measurement."""
 
     sent_pps: float
-    """Packets per second that were sent."""
+    """Packets per second sent."""
     received_pps: float
     wire_rate: float
-    """Bytes per second received, headers included."""
+    """Bytes per second received, including headers."""
     rate_error: float | None
     """Error relative to the trace; None without one."""
     delay_error_p50_s: float
@@ -42,7 +42,7 @@ class Reading:
     missed: int | None
     """Packets dropped because the shaper was too slow."""
     busy: float
-    """Share of a processor that the shaper used."""
+    """Processors used by the shaper."""
 
     def to_json(self) -> dict[str, float | int | None]:
         """Return plain JSON values."""
@@ -50,10 +50,10 @@ class Reading:
 
 
 def gauge(pps: float, seconds: float, *, rate: float | None = None, rtt_s: float = 0.0) -> Reading:
-    """Send packets of 1,200 bytes through a shaper and measure what comes out.
+    """Send packets of 1,200 bytes through a shaper and measure its output.
 
     Args:
-        pps: packets per second; ignored if there is a ``rate``, of which 1.3 times is sent.
+        pps: packets per second; ignored with a ``rate``, which is exceeded by a factor of 1.3.
         seconds: length of the measurement, seconds.
         rate: bytes per second of the trace; None for no bottleneck.
         rtt_s: round trip of the link, seconds.
@@ -100,7 +100,7 @@ def _reading(
     rate: float | None,
     rtt_s: float,
 ) -> Reading:
-    # From when the first packet was sent: a busy machine reads it late, and the link would seem faster than it is.
+    # Count from the sending of the first packet: a busy machine reads it late, and the link would seem too fast.
     span = arrivals[-1] - (arrivals[0] - delays[0] + rtt_s / 2)
     wire_rate = (len(arrivals) - 1) * PACKET_BYTES / span
     return Reading(
@@ -116,7 +116,6 @@ def _reading(
 
 
 def _send(pipe: Connection, pps: float, seconds: float) -> None:
-    """The sender's process."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind(("127.0.0.1", 0))
         sock.settimeout(_SILENCE_S + seconds)

@@ -1,4 +1,4 @@
-"""Listens to KV events for a moment: how much of a prompt do sites hold?"""
+"""Listens to KV events briefly to count each site's cached tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
 from kvabr.telemetry.kv_events.wire import KVEvent
 from kvabr_lab.route import HeldPrefixes, PrefixHolder
 
-_QUIET_S = 1.0
-"""Seconds without a batch after which a site has told what it has."""
+_SILENCE_S = 1.0
+"""Seconds without a batch after which a site's report is complete."""
 
 
 def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], most_s: float) -> dict[str, int | None]:
-    """Return how many tokens of a prompt each site has; None of a site that has told nothing.
+    """Return the number of cached tokens of a prompt at each site; None for a site without events.
 
-    It listens until all sites have spoken and are quiet, for ``most_s`` seconds at most.
+    Listens until all sites have reported and are quiet, for at most ``most_s`` seconds.
     """
     held, heard, lock = HeldPrefixes(), dict[str, float](), threading.Lock()
     until_s, log = time.monotonic() + most_s, logger()
@@ -39,7 +39,7 @@ def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], most_s: flo
             stack.enter_context(KVEventSubscriber(where, hear, forget, log))
         while (now := time.monotonic()) < until_s:
             with lock:
-                if len(heard) == len(sites) and now - max(heard.values()) > _QUIET_S:
+                if len(heard) == len(sites) and now - max(heard.values()) > _SILENCE_S:
                     break
             time.sleep(min(0.05, until_s - now))
     best = dict.fromkeys(sites, 0)

@@ -1,4 +1,4 @@
-"""What a laboratory run plays: every combination of the values on its axes, from a TOML file, options, or both."""
+"""The plays of a laboratory run: every combination of the values on its axes, from a TOML file, options, or both."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from kvabr.types.errors import AssetError, PolicyError, UsageError
 _ENGINE = re.compile(
     rf"(?:(none)|(asset|{'|'.join(ENGINES)})|([0-9.eE+-]+)(x|/s))(?:@([0-9.eE+-]+|inf))?(?::(suffix|hole))?"
 )
-_MOST_PLAYS = 10_000_000
+_MAX_PLAYS = 10_000_000
 SHIPPED = "smollm2-8k"
-"""Name of the default asset, which comes with the package."""
+"""Name of the default asset, included in the package."""
 DEFAULT_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""From links that carry hardly more than the cheapest track by the deadline, to those of a data centre."""
+"""From links that hardly carry the cheapest track by the deadline, to those of a data centre."""
 _LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
 _NUMBERS = ("starts", "per_family", "seed", "decode_scale", "decoders", "time_price", "question", "tail")
 _OTHERS = ("families", "estimator", "slow_start")
@@ -49,13 +49,13 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine can recompute and how fast; `parse` reads its notation."""
+    """The mode and cost of an engine; `parse` reads its notation."""
 
     text: str
     """As the user wrote it."""
     kind: str
-    """``none``, ``asset`` (as its publisher measured), ``x`` (times the deadline), ``/s`` (tokens per second) or a
-    name of `kvabr.replay.engines.ENGINES`."""
+    """``none``, ``asset`` (measured by its publisher), ``x`` (times the deadline), ``/s`` (tokens per second) or a name
+    of `kvabr.replay.engines.ENGINES`."""
     number: float
     mode: EngineMode
     gpu_price: float = GPU_PRICE
@@ -69,7 +69,7 @@ class EngineSpec:
         time costs 0.05 nats per token.
 
         Raises:
-            UsageError: The text is none of these.
+            UsageError: The text is invalid.
         """
         match = _ENGINE.fullmatch(text)
         try:
@@ -86,7 +86,7 @@ class EngineSpec:
         return cls(text, kind, number, "suffix" if match[6] == "suffix" else "hole", price)
 
     def cost(self, catalog: Catalog, deadline_s: float) -> PrefillCost | None:
-        """Return what recomputing this asset costs; None without an engine.
+        """Return the cost of recomputing this asset; None without an engine.
 
         Raises:
             UsageError: The asset's publisher did not measure its prefill.
@@ -112,12 +112,12 @@ class Offer:
     """Display name; unique in the matrix."""
     catalog: Catalog
     notes: tuple[str, ...] = ()
-    """What the user should know of it."""
+    """Notes for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination of everything but trace, start and policy."""
+    """One combination of all axes except trace, start and policy."""
 
     asset: str
     deadline_s: float
@@ -145,7 +145,7 @@ class Cell:
 
 
 def varying(cells: Sequence[Cell]) -> list[str]:
-    """Return the fields in which the cells differ; all fields if there is only one cell."""
+    """Return the fields in which the cells differ; all fields for a single cell."""
     names = [field.name for field in fields(Cell)]
     if len(cells) < 2:
         return names
@@ -154,7 +154,7 @@ def varying(cells: Sequence[Cell]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class LabMatrix:
-    """Everything that a laboratory run plays.
+    """All plays of a laboratory run.
 
     Raises:
         UsageError: An axis is empty, or has a value twice or out of range.
@@ -171,22 +171,21 @@ class LabMatrix:
     starts: int = 1
     """Start points per trace: the first at its beginning, the others random."""
     per_family: int | None = None
-    """Plays of each family per cell, spread evenly over its traces; None: `starts` plays of every trace.
-
-    With it, a family with many traces counts no more than one with few; some traces may not be played at all."""
+    """Plays of each family per cell, spread evenly over its traces; None: `starts` plays of every trace. Gives families
+    equal weight; some traces may not be played."""
     seed: int = 0
     estimator: str | None = None
     """Estimator for all policies; None: each policy's own."""
     decode_scale: float = 1.0
     decoders: int = 1
-    """Threads that decode, each a group at a time."""
+    """Decoder threads."""
     slow_start: bool = True
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per token."""
     question: int = 0
-    """Tokens that follow the cache, which an engine computes in any case."""
+    """Tokens after the cache that an engine always computes."""
     tail: int = MOST_TAIL
-    """Tokens of the cache at its end that it may compute with them, see `kvabr.abr.tail`."""
+    """Maximum tokens at the end of the cache to compute with them, see `kvabr.abr.tail`."""
 
     def __post_init__(self) -> None:
         axes: dict[str, Sequence[object]] = {
@@ -203,12 +202,12 @@ class LabMatrix:
                 raise UsageError(f"the matrix names {twice!r} twice in its {name}")
         if self.starts < 1 or (self.per_family is not None and self.per_family < 1):
             raise UsageError(f"{min(self.starts, self.per_family or 1)} starts; at least one is needed")
-        if self.plays > _MOST_PLAYS:
+        if self.plays > _MAX_PLAYS:
             raise UsageError(
-                f"the matrix has {self.plays:,} plays; at most {_MOST_PLAYS:,} are allowed: take fewer starts"
+                f"the matrix has {self.plays:,} plays; at most {_MAX_PLAYS:,} are allowed: take fewer starts"
             )
         for cell in self.cells():
-            self.options(cell)  # raises on values out of range now, not after hours of work
+            self.options(cell)  # raises on values out of range before hours of work
         for policy in self.policies:
             _try(policy, self.offers)
         if self.estimator is not None:
@@ -240,11 +239,11 @@ class LabMatrix:
             yield Cell(offer.name, deadline_s, load, rtt_s, engine.text)
 
     def catalog(self, cell: Cell) -> Catalog:
-        """Return the catalog that a cell plays."""
+        """Return the catalog of a cell."""
         return next(offer.catalog for offer in self.offers if offer.name == cell.asset)
 
     def options(self, cell: Cell) -> ReplayOptions:
-        """Return the options that a cell plays with."""
+        """Return the options of a cell."""
         engine = next(engine for engine in self.engines if engine.text == cell.engine)
         return ReplayOptions(
             deadline_s=cell.deadline_s,
@@ -321,7 +320,7 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         AssetError: An asset does not exist.
     """
     offers = tuple(_offer(item) for item in axes.get("assets") or [SHIPPED])
-    # Of a prompt of passages, an engine must compute the text between them.
+    # A prompt of passages needs an engine for the text between them.
     default = "asset" if any(offer.catalog.sources for offer in offers) else "none"
     estimator = axes.get("estimator")
     if estimator is not None and not isinstance(estimator, str):

@@ -1,13 +1,15 @@
-"""A link with a queue, packet by packet, and the senders whose packets cross it.
+"""A link with a queue, packet by packet, and its senders.
 
-- A connection sends what is most urgent first. Its window doubles every round trip (slow start), and grows by CUBIC
-  (RFC 9438) after the first loss. A loss is noticed a round trip after it, and shrinks the window once. What was lost
-  is sent again first.
-- The queue drops what does not fit (drop-tail), or also what has waited too long (CoDel, RFC 8289).
-- Acknowledgements cost nothing and are never lost. Packets are larger than real ones on very fast links, so that a play
-  takes seconds of computation at most.
-- The trace's clock is the receiver's, as in `Simulator` and in the bound: a packet is received when the link has
-  carried it, and anything takes a round trip to a sender.
+- A connection sends the most urgent data first. Its window doubles every round trip (slow start), and follows CUBIC
+  (RFC
+  9438) after the first loss. A loss is detected after a round trip, and shrinks the window once. Lost data is resent
+  first.
+- The queue drops packets that do not fit (drop-tail), or also packets that waited too long (CoDel, RFC 8289).
+- Acknowledgements cost no capacity and are never lost. Packets on very fast links are larger than real ones, to limit a
+  play's computation to seconds.
+- The trace's clock is the receiver's, as in `Simulator` and in the bound: the link delivers packets at the receiver,
+  and
+  feedback takes a round trip to a sender.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ from kvabr.replay.simulator import EPSILON
 
 PACKET = 1164
 """Payload of a packet, bytes."""
-_MOST_PACKETS = 50_000
-"""Packets that the link carries in the time of a play, about; they are larger on a faster link."""
-_LEAST_QUEUE = 64
-"""Packets that fit the queue at least, unless its size is given."""
+_MAX_PACKETS = 50_000
+"""Approximate number of packets per play; they are larger on a faster link."""
+_MIN_QUEUE = 64
+"""Minimum queue in packets, unless its size is given."""
 _BETA, _CUBIC = 0.7, 0.4
-"""CUBIC's factor of a window after a loss, and its constant C, packets per second cubed."""
+"""CUBIC's window factor after a loss, and its constant C, packets per second cubed."""
 _REORDERED = 3
-"""Packets acknowledged behind a lost one before its sender takes it for lost (RFC 9002, section 6.1.1)."""
+"""Packets acknowledged after a missing one before it counts as lost (RFC 9002, section 6.1.1)."""
 _PROBE_S = 1.0
-"""Seconds without an acknowledgement after which a sender takes a packet for lost, beyond a round trip."""
+"""Seconds without an acknowledgement, beyond a round trip, before a packet counts as lost."""
 _TARGET_S, _INTERVAL_S = 0.005, 0.1
-"""CoDel's acceptable delay of a packet, and for how long it may be exceeded."""
+"""CoDel's acceptable packet delay, and how long it may be exceeded."""
 _RECENT = 16
-"""Intervals within which CoDel goes on dropping as often as before."""
+"""Intervals for which CoDel keeps its previous drop rate."""
 
 
 class Stream(ABC):
@@ -47,9 +49,9 @@ class Stream(ABC):
     def __init__(self, size: int) -> None:
         """Begin unsent."""
         self.size, self.sent = size, 0
-        """Bytes in all, and those that were sent at least once."""
+        """Total bytes, and bytes sent at least once."""
         self.cancelled = False
-        """Whether the sender knows that it is not wanted any more."""
+        """Whether the sender received a cancellation."""
 
     @abstractmethod
     def place(self) -> int:
@@ -57,7 +59,7 @@ class Stream(ABC):
 
     @abstractmethod
     def receive(self, size: int, now: float) -> None:
-        """Handle bytes that have arrived."""
+        """Handle received bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,26 +72,26 @@ class _Packet:
 
 
 def packet_bytes(capacity: Capacity, seconds: float) -> int:
-    """Return the size of packets on a link: real ones, or larger ones if it carried too many of them."""
-    return max(PACKET, int(capacity.between(0.0, seconds) / _MOST_PACKETS))
+    """Return the packet size on a link: that of real packets, or more on fast links."""
+    return max(PACKET, int(capacity.between(0.0, seconds) / _MAX_PACKETS))
 
 
 def queue_bytes(capacity: Capacity, rtt_s: float, seconds: float) -> int:
-    """Return the usual size of a queue: a round trip of the link at its best, at least 64 packets."""
+    """Return the usual queue size: a round trip at the link's maximum rate, at least 64 packets."""
     best = max(rate for _, rate in capacity.series(seconds))
-    return max(_LEAST_QUEUE * packet_bytes(capacity, seconds), int(best * rtt_s))
+    return max(_MIN_QUEUE * packet_bytes(capacity, seconds), int(best * rtt_s))
 
 
 class Bottleneck:
-    """The queue in front of a link, and the clock of everything that crosses it."""
+    """The queue before a link, and the clock of its events."""
 
     def __init__(self, capacity: Capacity, rtt_s: float, queue_bytes: int, packet: int, *, codel: bool) -> None:
         """Begin empty.
 
         Args:
-            capacity: what the link carries, without slow start.
+            capacity: the link without slow start.
             rtt_s: round trip without the queue, seconds.
-            queue_bytes: bytes that fit the queue.
+            queue_bytes: capacity of the queue.
             packet: bytes of a packet.
             codel: see `Sharing`.
         """
@@ -97,16 +99,15 @@ class Bottleneck:
         self.now = 0.0
         """Seconds since the plays began."""
         self.dropped = 0
-        """Bytes dropped."""
         self.most_queued = 0
-        """Most bytes in the queue."""
+        """Maximum bytes in the queue so far."""
         self._capacity, self._limit, self._codel = capacity, max(queue_bytes, packet), codel
         self._queue: deque[_Packet] = deque()
         self._queued, self._busy = 0, False
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._made = 0
         self._above_s: float | None = None
-        """When the delay will have been too long for an interval; None while it is acceptable."""
+        """End of the interval of excessive delay; None while the delay is acceptable."""
         self._dropping, self._drops, self._drops_before, self._drop_s = False, 0, 0, -math.inf
         """CoDel's state: ``dropping``, ``count``, ``lastcount`` and ``drop_next`` of RFC 8289, section 5."""
 
@@ -120,7 +121,7 @@ class Bottleneck:
         return self._events[0][0] if self._events else math.inf
 
     def run(self, now: float) -> None:
-        """Let everything happen until ``now``."""
+        """Process all events until ``now``."""
         while self._events and self._events[0][0] <= now + EPSILON:
             when, _, what = heappop(self._events)
             self.now = when
@@ -128,7 +129,7 @@ class Bottleneck:
         self.now = max(self.now, now)
 
     def send(self, packet: _Packet, now: float) -> None:
-        """Take a packet into the queue, or drop it."""
+        """Queue or drop a packet."""
         if self._queued + packet.size > self._limit and self._busy:
             self._drop(packet, now, self._queued)
             return
@@ -140,7 +141,7 @@ class Bottleneck:
             self._serve(now)
 
     def _drop(self, packet: _Packet, now: float, behind: int) -> None:
-        """Let the sender know: once ``behind`` bytes have been carried and acknowledged, or nothing for long."""
+        """Notify the sender after ``behind`` bytes have been carried and acknowledged, or after a timeout."""
         self.dropped += packet.size
         noticed_s = min(self._capacity.when(now, behind), now + _PROBE_S)
         self.at(noticed_s + self.rtt_s, partial(packet.sender.lost, packet))
@@ -154,11 +155,11 @@ class Bottleneck:
                 self._drop(packet, now, min(self._queued, _REORDERED * self.packet))
                 continue
             self._busy = True
-            # Aim a little short: a rounding error must not put the end behind an outage.
+            # Aim slightly short: a rounding error must not move the end past an outage.
             self.at(self._capacity.when(now, packet.size - 0.25), partial(self._carried, packet))
 
     def _too_late(self, waited_s: float, now: float) -> bool:
-        """Return whether CoDel drops a packet that has waited so long."""
+        """Return whether CoDel drops a packet that waited this long."""
         if waited_s < _TARGET_S or self._queued <= self.packet:
             self._above_s, self._dropping = None, False
             return False
@@ -169,7 +170,7 @@ class Bottleneck:
         if self._dropping:
             self._drops += 1
         else:
-            # If the delay was too long shortly before, begin with the drop rate that controlled it then.
+            # After a recent excessive delay, resume with the drop rate that ended it.
             more = self._drops - self._drops_before
             recent = now - self._drop_s < _RECENT * _INTERVAL_S
             self._dropping, self._drop_s = True, now
@@ -185,7 +186,7 @@ class Bottleneck:
 
 
 class Sender:
-    """A publisher's end of one connection: its window, and what it has to send."""
+    """A publisher's end of one connection: its window, and its pending data."""
 
     def __init__(self, link: Bottleneck, window: float, *, grown: bool = False) -> None:
         """Begin with a window in bytes; ``grown``: slow start is over."""
@@ -193,7 +194,7 @@ class Sender:
         self._threshold = self._window if grown else math.inf
         self._in_flight = 0
         self._open: list[tuple[int, int, Stream]] = []
-        """Heap of what is to be sent, the most urgent first, then in the order of requests."""
+        """Heap of pending streams, the most urgent first, then in the order of requests."""
         self._again: deque[_Packet] = deque()
         self._opened = 0
         self._shrunk_s = 0.0
@@ -201,13 +202,13 @@ class Sender:
         """Window before the last loss, bytes."""
 
     def open(self, stream: Stream, now: float) -> None:
-        """Begin to answer a request."""
+        """Start to answer a request."""
         heappush(self._open, (stream.place(), self._opened, stream))
         self._opened += 1
         self._fill(now)
 
     def reorder(self, now: float) -> None:  # noqa: ARG002  # an event of the link
-        """Take new places of plays."""
+        """Apply new places of plays."""
         self._open = [(stream.place(), order, stream) for _, order, stream in self._open]
         heapify(self._open)
 
@@ -221,10 +222,10 @@ class Sender:
         self._fill(now)
 
     def lost(self, packet: _Packet, now: float) -> None:
-        """Notice the loss of a packet."""
+        """Handle the loss of a packet."""
         self._in_flight -= packet.size
         self._again.append(packet)
-        if packet.sent_s >= self._shrunk_s:  # else it was sent before the window shrank: the same congestion
+        if packet.sent_s >= self._shrunk_s:  # otherwise sent before the window shrank: the same congestion
             self._best = self._window
             self._window = self._threshold = max(2.0 * self._link.packet, _BETA * self._window)
             self._shrunk_s = now

@@ -1,15 +1,13 @@
-"""Paired comparison over the same plays: which policy is better, and whether the plays can tell.
+"""Paired comparison over the same plays: which policy is better, and is the difference significant?
 
-Two policies are compared by the difference of their regrets, play by play, so that the effect of the link cancels out.
-Plays over one trace are not independent, whatever their starts, so the bootstrap draws whole traces with all their
-plays.
+Policies are compared by the difference of their regrets in each play, which cancels the effect of the link. Plays over
+one trace are dependent, so the bootstrap draws whole traces with all their plays.
 
-The width of an interval does not answer whether two policies can be told apart, because a rare miss outweighs a hundred
-other plays. If two policies were equal, each would be the better one on a trace by chance: the sign of each trace's
-difference could be either. So signs are drawn at random many times, for all pairs at once, and a difference has to
-exceed the largest one that chance produces among all pairs (the step-down procedure of Westfall and Young). Among equal
-policies, 95 % of matrices then tell none apart, however many policies are compared and however regrets are distributed.
-Five traces are too few to tell anything: all five signs agree by chance once in sixteen times.
+Interval widths do not decide significance, because a rare miss outweighs a hundred other plays. If two policies were
+equal, the sign of each trace's difference would be random. Signs are therefore drawn many times, for all pairs at once,
+and a difference must exceed the largest random one among all pairs (the step-down procedure of Westfall and Young).
+With equal policies, 95 % of matrices then show no difference, for any number of policies and distribution of regrets.
+Five traces are too few: five equal signs occur by chance once in sixteen times.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ Counts = npt.NDArray[np.int64]
 
 DRAWS = 4000
 """Bootstrap samples."""
-LEAST_TRACES = 6
-"""Fewest traces over which policies can be told apart."""
-_LEVEL = 0.05
-"""Probability up to which a difference counts as real."""
-_SAME = 1e-9
-"""Regrets that differ by at most this are equal."""
+MIN_TRACES = 6
+"""Minimum traces for a significant difference."""
+_SIGNIFICANCE = 0.05
+"""Significance level."""
+_TOLERANCE = 1e-9
+"""Tolerance for equal regrets."""
 _ROUNDING = 1e-5
 """Relative rounding error of a sum over drawn signs."""
 
@@ -58,14 +56,14 @@ class Versus:
     wins: float
     """Share of plays in which the first has less regret."""
     losses: float
-    """Share of plays in which the first has more regret; in the rest they are equal."""
+    """Share of plays in which the first has more regret; the rest are equal."""
     chance: float
-    """Probability that random signs make a difference this large among all compared pairs, 0 to 1."""
+    """Probability of a random difference this large among all compared pairs, 0 to 1."""
 
     @property
     def apart(self) -> bool:
-        """Return whether the two can be told apart."""
-        return self.chance <= _LEVEL
+        """Return whether the difference is significant."""
+        return self.chance <= _SIGNIFICANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +73,21 @@ class Ranked:
     policy: str
     regret: Interval
     place: int
-    """1 for the best; policies that cannot be told from the first of a place share it."""
+    """1 for the best; shared with policies that do not differ significantly from the first of the place."""
     like: tuple[str, ...]
-    """Policies that it cannot be told from."""
+    """Policies without a significant difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All policies of a matrix, or of part of it, against each other."""
+    """All pairs of policies of a matrix or a part of it."""
 
     plays: int
-    """Feasible plays that every policy played."""
+    """Feasible plays of all policies."""
     traces: int
     ranking: tuple[Ranked, ...]
     pairs: tuple[Versus, ...]
-    """Each pair once, the better one first."""
+    """Each pair once, the better policy first."""
 
     def versus(self, first: str, second: str) -> Versus:
         """Return the pair in this order.
@@ -107,7 +105,7 @@ class Comparison:
 
 
 class Bootstrap:
-    """Resample traces with replacement; everything compared shares the draws, and a seed fixes them."""
+    """Resamples traces with replacement, with the same seeded draws for all comparisons."""
 
     def __init__(self, traces: Sequence[str], *, seed: int = 0, draws: int = DRAWS) -> None:
         """Draw the samples.
@@ -145,12 +143,12 @@ def compare(regrets: Mapping[str, Sequence[float]], traces: Sequence[str], *, se
     """Compare policies over the same plays.
 
     Args:
-        regrets: The regret of every play by policy; all policies in the same order of plays.
+        regrets: The regret of every play by policy, all in the same order.
         traces: The trace of every play, in that order.
         seed: Seed of the bootstrap.
 
     Raises:
-        UsageError: Some policy does not have one regret per play.
+        UsageError: A policy does not have one regret per play.
     """
     if any(len(values) != len(traces) for values in regrets.values()):
         raise UsageError("a paired comparison needs the regret of every play for every policy")
@@ -168,12 +166,12 @@ def compare(regrets: Mapping[str, Sequence[float]], traces: Sequence[str], *, se
 
 def _versus(a: str, b: str, values: Mapping[str, Array], bootstrap: Bootstrap, chance: float) -> Versus:
     difference = values[a] - values[b]
-    wins, losses = float((difference < -_SAME).mean()), float((difference > _SAME).mean())
+    wins, losses = float((difference < -_TOLERANCE).mean()), float((difference > _TOLERANCE).mean())
     return Versus(a, b, bootstrap.interval(difference), wins, losses, chance)
 
 
 def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]:
-    """Return for every pair the probability that random signs make a difference this large among all pairs.
+    """Return for every pair the probability of a random difference this large among all pairs.
 
     Args:
         differences: Per pair, the sum of its differences over each trace.
@@ -182,13 +180,13 @@ def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]
     """
     found = [1.0] * len(differences)
     # Rounding errors between equal policies are not a difference.
-    telling = [index for index, sums in enumerate(differences) if abs(sums.sum()) > _SAME * plays]
+    telling = [index for index, sums in enumerate(differences) if abs(sums.sum()) > _TOLERANCE * plays]
     if not telling:
         return found
     table = np.array([differences[index] / np.linalg.norm(differences[index]) for index in telling])
     seen = np.abs(table.sum(axis=1))
     drawn = np.abs(_signs(table.shape[1], seed) @ table.T.astype(np.float32))
-    # Step down from the largest: each has to exceed only what chance produces among the remaining pairs.
+    # Step down from the largest: each has to exceed only random differences among the remaining pairs.
     order = np.argsort(-seen, kind="stable")
     largest = np.maximum.accumulate(drawn[:, order[::-1]], axis=1)[:, ::-1]
     passed = (largest >= seen[order] * (1 - _ROUNDING)).sum(axis=0)
@@ -200,7 +198,7 @@ def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]
 
 @lru_cache(maxsize=2)
 def _signs(traces: int, seed: int) -> npt.NDArray[np.float32]:
-    """Return random signs, [draw, trace]; the comparisons of a matrix share them."""
+    """Return random signs, [draw, trace], shared by the comparisons of a matrix."""
     dice = np.random.default_rng(seed)
     return (2 * dice.integers(0, 2, size=(DRAWS, traces), dtype=np.int8) - 1).astype(np.float32)
 

@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 28
 SCHEMA = 1
 _MAX_LINE = 1 << 16
 _PATIENCE_S = 60.0
-"""Time to wait for a process that writes to the same folder; it locks the file for seconds at a time."""
+"""Maximum wait for another writer in the same folder, which locks the file for seconds at a time."""
 
 Line = dict[str, Any]
 
@@ -116,7 +116,7 @@ class PlayStore:
 
 
 def _sound(text: Any) -> Line | None:
-    """Parse a line from disk; return None if `put` did not write it."""
+    """Parse a line from disk; return None if it is invalid."""
     if not isinstance(text, str) or len(text) > _MAX_LINE:
         return None
     try:
@@ -156,7 +156,7 @@ def save_axes(folder: Path, axes: Mapping[str, Any]) -> None:
 
 
 def load_matrix(folder: Path) -> LabMatrix:
-    """Rebuild the matrix that a folder was made from, reading its traces and assets again.
+    """Rebuild the matrix of a folder, reading its traces and assets again.
 
     Raises:
         AssetError: This is not a results folder.
@@ -191,7 +191,7 @@ def _absolute(path: str) -> str:
 
 
 def _from_here(policy: str) -> str:
-    """Return the name of a policy as one would write it here, if its file lies in this folder or below."""
+    """Return the name of a policy relative to this folder, if its file is in it."""
     path, colon, rest = policy.partition(":")
     if colon and path.endswith(".py") and Path(path).is_relative_to(Path.cwd()):
         return f"./{Path(path).relative_to(Path.cwd())}{colon}{rest}"

@@ -1,6 +1,6 @@
-"""Play what a matrix has and the store lacks, in parallel processes; then gather every line.
+"""Play the missing plays of a matrix in parallel processes, then collect every line.
 
-Lines are stored as they come, so that an interrupted run continues where it stopped.
+Lines are stored as they arrive, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class PlayBatch:
-    """Some starts of one trace in one cell, each with the policies that still have to play it."""
+    """Some starts of one trace in one cell, each with the policies still to play."""
 
     cell: int
     trace: int
@@ -72,7 +72,7 @@ def run(
 
     Args:
         matrix: What to play.
-        store: Keeps the plays; what it has is not repeated.
+        store: Keeps the plays; stored plays are not repeated.
         jobs: Processes; None for one per core. With 1, play in this process.
         progress: Called with the number of plays finished since the last call.
         planned: Called once with the number of missing plays and of all plays.
@@ -120,7 +120,6 @@ _Known = dict[tuple[int, int, str], dict[int, Line]]
 
 
 def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: PlayStore) -> tuple[_Known, list[PlayBatch]]:
-    """Return what the store has, and batches for the rest."""
     known: _Known = {}
     todo: list[PlayBatch] = []
     counts = matrix.counts()
@@ -129,7 +128,7 @@ def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: PlaySto
             wanting: dict[int, list[str]] = {}
             for policy in matrix.policies:
                 found = store.get(keys.key(cell, trace, policy), count)
-                # The folder may call a policy from a file by another path to it.
+                # The folder may name a policy file by another path.
                 known[place, trace, policy] = {start: line | {"policy": policy} for start, line in found.items()}
                 for start in range(count):
                     if start not in found:
@@ -144,7 +143,7 @@ _Found = dict[str, dict[int, Line]]
 
 
 class _Player:
-    """Play batches; keep the last cell's player, because batches come cell by cell."""
+    """Play batches; keep the last cell's player, because batches are ordered by cell."""
 
     def __init__(self, matrix: LabMatrix, cells: Sequence[Cell]) -> None:
         self._matrix, self._cells = matrix, cells

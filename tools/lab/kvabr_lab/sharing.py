@@ -1,11 +1,11 @@
-"""Several plays over one link with a queue, packet by packet: what sharing and long queues cost.
+"""Several plays over one link with a queue, packet by packet: the cost of sharing and long queues.
 
-In `Simulator` a play has the link to itself, and its bytes come as the trace carries them. Here they come as senders,
-which do not know the trace, get them through the queue of a bottleneck:
+In `Simulator` a play has the link to itself, and bytes follow the trace. Here, senders that do not know the trace send
+through the queue of a bottleneck:
 
-- Each play is of another prompt. The plays are of a client each, or all of one: then they share a connection, their
-  estimates of the link, and the order of their requests, by the same code as the plays of a `kvabr.Client`.
-- Senders, queue and packets are those of `kvabr_lab.packets`. A connection's window begins with ten packets and the
+- Each play has another prompt. Plays belong to one client each, or all to one client: then they share a connection,
+  estimates of the link, and the order of requests, with the code of `kvabr.Client`.
+- Senders, queue and packets are those of `kvabr_lab.packets`. A connection's window begins with ten packets plus the
   bytes of the lookup.
 """
 
@@ -33,7 +33,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import PlayEvent
 from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream, packet_bytes, queue_bytes
 
-_MOST_RIVALS = 256
+_MAX_RIVALS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,17 @@ class Sharing:
     """How plays share a link."""
 
     rivals: int = 0
-    """Plays of the same policy that begin at the same time as the one that is reported."""
+    """Further plays of the same policy that begin at the same time."""
     queue_bytes: int | None = None
-    """Size of the queue; None: a round trip of the trace at its best, at least 64 packets."""
+    """Size of the queue; None: one round trip at the trace's maximum rate, at least 64 packets."""
     codel: bool = False
-    """Whether packets that have waited too long are dropped; if not, only those that do not fit."""
+    """Whether packets that waited too long are dropped; otherwise only when the queue is full."""
     one_connection: bool = False
-    """Whether all plays are of one client, and share its connection."""
+    """Whether all plays share one client and its connection."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rivals <= _MOST_RIVALS:
-            raise UsageError(f"{self.rivals} rivals; give 0 to {_MOST_RIVALS} plays that share the link")
+        if not 0 <= self.rivals <= _MAX_RIVALS:
+            raise UsageError(f"{self.rivals} rivals; give 0 to {_MAX_RIVALS} plays that share the link")
         if self.queue_bytes is not None and self.queue_bytes < PACKET:
             raise UsageError(f"a queue of {self.queue_bytes} bytes; at least one packet of {PACKET} must fit")
 
@@ -125,9 +125,9 @@ class _Answer(Stream):
         super().__init__(request.bytes)
         self.request, self.received = request, 0
         self.heard_s = 0.0
-        """When bytes came last."""
+        """Time of the last bytes."""
         self.seen = False
-        """Whether the session knows of its first byte."""
+        """Whether its first byte was reported to the session."""
         self._player = player
 
     def place(self) -> int:
@@ -139,46 +139,45 @@ class _Answer(Stream):
         self._player.receive(self, size, now)
 
     def cancel(self, now: float) -> None:  # noqa: ARG002  # an event of the link
-        """Let the sender know that it is not wanted any more."""
+        """Notify the sender of the cancellation."""
         self.cancelled = True
 
 
 class SharedClient:
-    """What the plays of one client share besides the connection; see `kvabr.client.runner` for the order."""
+    """State shared by the plays of one client; see `kvabr.client.runner` for the order."""
 
     def __init__(self, link: Bottleneck, sender: Sender) -> None:
-        """Begin without plays."""
         self.bandwidth = SharedLink(clock=lambda: link.now)
         self._link, self._sender = link, sender
         self._schedule: EdfScheduler[Player] = EdfScheduler()
         self._tardy: set[Player] = set()
-        """Plays whose deadline has passed."""
+        """Plays past their deadline."""
         self._heard_s: dict[int, float] = {}
-        """When bytes of each place came last."""
+        """Time of the last bytes of each place."""
 
     def enter(self, player: Player, due_s: float) -> None:
-        """Take a play, which is due at ``due_s``; once it is late, others go before it."""
+        """Add a play due at ``due_s``; afterwards, other plays go first."""
         self._schedule.add(player, due_s)
         self._link.at(due_s, partial(self._late, player))
 
     def leave(self, player: Player) -> None:
-        """Forget a play that has ended."""
+        """Remove a play that has ended."""
         self._schedule.remove(player)
         self._reorder()
 
     def place(self, player: Player, priority: int) -> int:
-        """Return the place of a request among those of all plays, from its priority among those of its own."""
+        """Return the place of a request among all plays, from its priority within its play."""
         if len(self._schedule) < 2 or player.session.over:
             return priority
         return wire_priority(self._schedule.level(player), priority, late=player in self._tardy)
 
     def heard(self, stream: _Answer, size: int, now: float) -> None:
-        """Note that bytes came."""
+        """Record received bytes."""
         self.bandwidth.received(size)
         self._heard_s[stream.place()] = now
 
     def waits_its_turn(self, stream: _Answer) -> bool:
-        """Return whether nothing comes of a stream because something does that is at least as urgent."""
+        """Return whether a stream is idle because streams of at least equal urgency receive bytes."""
         since_s = max(stream.heard_s, self._link.now - TURN_S)
         place = stream.place()
         return any(other <= place and at_s > since_s for other, at_s in self._heard_s.items())
@@ -195,26 +194,26 @@ class SharedClient:
 
 
 class Player:
-    """One of the plays: its session, its decoders and engine, and its requests."""
+    """One of the plays: its session, decoders, engine and requests."""
 
     def __init__(
         self, session: Session, machine: Machine, link: Bottleneck, sender: Sender, client: SharedClient | None
     ) -> None:
-        """Prepare a play; nothing happens before `start`.
+        """Prepare a play, to begin with `start`.
 
         Args:
             session: a fresh session.
             machine: its decoders and engine.
             link: the link.
             sender: the publisher's end of its connection.
-            client: what it shares with the other plays; None for a client of its own.
+            client: state shared with other plays; None for a client of its own.
         """
         self.session, self._machine, self._link, self._sender, self._client = session, machine, link, sender, client
         self._streams: dict[int, _Answer] = {}
         self._fresh: list[_Answer] = []
-        """Streams whose first or last bytes the session does not know of."""
+        """Streams with first or last bytes not yet reported to the session."""
         self.ghost_bytes = 0
-        """Bytes that came for cancelled requests."""
+        """Bytes received for cancelled requests."""
 
     def start(self) -> None:
         """Begin the play."""
@@ -222,12 +221,12 @@ class Player:
         self._obey(self.session.actions(), 0.0)
 
     def next_s(self) -> float:
-        """Return when the session has to be told something that does not come over the link."""
+        """Return the next time at which the session needs a report of something other than the link."""
         timer = self.session.next_timer()
         return self._machine.next_s() if timer is None else min(timer, self._machine.next_s())
 
     def place(self, priority: int) -> int:
-        """Return the place of a request among all that the connection has."""
+        """Return the place of a request among all of the connection."""
         return priority if self._client is None else self._client.place(self, priority)
 
     def receive(self, stream: _Answer, size: int, now: float) -> None:
@@ -243,14 +242,14 @@ class Player:
             self._fresh.append(stream)
 
     def tell(self, now: float) -> None:
-        """Report to the session what has happened by ``now``, and do what it asks for."""
+        """Report to the session everything up to ``now``, and perform its actions."""
         session = self.session
         timer = session.next_timer()
         due = timer is not None and timer <= now + EPSILON
         if not (due or self._fresh or self._machine.next_s() <= now + EPSILON):
             return
         self._tell_streams(now, due=due)
-        self._machine.tell(now)
+        self._machine.report(now)
         if due:
             session.timer(now)
         self._obey(session.actions(), now)
@@ -301,18 +300,18 @@ class SharedPlays:
 
         Args:
             sharing: how they share the link.
-            capacity: what it carries, without slow start.
+            capacity: the link without slow start.
             rtt_s: round trip without the queue, seconds.
             deadline_s: the plays' deadline, seconds.
-            window: bytes that a connection may have in flight at first.
+            window: initial bytes in flight of a connection.
             lookup_bytes: bytes of each play's catalog, which have opened the window of its connection.
-            slow_start: False for connections whose windows fill the link already.
+            slow_start: False for connections with windows that fill the link.
         """
         usual = queue_bytes(capacity, rtt_s, deadline_s)
         packet = packet_bytes(capacity, deadline_s)
         self.link = Bottleneck(capacity, rtt_s, sharing.queue_bytes or usual, packet, codel=sharing.codel)
         self.players: list[Player] = []
-        """The plays, in the order in which they were added."""
+        """The plays in order of addition."""
         self._window, self._grown = window if slow_start else max(window, float(usual)), not slow_start
         self._deadline_s, self._lookup_bytes = deadline_s, lookup_bytes
         self._left: dict[Player, ExitStack] = {}
@@ -332,7 +331,7 @@ class SharedPlays:
         """Add a play, and return its session.
 
         Args:
-            build: returns a fresh session; is given a function that makes of an estimator of the link one of the play's
+            build: returns a fresh session, given a function that converts an estimator of the link to one of the play's
                 share.
             machine: returns the decoders and the engine for a session.
         """
@@ -352,7 +351,7 @@ class SharedPlays:
         return session
 
     def run(self) -> None:
-        """Play until all plays are over; raise `PolicyError` from the sessions' policy."""
+        """Play until all plays are over; raises the `PolicyError` of a session."""
         link = self.link
         for player in self.players:
             player.start()

@@ -12,7 +12,7 @@ from kvabr.replay.fitting_table import FittingTable
 from kvabr.replay.report.queries import DASH, nats
 from kvabr.types.words import counted
 from kvabr_lab.causes import CAUSES
-from kvabr_lab.paired import LEAST_TRACES
+from kvabr_lab.paired import MIN_TRACES
 from kvabr_lab.totals import Cut
 
 _WORDS = {
@@ -46,7 +46,7 @@ def short(value: float | None, digits: int = 3) -> str:
 
 
 def ranking_table(result: dict[str, Any]) -> Table:
-    """Return the ranking over the whole matrix; policies that cannot be told apart share a place."""
+    """Return the ranking over the whole matrix; policies without a significant difference share a place."""
     comparison = result["comparison"]
     title = f"{comparison['plays']:,} feasible plays over {comparison['traces']} traces, each by every policy"
     table = _table(title)
@@ -138,7 +138,7 @@ def _side_by_side(
 
 
 def apart_table(result: dict[str, Any]) -> Table | None:
-    """Return what policies did in infeasible plays; None if there were none."""
+    """Return the results of infeasible plays; None if there were none."""
     lines = {policy: line["apart"] for policy, line in result["summary"].items()}
     if not any(line["plays"] for line in lines.values()):
         return None
@@ -157,9 +157,9 @@ def apart_table(result: dict[str, Any]) -> Table | None:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Return in words which policy leads, by how much, and which cannot be told from it.
+    """Return a sentence on the leading policy, its lead, and the policies not significantly different from it.
 
-    Oracles, which know the future, do not compete.
+    Oracles do not compete.
     """
     everyone = result["comparison"]["ranking"]
     if not everyone:
@@ -167,10 +167,10 @@ def verdict(result: dict[str, Any]) -> str:
     rows = [row for row in everyone if not row["policy"].endswith("oracle")] or everyone
     best = rows[0]
     plays, traces = result["comparison"]["plays"], result["comparison"]["traces"]
-    if len(rows) > 1 and traces < LEAST_TRACES:
+    if len(rows) > 1 and traces < MIN_TRACES:
         return (
             f"{best['policy']} has the least mean regret, {short(best['regret_mean'])}, but {counted(plays, 'play')} "
-            f"over {counted(traces, 'trace')} are too few to tell policies apart. It takes {LEAST_TRACES} traces; more "
+            f"over {counted(traces, 'trace')} are too few to tell policies apart. It takes {MIN_TRACES} traces; more "
             "--starts on the same traces do not replace them."
         )
     said = f"{best['policy']} leads with mean regret {short(best['regret_mean'])} ({interval(best['regret_ci95'])})"

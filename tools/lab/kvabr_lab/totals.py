@@ -116,7 +116,7 @@ def _per_policy(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _more(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return what a replay's summary lacks: intervals, the second bound, causes, and the infeasible plays."""
+    """Return the entries missing in a replay's summary: intervals, the second bound, causes, and infeasible plays."""
     feasible = [line for line in lines if line["feasible"]]
     network = [line for line in lines if line["network_regret"] is not None]
     hopeless = [line for line in lines if not line["feasible"]]
@@ -155,7 +155,7 @@ def _interval(lines: Sequence[Line], name: str) -> list[float] | None:
 
 @lru_cache(maxsize=4)
 def _bootstrap(traces: tuple[str, ...]) -> Bootstrap:
-    """Return a bootstrap; policies that play the same plays share its draws."""
+    """Return a bootstrap; policies with the same plays share its draws."""
     return Bootstrap(traces)
 
 
@@ -186,7 +186,7 @@ def _ends(interval: Interval) -> list[float]:
 
 
 def _quantile(lines: Sequence[Line], share: float) -> float | None:
-    """Return a quantile of TTFT; plays that gave up count as infinite."""
+    """Return a quantile of TTFT; abandoned plays count as infinite."""
     value = percentile((math.inf if line["ttft_s"] is None else line["ttft_s"] for line in lines), share)
     return None if value is None or not math.isfinite(value) else _number(value)
 

@@ -1,13 +1,12 @@
-"""Search the parameters that a policy declares, with cross-validation over trace families.
+"""Search the declared parameters of a policy, with cross-validation over trace families.
 
-The search starts from points spread evenly over the declared ranges (a scrambled Sobol sequence) and the default. All
-folds share these, because they are drawn before anything is played. Then each fold samples around its own best point,
-in ever smaller steps. A fold does not see the family that it holds out until it has chosen. One more fold, which holds
-out nothing, makes the recommendation. Its own score comes from the plays that it was chosen on, so the reported score
-is the cross-validated one.
+The search starts from points spread evenly over the declared ranges (a scrambled Sobol sequence) and the default,
+shared by all folds. Then each fold samples around its own best point, in ever smaller steps. A fold plays its held-out
+family only after its choice. One more fold without a held-out family makes the recommendation. Its own score uses the
+plays that selected it, so the reported score is the cross-validated one.
 
-Every family counts the same, however many traces it has: a kind of network is not more likely because it was recorded
-more often.
+Every family has equal weight, however many traces it has: recording a kind of network more often does not make it more
+likely.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from kvabr_lab.run import Progress, run
 Scores = Mapping[str, Mapping[str, float]]
 """Mean regret by candidate and family."""
 
-_CLOSE = 0.15
+_LOCAL_WIDTH = 0.15
 """Width of the first local round, as a share of the range; halved every round."""
-_ZERO = 1e-9
-"""Gains up to this are rounding errors."""
+_ROUNDING = 1e-9
+"""Rounding tolerance of gains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """One fold: its choice, and how the choice did on the family held out."""
+    """One fold: its choice, and the result on the held-out family."""
 
     held_out: str
     chosen: str
@@ -74,7 +73,7 @@ class Search:
     """The size of a search."""
 
     points: int = 16
-    """Points of the first round, besides the default."""
+    """Points of the first round, in addition to the default."""
     rounds: int = 2
     """Local rounds."""
     near: int = 4
@@ -98,13 +97,13 @@ class Tuned:
     """The recommendation: the best over all families."""
     folds: tuple[Fold, ...]
     gain: Interval
-    """Regret of the default minus that of each fold's choice, on the families held out; positive if tuning won."""
+    """Regret of the default minus that of each fold's choice, on held-out families; positive if tuning won."""
     default_regret: float
     """Mean regret of the default over families."""
     held_out_regret: float
-    """Mean regret of the folds' choices, each on the family that it did not see."""
+    """Mean regret of the folds' choices, each on its held-out family."""
     inside_regret: float
-    """Mean regret of the recommendation over families, on the plays that it was chosen on."""
+    """Mean regret of the recommendation over families, on the plays that selected it."""
     left_out: tuple[str, ...]
     """Families without a feasible play."""
     candidates: int
@@ -112,11 +111,11 @@ class Tuned:
 
     @property
     def won(self) -> bool:
-        """Return whether the gain on families that were not seen can be told from chance."""
-        return self.gain.low > _ZERO
+        """Return whether the gain on held-out families is significant."""
+        return self.gain.low > _ROUNDING
 
     def values(self, name: str) -> dict[str, float]:
-        """Return every parameter's value, by a candidate's name."""
+        """Return every parameter's value of a candidate."""
         given = parse(name.removeprefix(f"{self.policy}:")) if name != self.policy else {}
         return {key: given.get(key, parameter.default) for key, parameter in self.parameters.items()}
 
@@ -124,7 +123,7 @@ class Tuned:
         """Return the outcome in one sentence."""
         if self.chosen == self.default:
             return f"Tuning won nothing: no candidate is better than the defaults of {self.policy} over all families."
-        if abs(self.gain.mean) <= _ZERO and self.gain.high - self.gain.low <= _ZERO:
+        if abs(self.gain.mean) <= _ROUNDING and self.gain.high - self.gain.low <= _ROUNDING:
             return "Tuning won nothing: on families that it did not see, what it chose does as well as the defaults."
         span = f"{self.gain.low:.2g} to {self.gain.high:.2g}"
         if self.won:
@@ -137,7 +136,7 @@ class Tuned:
 
 
 class _Scores:
-    """Play candidates over families and remember their scores."""
+    """Plays candidates over families and stores their scores."""
 
     def __init__(self, matrix: LabMatrix, store: PlayStore, jobs: int | None, progress: Progress | None) -> None:
         self._matrix, self._store, self._jobs, self._progress = matrix, store, jobs, progress
@@ -147,7 +146,7 @@ class _Scores:
         self.plays = 0
 
     def play(self, candidates: Iterable[str], families: Sequence[str]) -> None:
-        """Play what is missing."""
+        """Play missing combinations."""
         todo: dict[tuple[str, ...], list[str]] = {}
         for candidate in dict.fromkeys(candidates):
             missing = tuple(family for family in families if (candidate, family) not in self.lines)
@@ -163,11 +162,11 @@ class _Scores:
             for name in names:
                 for family in missing:
                     found = [line["regret"] for line in self.lines[name, family] if line["feasible"]]
-                    # `narrow` leaves out families without a feasible play.
+                    # `narrow` drops families without a feasible play.
                     self.table.setdefault(name, {})[family] = sum(found) / len(found) if found else 0.0
 
     def narrow(self, policy: str) -> list[str]:
-        """Leave out families without a feasible play, and return them."""
+        """Drop families without a feasible play, and return them."""
         told = [family for family in self.families if any(line["feasible"] for line in self.lines[policy, family])]
         out = [family for family in self.families if family not in told]
         self.families = told
@@ -244,7 +243,7 @@ def _closer(
     for number in range(search.rounds):
         best = choose({name: scores.table[name] for name in seen}, within, policy)
         centre = np.array([parameters[key].share(value) for key, value in _values(policy, best, parameters).items()])
-        width = _CLOSE / 2**number
+        width = _LOCAL_WIDTH / 2**number
         rows = np.clip(centre + width * dice.standard_normal((search.near, len(parameters))), 0.0, 1.0)
         near = [_name(policy, parameters, row) for row in rows]
         scores.play(near, within)
@@ -294,7 +293,7 @@ def _result(
 
 
 def _gain(policy: str, scores: _Scores, chosen: dict[str | None, str]) -> Interval:
-    """Return the gain of the folds over the default on what they did not see; families and traces are resampled."""
+    """Return the gain of the folds over the default on held-out families; families and traces are resampled."""
     drawn, means = [], []
     for number, family in enumerate(scores.families):
         pairs = [
@@ -305,7 +304,7 @@ def _gain(policy: str, scores: _Scores, chosen: dict[str | None, str]) -> Interv
         values = np.array([value for _, value in pairs])
         means.append(float(values.mean()))
         drawn.append(Bootstrap([trace for trace, _ in pairs], seed=number).means(values))
-    # Resample families, too: the question is how tuning would do on a family yet to come.
+    # Resample families, too, to predict the result on new families.
     dice = np.random.default_rng(0)
     weights = dice.multinomial(len(means), [1 / len(means)] * len(means), size=len(drawn[0])).T
     total = (np.array(drawn) * weights).sum(axis=0) / len(means)

@@ -1,8 +1,8 @@
-"""What joining passages costs: every base, selector, share and track on the same prompts, against the full prefill.
+"""The cost of joining passages: every base, selector, share and track on the same prompts, against the full prefill.
 
-A prompt is measured at once, because its caches are shared: the full prefill, the bases of its passages, and what
-selectors have looked at. Times are of the processor and include looking, recomputing and the question; they are shares
-of a full prefill of the same prompt in the same run.
+All recipes of a prompt run together to share its caches: the full prefill, the bases of its passages, and the
+selectors' inputs. Times are processor times including selection, recomputation and the question, as shares of a full
+prefill of the same prompt in the same run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvabr_lab.bench.contexts import token_key
 from kvabr_lab.bench.schemes import TrackScheme, sources
 
 EXACT_TRACK = "FP16"
-"""Name under which caches are not coded at all."""
+"""Name for uncoded caches."""
 SHARES = (0.05, 0.15, 0.3)
 SELECTORS = ("question-peaks", "question", "question-value", "order", "hkvd", "legolink", "random", "oracle")
 TRACKS = ("AC-L0", "AC-L1", "AC-L2")
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class KeyDeviationSelector(Selector):
-    """LMCache's CacheBlend: tokens whose keys in layer 1 change most behind a full layer 0."""
+    """LMCache's CacheBlend: tokens with the largest changes of layer 1 keys after a full layer 0."""
 
     needs = frozenset({"deviation"})
 
@@ -52,17 +52,17 @@ class KeyDeviationSelector(Selector):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to make the cache of a prompt from those of its passages."""
+    """One way to build a prompt's cache from those of its passages."""
 
     base: str
-    """How the passages were computed: ``alone``, ``neutral`` or ``mean``."""
+    """Context of the passages' computation: ``alone``, ``neutral`` or ``mean``."""
     selector: str = ""
-    """Name of the selector, as `load_selector` takes it; empty: nothing is recomputed."""
+    """Name of the selector for `load_selector`; empty: no recomputation."""
     share: float = 0.0
     track: str = EXACT_TRACK
-    """The track that the caches were coded on."""
+    """Track of the caches."""
     chosen_on: str = EXACT_TRACK
-    """The track whose cache the selector looks at."""
+    """Track of the cache given to the selector."""
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class Recipe:
 
 
 def recipes(selectors: Sequence[str], shares: Sequence[float], tracks: Sequence[str]) -> list[Recipe]:
-    """Return what is compared: bases, selectors on the mean, peers on caches computed alone, and tracks."""
+    """Return the recipes to compare: bases, selectors on the mean, peers on caches computed alone, and tracks."""
     first = selectors[0]
     out = [Recipe(base) for base in ("alone", "neutral", "mean")]
     out += [Recipe("mean", selector, share) for selector in selectors for share in shares]
@@ -92,20 +92,20 @@ def recipes(selectors: Sequence[str], shares: Sequence[float], tracks: Sequence[
 
 @dataclass(frozen=True)
 class FusionLab:
-    """A model, and what its passages are computed behind."""
+    """A model, and the contexts of its passages."""
 
     engine: TransformersBlendEngine
     contexts: Sequence[Sequence[int]]
-    """Of the mean; the first is the neutral one."""
+    """Contexts of the mean; the first is the neutral one."""
     held_out: Sequence[Sequence[int]]
-    """Contexts behind which the publisher's order is measured."""
+    """Contexts for measuring the publisher's order."""
     following: Sequence[int]
-    """What follows a passage where its publisher measures it."""
+    """Text after a passage in the publisher's measurement."""
     profile: Profile | None = None
     """For the tracks."""
 
     def key(self, prompt: FusedPrompt, recipe: Recipe) -> str:
-        """Return a key of all that a result depends on."""
+        """Return a key of all inputs of a result."""
         made = [sources(room) for room in ("blend", "codec", "publish", "engines", "lab")]
         behind = token_key(
             [token for part in (*self.contexts, *self.held_out, self.following) for token in (*part, -1)]
@@ -116,7 +116,7 @@ class FusionLab:
 
 @dataclass
 class FusedCase:
-    """One prompt while it is measured; what recipes share is computed once."""
+    """One prompt during measurement; shared data is computed once."""
 
     lab: FusionLab
     prompt: FusedPrompt
@@ -139,11 +139,11 @@ class FusedCase:
 
     @property
     def _scored(self) -> list[int]:
-        """The tokens that are scored: rows begin behind the question's last one, which is therefore not cached."""
+        """The scored tokens: rows begin after the question's last token, which is therefore not cached."""
         return [self.prompt.question[-1], *self.prompt.tail]
 
     def measure(self, recipe: Recipe) -> Row:
-        """Return what a recipe loses and costs: ``kl``, ``top1``, what `_answer` says, ``work`` and ``time``."""
+        """Return the loss and cost of a recipe: ``kl``, ``top1``, the values of `_answer`, ``work`` and ``time``."""
         full, full_s = self._full
         if recipe.selector:
             fused, spent_s, work = self._recomputed(recipe)
@@ -167,11 +167,11 @@ class FusedCase:
         return {"kl": 0.0, "top1": 1.0, **answer, "work": 1.0, "time": 1.0, "full_s": self._full[1]}
 
     def _answer(self, kv: torch.Tensor) -> Row:
-        """Return how sure the answer is where a code is asked for, nats.
+        """Return the certainty of the answer to a code question, nats.
 
-        ``found``: whether greedy decoding says the code. ``gap``: how much likelier its tokens are than the best other
-        ones, the least of them; above 0 if it is found. ``margin``: how much likelier the code is than the likeliest of
-        the prompt's other codes.
+        ``found``: whether greedy decoding returns the code. ``gap``: minimum log-likelihood advantage of its tokens
+        over the best alternatives; positive if found. ``margin``: advantage of the code over the likeliest other code
+        of the prompt.
         """
         if self.prompt.kind != "codes":
             return {}
@@ -183,12 +183,12 @@ class FusedCase:
         return {"found": gap > 0, "gap": gap, "margin": margin}
 
     def _likelihoods(self, kv: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities behind all ``tokens`` but the last, and of them those of the tokens that follow."""
+        """Return log-probabilities after all ``tokens`` but the last, and those of the following tokens."""
         rows = self.lab.engine.score(kv[:, :, :, :-1], tokens)[:-1]
         return rows, rows.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0]
 
     def _recomputed(self, recipe: Recipe) -> tuple[torch.Tensor, float, float]:
-        """Return the cache of a recipe, the seconds it took, and its work as a share of the full prefill's."""
+        """Return the cache of a recipe, the seconds it took, and its work relative to the full prefill."""
         engine, tokens = self.lab.engine, self._tokens
         cached, every = len(self.prompt.tokens), len(tokens)
         kv = self._joined(recipe.base, recipe.track)
@@ -268,7 +268,7 @@ def _decoded(scheme: TrackScheme, kv: torch.Tensor) -> torch.Tensor:
 
 
 def _timed(call: Callable[[], T]) -> tuple[T, float]:
-    """Return a result, and the processor's seconds that it took."""
+    """Return a result with its processor time in seconds."""
     began = time.process_time()
     return call(), time.process_time() - began
 
@@ -287,7 +287,7 @@ def measure(
         lab: the model and its contexts.
         prompts: the prompts.
         plan: the recipes.
-        known: returns a result by its key; None if there is none yet.
+        known: returns a stored result by key, or None.
         keep: stores a result and returns it.
         progress: called after every recipe with the kind of prompt.
 

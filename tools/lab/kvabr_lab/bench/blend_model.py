@@ -1,4 +1,4 @@
-"""What joining passages costs a model, for the catalogs of its passages: a few prompts of `kvabr bench blend`."""
+"""The fusion loss of a model, for the catalogs of its passages, from a few prompts of `kvabr bench blend`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvabr_lab.bench.blend_prompts import Kind, make_prompts
 from kvabr_lab.paired import Bootstrap, Interval
 
 BASES = {"mean": "mean", "behind": "neutral", "alone": "alone"}
-"""How passages are computed (`PassageNotes.base`), and what the bench calls it."""
+"""Names of `PassageNotes.base`, with those of the bench."""
 SHARES = (0.0, 0.05, 0.15, 0.3)
 _PROMPTS = 6
-"""Prompts of each kind: a text that goes on, and an entry of one of five manual pages."""
+"""Prompts of each kind: a continued text, and an entry of one of five manual pages."""
 _KINDS: tuple[Kind, ...] = ("text", "facts")
-_PASSAGE, _LEAST_PASSAGE = 256, 32
+_PASSAGE, _MIN_PASSAGE = 256, 32
 _AROUND = 320
-"""Tokens of a prompt besides its passages, at most; and passages of one."""
+"""Maximum tokens of a prompt outside its passages; and passages of one."""
 _PASSAGES = 5
 _SEED = 11
-"""Not that of the bench."""
+"""Differs from the bench's."""
 
 
 def measure_model(
@@ -37,27 +37,27 @@ def measure_model(
     progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
     base: str = "mean",
 ) -> tuple[FusionLosses, list[Interval]]:
-    """Measure what a passage adds to the loss of a prompt that is joined from four or five, by the share recomputed.
+    """Measure the loss added by a passage in a prompt of four or five, by recomputed share.
 
-    Passages are means over contexts, of other texts than those of the prompts; the default selector chooses.
+    Passages are means over contexts, from other texts than the prompts; the default selector chooses the tokens.
 
     Args:
         loaded: the model.
         progress: called after every recipe.
-        base: how else passages are computed, see `BASES`.
+        base: computation of the passages, see `BASES`.
 
     Returns:
         The losses, and each with its 95 % interval over prompts.
 
     Raises:
-        ModelError: the model's caches cannot be joined; the message says why.
+        ModelError: the model's caches cannot be joined; the message gives the reason.
         UsageError: its context is too short.
     """
     engine = blend_engine(loaded.engine)
     size = min(_PASSAGE, (engine.context - _AROUND) // _PASSAGES)
-    if size < _LEAST_PASSAGE:
+    if size < _MIN_PASSAGE:
         raise UsageError(
-            f"{engine.spec.model} sees {engine.context} tokens, too few for {_PASSAGES} passages of {_LEAST_PASSAGE}"
+            f"{engine.spec.model} sees {engine.context} tokens, too few for {_PASSAGES} passages of {_MIN_PASSAGE}"
         )
     lab = FusionLab(engine, contexts_for(loaded, calibration_texts(), CONTEXTS), [], [])
     made = [

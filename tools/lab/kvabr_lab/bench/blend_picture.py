@@ -11,7 +11,7 @@ from kvabr_lab.bench.page import SHAPES, STYLE, LogScale, label, stroke
 
 Row = Mapping[str, Any]
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 440, 360, 62, 16, 34, 46
-_LEAST_WORK, _LEAST = 0.01, 1e-3
+_MIN_WORK, _MIN_VALUE = 0.01, 1e-3
 _TITLES = {"text": "Going on with a text", "facts": "One entry of five manuals", "codes": "One of five codes"}
 
 
@@ -19,7 +19,7 @@ def picture(result: Mapping[str, Any]) -> str:
     """Return the picture of a bench's results, uncoded caches only.
 
     Raises:
-        FormatError: there is nothing to draw.
+        FormatError: no results to draw.
     """
     drawn = [row for row in result["recipes"] if row["track"] == EXACT_TRACK and ", chosen on" not in row["recipe"]]
     if not drawn:
@@ -47,14 +47,14 @@ def _curve(row: Row) -> str:
 
 def _value(row: Row, key: str) -> float:
     value = row["kl"] if key == "kl" else 1 - row["found"] / row["prompts"]
-    return max(_LEAST, float(value))
+    return max(_MIN_VALUE, float(value))
 
 
 def _panel(
     kind: str, key: str, rows: Sequence[Row], result: Mapping[str, Any], curves: Sequence[str], place: int
 ) -> str:
     shown = [row for row in rows if row["kind"] == kind and (key == "kl" or "found" in row)]
-    across = LogScale([max(_LEAST_WORK, row["work"]) for row in shown], _LEFT, _WIDTH - _RIGHT)
+    across = LogScale([max(_MIN_WORK, row["work"]) for row in shown], _LEFT, _WIDTH - _RIGHT)
     full = [row for row in result["recipes"] if row["recipe"] == FULL and row["kind"] == kind]
     exact = [_value(row, key) for row in full] if key == "missed" else []
     up = LogScale([*(_value(row, key) for row in shown), *exact], _HEIGHT - _BOTTOM, _TOP)
@@ -84,7 +84,7 @@ def _panel(
         ]
     for index, name in enumerate(curves):
         own = sorted((row for row in shown if _curve(row) == name), key=lambda row: float(row["work"]))
-        points = [(across(max(_LEAST_WORK, row["work"])), up(_value(row, key)), row) for row in own]
+        points = [(across(max(_MIN_WORK, row["work"])), up(_value(row, key)), row) for row in own]
         if len(points) > 1:
             path = " ".join(f"{x},{y}" for x, y, _ in points)
             out.append(f'<polyline class="line" stroke="var(--f{index % 8})" points="{path}"/>')

@@ -1,9 +1,9 @@
-"""Prompts of several passages: consecutive pieces of a text, invented manual pages, and codes that look alike.
+"""Prompts of several passages: consecutive pieces of a text, invented manual pages, and similar codes.
 
-Three kinds, because a choice of tokens that is good for one need not be for the others. ``text`` goes on with a text,
-which needs a little of everything. ``facts`` asks for one entry of one page, of pages that have some options in common,
-with other values. ``codes`` asks for one of as many six-digit codes as there are passages; all stand in the same
-sentence, with the names of other places.
+There are three kinds, because a good choice of tokens depends on the task. ``text`` continues a text, which needs a
+little of everything. ``facts`` asks for one entry of one page, among pages with some common options of different
+values. ``codes`` asks for one of several six-digit codes, one per passage, all in the same sentence with other place
+names.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Kind = Literal["text", "facts", "codes"]
 KINDS: tuple[Kind, ...] = ("text", "facts", "codes")
 
 BEGINNING = "You are a careful assistant. Use the passages below where they help.\n\n"
-"""What every prompt begins with; its cache is exact, as that of a prefix which is played or computed."""
+"""Start of every prompt; its cache is exact, as for a prefix that is played or computed."""
 _PIECES = 4
 """Passages of a ``text`` prompt; others have `_PASSAGES`."""
 _PASSAGES = 5
 _FOLLOWING, _ASKED = 96, 32
-"""Tokens of a text on which the loss is measured, and those before them, which stand for the question."""
+"""Scored tokens of a text, and tokens before them that represent the question."""
 _PLACES = (
     *("the north gate", "the boiler room", "the harbour crane", "the reading hall", "the seed vault"),
     *("the radio mast", "the east lift", "the pump house", "the wine cellar", "the signal box"),
@@ -38,7 +38,7 @@ _QUESTION = "\n\nQuestion: What is the access code of {place}?\nAnswer: The acce
 
 @dataclass(frozen=True, slots=True)
 class FusedPrompt:
-    """A prompt that is joined from passages, and what is asked of it."""
+    """A prompt joined from passages, with its question."""
 
     kind: Kind
     index: int
@@ -48,9 +48,9 @@ class FusedPrompt:
     question: tuple[int, ...]
     """Tokens after the passages, which the engine computes."""
     tail: tuple[int, ...]
-    """Tokens on which the loss is measured; of ``codes`` those of the code."""
+    """Scored tokens; for ``codes``, those of the code."""
     others: tuple[tuple[int, ...], ...] = ()
-    """Of ``codes`` the tokens of the other codes, which are wrong here and look alike."""
+    """For ``codes``: tokens of the other codes, which are similar but wrong."""
 
     @property
     def name(self) -> str:
@@ -80,18 +80,18 @@ class FusedPrompt:
 def make_prompts(
     model: TextModel, texts: Mapping[str, str], kind: Kind, count: int, *, size: int = 256, seed: int = 0
 ) -> list[FusedPrompt]:
-    """Return prompts of one kind; the first ones are the same whatever ``count`` is.
+    """Return prompts of one kind; the first ones do not depend on ``count``.
 
     Args:
-        model: its tokenizer, and what its prompts begin with.
+        model: its tokenizer, and the beginning of its prompts.
         texts: texts by name, to cut passages from.
         kind: the kind.
         count: number of prompts.
         size: tokens of each passage.
-        seed: of everything that is drawn.
+        seed: of all random choices.
 
     Raises:
-        UsageError: the texts are too short, or a passage has no room for what is planted in it.
+        UsageError: the texts are too short, or a passage is too small for its planted content.
     """
     out = []
     beginning = opened(model, model.encode(BEGINNING))
@@ -110,7 +110,7 @@ def make_prompts(
 
 
 _Parts = tuple[list[list[int]], Sequence[int], Sequence[int], list[Sequence[int]]]
-"""Passages, question, answer, and wrong answers that look alike."""
+"""Passages, question, answer, and similar wrong answers."""
 
 
 def _text(_model: TextModel, dice: random.Random, size: int, texts: Mapping[str, list[int]]) -> _Parts:
@@ -128,7 +128,7 @@ def _facts(model: TextModel, dice: random.Random, size: int) -> _Parts:
     pages = [ManualPage(dice) for _ in range(_PASSAGES)]
     page = dice.choice(pages)
     question, answer = dice.choice(page.answers)
-    # Entries of a page come in random order, so that a page of any length has some of them.
+    # Entries are in random order, so that a page of any length has some of them.
     passages = [model.encode(page.text)[:size] for page in pages]
     return passages, *_split(model, f"\n\nQuestion: {question}\nAnswer:", f" {answer}\n"), []
 
@@ -151,7 +151,6 @@ def _codes(model: TextModel, dice: random.Random, size: int, texts: Mapping[str,
 
 
 def _piece(dice: random.Random, texts: Mapping[str, list[int]], tokens: int) -> list[int]:
-    """Return consecutive tokens of one text."""
     long = sorted(name for name, ids in texts.items() if len(ids) >= tokens)
     if not long:
         raise UsageError(f"no text has {tokens} tokens: give longer ones, or ask for shorter passages")
@@ -161,10 +160,10 @@ def _piece(dice: random.Random, texts: Mapping[str, list[int]], tokens: int) -> 
 
 
 def _split(model: TextModel, question: str, answer: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the tokens of the question, and those of the answer, which may begin with a space of its own."""
+    """Return the tokens of the question and of the answer, which may begin with its own space."""
     asked, whole = model.encode(question), model.encode(question + answer)
     same = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
-    # The space before a number is a token of its own for some tokenizers. It carries no information.
+    # Some tokenizers separate the space before a number. It carries no information.
     while same + 1 < len(whole) and model.encode(" ")[:1] == whole[same : same + 1]:
         same += 1
     return whole[:same], whole[same:]

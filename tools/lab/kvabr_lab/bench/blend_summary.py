@@ -1,4 +1,4 @@
-"""What `kvabr bench blend` found: means with 95 % intervals over prompts, and ratios of the same prompts."""
+"""Results of `kvabr bench blend`: means with 95 % intervals over prompts, and ratios of the same prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Found = Mapping[str, Mapping[str, Row]]
 
 
 def summarise(found: Found, plan: Sequence[Recipe]) -> dict[str, Any]:
-    """Return what the JSON has: a row for each recipe and kind of prompt, and the ratios."""
+    """Return the JSON result: a row for each recipe and kind of prompt, and the ratios."""
     return {"recipes": _recipes(found, plan), "ratios": _ratios(found, plan)}
 
 
@@ -60,7 +60,7 @@ def _recipes(found: Found, plan: Sequence[Recipe]) -> list[Row]:
 
 
 def _ratios(found: Found, plan: Sequence[Recipe]) -> list[Row]:
-    """Return the ratios of losses that the bench is for, with intervals over the same prompts."""
+    """Return the main loss ratios of the bench, with intervals over the same prompts."""
     main = next((recipe for recipe in plan if recipe.selector and recipe.share == SHARES[1]), None)
     if main is None:
         return []

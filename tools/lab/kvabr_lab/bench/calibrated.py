@@ -1,4 +1,4 @@
-"""Profiles that a bench calibrates by itself, as `kvabr calibrate` does, and keeps in its work folder."""
+"""Profiles calibrated by a bench as in `kvabr calibrate`, and kept in its work folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class CalibrationPlan:
     contexts: int
     """Contexts from the default texts."""
     tokens: int | None = None
-    """Tokens of each; None: as many as `kvabr calibrate` takes."""
+    """Tokens of each; None: as in `kvabr calibrate`."""
     target: Target | None = None
     scales: Sequence[float] = (1.0,)
-    """What to multiply all steps with: a profile for each, and more points on the curve."""
+    """Factors of all steps; each gives a profile, and points on the curve."""
 
     def key(self, spec: KVSpec) -> str:
-        """Return 16 hex digits of everything that the profiles depend on."""
+        """Return 16 hex digits of all inputs of the profiles."""
         target = None if self.target is None else [self.target.kl, self.target.track]
         said = [spec.digest().hex(), self.contexts, self.tokens, target, sources("codec"), sources("publish")]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
@@ -47,18 +47,18 @@ def profiles(
     progress: Progress = lambda _stage, _done, _all: None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Profile]:
-    """Return profiles by label: those in the folder, or newly calibrated ones.
+    """Return profiles by label, from the folder or newly calibrated.
 
     Args:
         loaded: the model, with any spec.
         spec: the layer classes to calibrate.
-        plan: how.
-        folder: work folder, which exists.
+        plan: the parameters.
+        folder: existing work folder.
         progress: called with stages, see `kvabr.publish.calibrate.calibrate`.
-        tell: called, in words, with what a search for steps has found.
+        tell: called with a description of the results of a search for steps.
 
     Raises:
-        UsageError: the target cannot be met, or contexts are longer than the model sees.
+        UsageError: the target cannot be met, or contexts are longer than the model's.
     """
     labels = {scale: "" if scale == 1 else f"@x{scale:g}" for scale in plan.scales}
     paths = {scale: folder / f"profile-{plan.key(spec)}-{scale:g}.safetensors" for scale in plan.scales}
@@ -86,4 +86,4 @@ def _read(path: Path) -> Profile | None:
     try:
         return Profile.from_bytes(path.read_bytes())
     except (OSError, FormatError):
-        return None  # not there yet, or an interrupted run left an unfinished file
+        return None  # missing, or unfinished after an interrupted run

@@ -53,8 +53,7 @@ class Timing:
     all_cores: float = 0.0
     """Millions of elements per second of wall time when every core decodes groups of its own into BF16."""
     scratch: float | None = None
-    """Memory that decoding a group takes besides its output, in units of the group's FP16 size; None if the operating
-    system does not tell."""
+    """Memory for decoding a group in addition to its output, in units of the group's FP16 size; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Job:
     profile: Profile | None
     track: str
     payloads: tuple[bytes, ...]
-    """Payloads of the track and all that it refines, base first."""
+    """Payloads of the track and of the tracks it refines, base first."""
 
     @classmethod
     def make(cls, group: torch.Tensor, spec: KVSpec, profile: Profile | None, track: str) -> Job:
@@ -190,7 +189,7 @@ def _on_all_cores(job: Job) -> float:
 
 
 def scratch_of(job: Job) -> float | None:
-    """Return the memory that decoding a group takes besides its output, in FP16 sizes of the group; None off Linux.
+    """Return the memory for decoding a group without its output, in FP16 sizes of the group; None off Linux.
 
     This is the high-water mark of a forked process, so that memory kept from earlier decodes does not hide it.
     """

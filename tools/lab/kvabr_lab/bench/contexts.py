@@ -1,8 +1,8 @@
-"""What codecs are measured on: contexts cut from texts, and codes planted in them for retrieval.
+"""Contexts for measuring codecs: pieces of texts, and planted codes for retrieval.
 
-No context comes from a text that a profile was calibrated on. Mean loss over a text flatters a codec that blurs rare
-content: a planted six-digit code occurs once and resembles nothing around it. The cache of the text is coded; the
-question is not, because an engine computes it itself.
+No context is from a text used for calibrating a profile. Mean loss over a text favours codecs that blur rare content: a
+planted six-digit code occurs once and differs from its surroundings. The cache of the text is coded; the question is
+not, because an engine computes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FETCH = "tools/fetch-texts fetches source code, licences, prose, two other lang
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A piece of text: a prompt whose cache is coded, and its real continuation."""
+    """A piece of text: a prompt with a coded cache, and its real continuation."""
 
     domain: str
     index: int
@@ -53,7 +53,7 @@ def read_texts(folder: Path | None, domains: Sequence[str] | None) -> dict[str, 
     """Return texts by domain.
 
     Args:
-        folder: Folder of ``DOMAIN.txt`` files; None for texts that come with Python.
+        folder: Folder of ``DOMAIN.txt`` files; None for texts included in Python.
         domains: Domains to return, in this order; None for the existing ones of `DOMAINS`, or all if there are none.
 
     Raises:
@@ -76,7 +76,7 @@ def read_texts(folder: Path | None, domains: Sequence[str] | None) -> dict[str, 
 def chosen(
     texts: Mapping[str, str], domains: Sequence[str] | None, where: str = "", where_else: str = ""
 ) -> dict[str, str]:
-    """Return the texts of some domains, or all; a `UsageError` says which do not exist, and what there is."""
+    """Return the texts of some domains, or all; raise a `UsageError` that lists missing and available ones."""
     wanted = list(texts) if domains is None else domains
     missing = [name for name in wanted if name not in texts]
     if missing or not wanted:
@@ -87,11 +87,7 @@ def chosen(
 
 
 def check_unseen(texts: Mapping[str, str]) -> None:
-    """Raise if a text shares a paragraph with the default calibration, which would flatter the codec.
-
-    Raises:
-        UsageError: A text shares one.
-    """
+    """Raise a `UsageError` if a text shares a paragraph with the default calibration, which would favour the codec."""
     seen = {paragraph for text in calibration_texts().values() for paragraph in paragraphs(text)}
     for name, text in texts.items():
         shared = seen.intersection(paragraphs(text))
@@ -103,9 +99,9 @@ def check_unseen(texts: Mapping[str, str]) -> None:
 
 
 def seen_shares(contexts: Sequence[Context], profiles: Iterable[Profile]) -> dict[str, float | None]:
-    """Return which share of each context, by name, a profile's calibration has seen: the most that any of them has.
+    """Return the share of each context, by name, seen in calibration: the maximum over the profiles.
 
-    None: a profile does not say what it was calibrated on.
+    None: a profile does not record its calibration texts.
     """
     seen = [profile.seen for profile in profiles]
     known = [each for each in seen if each is not None]
@@ -118,7 +114,7 @@ def seen_shares(contexts: Sequence[Context], profiles: Iterable[Profile]) -> dic
 
 
 def seen_sentence(shares: Mapping[str, float | None]) -> str:
-    """Return in words whether the contexts are unseen."""
+    """Return a sentence on whether the contexts are unseen."""
     if None in shares.values():
         return "whether these contexts are unseen is not known: a profile does not record its texts"
     found = {name: share for name, share in shares.items() if share}
@@ -129,7 +125,7 @@ def seen_sentence(shares: Mapping[str, float | None]) -> str:
 
 
 def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:
-    """Cut contexts out of texts, evenly spaced, without overlap; each begins as prompts of the model do.
+    """Cut contexts from texts, evenly spaced, without overlap, with the usual beginning of the model's prompts.
 
     Args:
         loaded: Model with its tokenizer.
@@ -194,12 +190,12 @@ class Needle:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """What the model retrieves."""
+    """Retrieval by the model."""
 
     digits: float
-    """Share of the answer's tokens that are the model's first choice, given the correct ones before them."""
+    """Share of the answer's tokens that are the first choice after the correct ones before them."""
     whole: bool
-    """Whether all are, so that greedy generation says the code."""
+    """Whether all are, so that greedy generation returns the code."""
     logprob: float
     """Mean log-probability of the answer's tokens, nats."""
 

@@ -1,6 +1,6 @@
-"""An asset of drawn groups, with the shape and the rates of a real model's: whole plays are timed without the model.
+"""An asset of random groups, with the shape and rates of a real model's, to time whole plays without the model.
 
-It has the AC layers alone. What is played from it means nothing.
+It has only the AC layers, and meaningless contents.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def draw_asset(path: Path, shape: coder_speed.CacheShape, tokens: Sequence[int],
     """Write an asset.
 
     Args:
-        path: its folder; it replaces what is there.
+        path: its folder, which is replaced.
         shape: of the cache.
         tokens: the prompt, whole groups of it.
         bits: approximate bits per element of AC-L0.
-        depths: number of layers, AC-L0 included.
+        depths: number of layers, including AC-L0.
     """
     spec, tracks = drawn_spec(shape), LAYERS[:depths]
     sample = coder_speed.synthetic(shape, bits, depths, tokens=spec.group_tokens)
@@ -58,7 +58,7 @@ def draw_asset(path: Path, shape: coder_speed.CacheShape, tokens: Sequence[int],
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer)
 
     def coded(group: int) -> list[bytes]:
-        # Every group differs from all others, or they would be one transfer.
+        # Every group is different; otherwise they would be one transfer.
         order = np.random.default_rng(group).permutation(spec.group_tokens)
         indices = [np.ascontiguousarray(index[:, order]) for index in sample.indices]
         below: list[Index | None] = [None, *indices]

@@ -1,13 +1,12 @@
-"""KVTC's recipe as a scheme (Staniszewski and Łańcucki, ICLR 2026; arXiv 2511.01815), written from the paper.
+"""KVTC's recipe as a scheme (Staniszewski and Łańcucki, ICLR 2026; arXiv 2511.01815), implemented from the paper.
 
-The keys (before rotation) of all layers and heads of a token are one vector, and so are its values. Their mean is
-removed; an orthogonal transform learnt from calibration texts orders them by variance. Runs of components share a
-scale and an offset per token, and a dynamic program chooses the runs and their bits, of which 0 drops a component, so
-that the squared error on other calibration texts is least at a given size. The integers are packed and compressed by
-DEFLATE.
+The keys (before rotation) of all layers and heads of a token form one vector, and so do its values. Their mean is
+removed; an orthogonal transform learnt from calibration texts orders them by variance. Runs of components share a scale
+and an offset per token. A dynamic program chooses the runs and their bits (0 drops a component) to minimise the squared
+error on other calibration texts at a given size. The integers are packed and compressed by DEFLATE.
 
-The paper keeps the first 4 tokens, which are attention sinks, and the last 128 of a prompt in 16 bits. Of short prompts
-these 128 are most of the size, so the recipe is measured with and without them.
+The paper keeps the first 4 tokens, which are attention sinks, and the last 128 of a prompt in 16 bits. In short prompts
+these 128 dominate the size, so the recipe is measured with and without them.
 """
 
 from __future__ import annotations
@@ -37,30 +36,30 @@ from kvabr_lab.bench.rivals import affine
 from kvabr_lab.bench.schemes import Coded, Scheme, by_class, groups
 
 SINKS = 4
-"""First tokens that stay in 16 bits."""
+"""First tokens kept in 16 bits."""
 RECENT = 128
-"""Last tokens that stay in 16 bits."""
+"""Last tokens kept in 16 bits."""
 _RUNS = (16, 64, 256, 1024)
 _BITS = (2, 4, 8)
 _SIDE = 32
 """Bits of the scale and the offset of a run, per token."""
 _UNIT = 16
 """Runs start at multiples of this many components, and take multiples of this many bits per token."""
-_MOST_COMPONENTS = 4096
+_MAX_COMPONENTS = 4096
 _MEASURED = 256
-"""Tokens on which the errors of runs are measured, none of which the transform was learnt from."""
+"""Tokens for measuring the errors of runs, outside the training data."""
 
 
 @dataclass(frozen=True)
 class KvtcBasis:
-    """What calibration learns of one layer class: a transform each of keys and values, and the errors of runs."""
+    """Calibration of one layer class: transforms of keys and values, and sample components."""
 
     means: tuple[torch.Tensor, torch.Tensor]
     """[layer * head * dim] float32."""
     bases: tuple[torch.Tensor, torch.Tensor]
     """[layer * head * dim, component] float32, orthonormal columns, by falling variance."""
     sample: tuple[torch.Tensor, torch.Tensor]
-    """[token, component] float32: components of caches that the bases were not learnt from."""
+    """[token, component] float32: components of caches outside the training data."""
 
 
 def learn_bases(spec: KVSpec, caches: Iterable[torch.Tensor]) -> KvtcBasis:
@@ -93,7 +92,7 @@ def learn_bases(spec: KVSpec, caches: Iterable[torch.Tensor]) -> KvtcBasis:
         mean = sums[half] / seen
         covariance = squares[half] / seen - mean[:, None] * mean
         _, found = torch.linalg.eigh(covariance)
-        basis = found.flip(1)[:, :_MOST_COMPONENTS].contiguous()
+        basis = found.flip(1)[:, :_MAX_COMPONENTS].contiguous()
         means.append(mean)
         bases.append(basis)
         sample.append((vectors[:: max(1, len(vectors) // _MEASURED)][:_MEASURED] - mean) @ basis)
@@ -106,7 +105,7 @@ def _kept(path: Path, learn: Callable[[], KvtcBasis]) -> KvtcBasis:
         found = load_file(path)
         return KvtcBasis(*((found[f"{name}0"], found[f"{name}1"]) for name in names))
     except (SafetensorError, OSError, KeyError):
-        pass  # not there yet, or an interrupted run left an unfinished file
+        pass  # missing, or unfinished after an interrupted run
     made = learn()
     part = path.with_suffix(".part")
     save_file({f"{name}{half}": getattr(made, name)[half].contiguous() for name in names for half in (0, 1)}, part)
@@ -117,13 +116,13 @@ def _kept(path: Path, learn: Callable[[], KvtcBasis]) -> KvtcBasis:
 def learned(
     loaded: LoadedModel, spec: KVSpec, folder: Path, progress: Callable[[int, int], None]
 ) -> tuple[KvtcBasis, ...]:
-    """Return the bases of every layer class: those in the work folder, or learnt from `kvabr calibrate`'s texts.
+    """Return the bases of every layer class, from the work folder or learnt from `kvabr calibrate`'s texts.
 
     Args:
         loaded: the model.
         spec: its layer classes, of equal shapes.
-        folder: work folder, which exists.
-        progress: called with the contexts whose caches are computed, and all; each is computed once for every class.
+        folder: existing work folder.
+        progress: called with the number of computed contexts and the total; each is computed once for all classes.
     """
     length = min(CONTEXT_TOKENS, loaded.engine.context) - len(loaded.opening)
     texts = {name: loaded.encode(text) for name, text in calibration_texts().items()}
@@ -158,12 +157,12 @@ def allot(sample: torch.Tensor, budget: int) -> tuple[Run, ...]:
         budget: bits per token, scales and offsets included.
 
     Returns:
-        Runs from the first component on; components behind the last run are dropped.
+        Runs from the first component on; components after the last run are dropped.
     """
     units = sample.shape[1] // _UNIT
     room = budget // _UNIT
     power = sample.square().sum(dim=0).double().numpy()
-    # Least error of the components before a place, by the units of bits spent on them.
+    # Minimum error of the components before a place, by units of bits spent on them.
     best = np.full((units + 1, room + 1), np.inf)
     best[0] = 0.0
     choice = np.zeros((units + 1, room + 1), dtype=np.int8)
@@ -204,11 +203,11 @@ class Kvtc(Scheme):
         """Set the scheme up.
 
         Args:
-            ratio: 16 bits over the bits per element that the dynamic program may spend, before DEFLATE.
+            ratio: 16 bits over the bits per element of the dynamic program, before DEFLATE.
             spec: of the caches.
             bases: of every layer class.
-            recent: last tokens that stay in 16 bits.
-            group_tokens: tokens that are compressed together.
+            recent: last tokens kept in 16 bits.
+            group_tokens: tokens compressed together.
         """
         self.name = f"KVTC-{ratio:g}x" + (f", last {recent} exact" if recent else "")
         self.family = "KVTC, recent exact" if recent else "KVTC"
@@ -249,7 +248,7 @@ class Kvtc(Scheme):
 
 
 def _coded(components: torch.Tensor, runs: Sequence[Run]) -> tuple[int, torch.Tensor]:
-    """Return the compressed size of components [token, component], and the components as they are read back."""
+    """Return the compressed size of components [token, component], and the decoded components."""
     back = torch.zeros_like(components)
     packed: list[bytes] = []
     first = 0

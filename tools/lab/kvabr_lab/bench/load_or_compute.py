@@ -1,7 +1,6 @@
-"""Steady links and idle engines: what the first token takes if a cache is computed, fetched, or both, simulated.
+"""Steady links and idle engines: simulated TTFT if a cache is computed, fetched, or both.
 
-Groups have the sizes of SmolLM2's tracks in proportion to the model's FP16, and its losses by their distance from the
-end.
+Groups have the sizes of SmolLM2's tracks in proportion to the model's FP16, and its losses by distance from the end.
 """
 
 from __future__ import annotations
@@ -22,35 +21,35 @@ from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
 
 BESIDE, BEFORE, UNKNOWN, FETCHED, BOUND = "kvabr", "kvabr, prefix", "link unknown", "nothing computed", "bound"
-"""Ways of kvabr's: the engine beside the network, or behind a prefix (vLLM); on a link that no play has met; without an
-engine; and the bound, which knows the link, and whose engine fills holes. Other ways are tracks, played throughout."""
+"""kvabr's ways: the engine parallel to the network, or after a prefix (vLLM); on an unknown link; without an engine;
+and the bound, which knows the link and has an engine that fills holes. Other ways are fixed tracks."""
 _H200_S = MappingProxyType({"AC-L0": 0.09e-3, "AC-L1": 0.14e-3, "AC-L2": 0.17e-3, "AC-L3": 0.2e-3, "AC-5x": 0.25e-3})
-"""Seconds that a group of Llama-3.1-8B adds to a batch on an H200, by track."""
+"""Seconds per group of Llama-3.1-8B in a batch on an H200, by track."""
 _PATIENT_S = 1e4
-"""Deadline of a fixed track, which comes when it comes."""
+"""Deadline of a fixed track: effectively none."""
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Where plays end: the model's shape, what decoding takes, and the link's round trip."""
+    """Where plays end: the model's shape, decode times, and the link's round trip."""
 
     spec: KVSpec
     rtt_s: float
     group_s: Mapping[str, float] | None = None
-    """Seconds that a group adds to a batch, by track, with `plain_s` for others; None: as SmolLM2's on a core."""
+    """Seconds per group in a batch, by track, with `plain_s` for others; None: SmolLM2's on a core."""
     plain_s: float = 0.0
     batch_s: float = 0.0
-    """Seconds of a batch besides its groups'."""
+    """Additional seconds per batch."""
     decoders: int = 1
     warm: bool = False
     """Whether earlier plays have opened the connection's window."""
     deadline_s: float | None = None
-    """Of kvabr's plays; None: twice the time to compute everything, or to fetch Int4 if that is sooner."""
+    """Deadline of kvabr's plays; None: twice the minimum of the time to compute everything and that to fetch Int4."""
 
 
 @cache
 def h200(layers: int) -> Node:
-    """Return an H200 with a model of 8 heads of 128 dimensions for keys and values, such as Llama-3.1-8B with 32."""
+    """Return an H200 with a model of 8 KV heads of 128 dimensions, such as Llama-3.1-8B with 32 layers."""
     spec = KVSpec.uniform("llama", "llama", layers, 8, 128, "bfloat16", RopeSpec(500_000.0, 128))
     share = layers / 32
     return Node(spec, 2e-3, {name: share * each for name, each in _H200_S.items()}, share * 0.05e-3, 4e-3)
@@ -70,7 +69,7 @@ def catalog(node: Node, tokens: int) -> Catalog:
     groups, known = spec.groups(tokens), shipped.groups
 
     def laid_out(values: tuple[float, ...]) -> list[float]:
-        """Return the values by distance from the end; those farther away are as the farthest."""
+        """Return the values by distance from the end; beyond the last one, they are constant."""
         far = values[1 : known // 4]
         middle = [far[group % len(far)] for group in range(max(0, groups - known))]
         return [values[0], *middle, *values[1 - min(groups, known) :]][:groups]
@@ -92,7 +91,7 @@ def catalog(node: Node, tokens: int) -> Catalog:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """What a way takes, and loses."""
+    """TTFT and loss of a way."""
 
     seconds: float
     loss: float
@@ -101,9 +100,9 @@ class FirstToken:
 
 
 def simulate(node: Node, cost: PrefillCost, tokens: int, mbit: float, way: str) -> FirstToken:
-    """Simulate one play of a prompt whose cache exists, on a steady link, beside an engine that is idle.
+    """Simulate one play of a cached prompt on a steady link, with an idle engine.
 
-    Rate and round trip are known from earlier plays, unless the way says otherwise.
+    Rate and round trip are known from earlier plays, unless the way excludes it.
     """
     offer, rate = catalog(node, tokens), mbit * BYTES_PER_MBIT
     computes = way in {BESIDE, BEFORE, UNKNOWN, BOUND}

@@ -1,4 +1,4 @@
-"""Pages of manuals of invented programs, of which no model knows the answers."""
+"""Manual pages of invented programs, with answers unknown to any model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class ManualPage:
     """A page of an invented program's manual. Pages share some options, with other defaults."""
 
     def __init__(self, dice: random.Random) -> None:
-        """Draw a page."""
         program = "".join(dice.choices(SYLLABLES, k=3))
         deed, thing = dice.choice(_DEEDS), dice.choice(_THINGS)
         entries, answers = [], []

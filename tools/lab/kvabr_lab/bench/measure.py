@@ -1,4 +1,4 @@
-"""Send caches through schemes and measure with the model what each costs; keep caches and results between runs."""
+"""Send caches through schemes and measure their cost with the model; keep caches and results between runs."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Findings:
     """Results by scheme, then by context or case."""
 
     quality: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """``nbytes``, ``bits`` (per element), and what `kvabr.types.catalog.Quality` has, of every context."""
+    """``nbytes``, ``bits`` (per element), and the fields of `kvabr.types.catalog.Quality`, for every context."""
     texts: dict[str, Row] = field(default_factory=dict)
     """``nll``, ``entropy`` of every context's continuation, see `kvabr.publish.quality.Reference.calibration`."""
     recall: dict[str, dict[str, Row]] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class QualityBench:
         self.loaded, self.store, self.progress = loaded, store, progress
 
     def prefill(self, contexts: Sequence[Context]) -> None:
-        """Compute the caches that the work folder lacks."""
+        """Compute the caches missing in the work folder."""
         for index, context in enumerate(contexts):
             self.cache(context)
             self.progress("prefill", index + 1, len(contexts))
@@ -156,7 +156,7 @@ class QualityBench:
     def quality(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
         """Return size and loss of every scheme on every context.
 
-        The reference is the exact cache as it would be published: the model's, in the dtype of its spec.
+        The reference is the exact cache as published: the model's, in the dtype of its spec.
         """
         out: dict[str, dict[str, Row]] = {scheme.name: {} for scheme in schemes}
         steps = self._steps("quality", len(schemes) * len(contexts))
@@ -169,14 +169,14 @@ class QualityBench:
                 if row is None:
                     if exact is None:
                         exact = self._reference(context)
-                        self._text(context, exact[1])  # while there are its scores
+                        self._text(context, exact[1])  # while its scores are at hand
                     row = self.store.keep(key, _cost(scheme, *exact))
                 out[scheme.name][context.name] = row
                 next(steps)
         return out
 
     def texts(self, contexts: Sequence[Context]) -> dict[str, Row]:
-        """Return how well the model with the exact cache expects each continuation."""
+        """Return how well the model with the exact cache predicts each continuation."""
         return {context.name: self._text(context) for context in contexts}
 
     def _reference(self, context: Context) -> tuple[torch.Tensor, Reference]:
@@ -193,7 +193,7 @@ class QualityBench:
         return row
 
     def sizes(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
-        """Return the sizes alone, for schemes with other group sizes."""
+        """Return only the sizes, for schemes with other group sizes."""
         out: dict[str, dict[str, Row]] = {scheme.name: {} for scheme in schemes}
         steps = self._steps("size", len(schemes) * len(contexts))
         for context in contexts:
@@ -227,7 +227,6 @@ class QualityBench:
         return out
 
     def _steps(self, stage: str, total: int) -> Iterator[None]:
-        """Report progress at every step."""
         for done in range(1, total + 1):
             self.progress(stage, done, total)
             yield

@@ -1,11 +1,11 @@
-"""Other people's codecs as peers: LMCache's CacheGen, and zstd.
+"""Other codecs as peers: LMCache's CacheGen, and zstd.
 
 A peer is a program in its own environment, made by tools/setup-peers. It reads requests as JSON lines and answers each
-with one; caches change hands as safetensors files. So none of its dependencies are imported here.
+with one; caches are exchanged as safetensors files, so none of its dependencies are imported here.
 
 CacheGen (Liu et al., SIGCOMM 2024) as in LMCache 0.5.6: the keys of each token and layer are divided by their largest
 magnitude and rounded to a fixed number of levels, and the values likewise. The indices of each channel are coded with
-probabilities counted in the group itself, which travel with it.
+probabilities counted in the group, which are stored with it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ LEVELS: dict[str, tuple[Runs, Runs]] = {
     "CacheGen-low": (((10, 16), (_ALL, 12)), ((2, 16), (_ALL, 12))),
     "CacheGen-32": (((_ALL, 32),), ((_ALL, 32),)),
 }
-"""Levels of keys and values by name: LMCache's only setting, and a coarser and a finer one to draw its curve."""
+"""Levels of keys and values by name: LMCache's only setting, and a coarser and a finer one for its curve."""
 
 _SHALLOW = 10
 """LMCache gives all layers of shallower models the finest levels."""
@@ -128,7 +128,7 @@ class CacheGenQuantiser(Scheme):
 
     def __init__(self, name: str = "CacheGen") -> None:
         self.name, self.family = name, "CacheGen"
-        self.group_tokens = 1  # every token has a scale of its own
+        self.group_tokens = 1  # every token has its own scale
         self._levels = LEVELS[name]
 
     @property

@@ -1,7 +1,7 @@
 """The self-contained page of a rate-distortion bench, with its plot as SVG: no library, no script.
 
 Both axes of the plot are logarithmic, because rates differ by factors, and so do losses. Values at or below an axis'
-floor are drawn on it. Every curve has its own colour and its own mark, so that either is enough to tell them apart.
+floor are drawn on it. Every curve has its own colour and its own mark, and either is sufficient to distinguish them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def page(title: str, sentence: str, rows: Sequence[Row], exact: Row | None, tabl
     """Return the page.
 
     Args:
-        title: What was measured.
+        title: The measurement.
         sentence: The outcome in one sentence.
         rows: Rows to draw, see `kvabr_lab.bench.page.drawing`.
         exact: Retrieval from the exact cache.
@@ -259,7 +259,6 @@ class LogScale:
         self._begin, self._end = begin, end
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return round(self._begin + share * (self._end - self._begin), 1)
 

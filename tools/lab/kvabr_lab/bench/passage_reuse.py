@@ -1,12 +1,12 @@
-"""How many passages of random questions are found in a store, by the way they are named.
+"""Share of passages of random questions found in a store, by naming scheme.
 
-Each question stands behind a few documents of a collection, in random order. What the store lacks is published, and a
-store that is full forgets the least recently used. Everything is kvabr's own: chained names, a folder with a quota, an
-origin, and lookups over QUIC. Only the caches are small and of random numbers.
+Each question follows a few documents of a collection, in random order. Missing documents are published, and a full
+store evicts the least recently used. Names, the folder with its quota, the origin and lookups over QUIC are kvabr's
+own; the caches are small and random.
 
-The names differ in what they cover. By *content*: the document alone, as kvabr names passages. By *prefix*: the
-document and all before it, as prefix caches name blocks. And *both*: stored by prefix and looked up by content, with
-every document stored once by content in the beginning (LMCache issue 4663).
+Names differ in coverage. *content*: the document alone, as for kvabr's passages. *prefix*: the document and everything
+before it, as in prefix caches. *both*: stored by prefix and looked up by content, with every document stored once by
+content in the beginning (LMCache issue 4663).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Collection:
     each: int = 5
     """Documents of a question."""
     room: float = 1.5
-    """Bytes of the store, as a share of those of all documents."""
+    """Size of the store, as a share of all documents' bytes."""
     seed: int = 0
 
     def passages(self) -> list[Passage]:
@@ -93,7 +93,7 @@ async def reuse(collection: Collection, naming: Naming, progress: Callable[[], N
 
 
 class _Shelf:
-    """A folder that forgets, and the origin that serves it."""
+    """A folder with eviction, and its origin."""
 
     def __init__(self, root: Path, library: PublishedAssets, collection: Collection) -> None:
         self._assets, self._library = AssetStore(LocalStore(root)), library
@@ -104,16 +104,15 @@ class _Shelf:
         self.look()
 
     def look(self) -> None:
-        """Have the origin see what is there."""
+        """Make the origin rescan the folder."""
         self._library.refresh()
 
     def put(self, passage: Passage, salt: bytes) -> None:
-        """Publish a document, and remove what there is no room for."""
+        """Publish a document, and evict others to fit the quota."""
         self._store(passage, salt)
         self.quota.make_room(passage.name(SPEC, salt).prompt)
 
     def _store(self, passage: Passage, salt: bytes) -> int:
-        """Publish a document; return its bytes."""
         chunks = passage_chain(
             passage.ids, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens, salt=salt
         )
@@ -130,9 +129,9 @@ class _Shelf:
 
 
 def salts(naming: Naming, documents: Sequence[Passage]) -> list[tuple[bytes, bytes]]:
-    """Return for each document of a prompt what its name covers besides its tokens, where it is looked up and stored.
+    """Return the additional input of each document's name in a prompt, for lookup and for storage.
 
-    A digest of all tokens before it makes its name that of a chain which goes on from them.
+    A digest of all tokens before it makes the name that of a continued chain.
     """
     out, before = [], hashlib.sha256()
     for passage in documents:
@@ -151,7 +150,7 @@ async def _asked(
         places = list(zip(documents, salts(naming, documents), strict=True))
         found = 0
         for passage, (wanted, stored) in places:
-            # One at a time, because each may have a salt of its own.
+            # Separately, because each may have its own salt.
             if passage in await find_passages(origin, [passage], SPEC, salt=wanted):
                 found += 1
                 shelf.quota.touch(passage.name(SPEC, wanted).prompt)

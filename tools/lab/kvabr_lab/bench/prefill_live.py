@@ -1,6 +1,6 @@
-"""One machine prefills, another decodes: a cache that is played while it is computed, measured with a real model.
+"""One machine prefills, another decodes: a cache played during its prefill, measured with a real model.
 
-The producer, the origin, the link and the decoder are processes of their own, on one machine, whose clock they share.
+The producer, the origin, the link and the decoder are separate processes on one machine with a common clock.
 """
 
 from __future__ import annotations
@@ -37,52 +37,52 @@ from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
 
 Kind = Literal["alone", "live", "end"]
-"""Nothing is published; the cache is played while it is computed; it is published at the end."""
+"""``alone``: not published; ``live``: played during the prefill; ``end``: published at the end."""
 
 _PATIENCE_S = 600.0
 _WAIT_S = 1.0
-"""Seconds for which a lookup waits for a producer; one that began and ended meanwhile is found by the next."""
+"""Maximum wait of a lookup for a producer, seconds; a shorter production is found by the next lookup."""
 _RETRY_S = 0.005
-"""Seconds between lookups of what an origin is about to notice."""
+"""Interval of lookups of a cache about to appear at an origin, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What a producer did; times in seconds of the machine's clock."""
+    """Results of a producer; times in seconds of the machine's clock."""
 
     began_s: float
     runs: tuple[tuple[int, float], ...]
-    """Tokens that were computed, and when."""
-    told_s: tuple[float, ...] = ()
-    """When each group was published, if the cache was live: its base."""
+    """Computed tokens with their times."""
+    published_s: tuple[float, ...] = ()
+    """Publication time of each group's base, for live caches."""
     whole_s: tuple[float, ...] = ()
-    """When each group had all tracks that are published while the cache grows."""
+    """Publication time of each group's last track during growth."""
     left_out: int = 0
     encoding_s: float = 0.0
     """Processor time of encoding until the last token."""
     idle_s: float = 0.0
-    """What of it nobody else wanted."""
+    """Part of it at idle priority."""
 
     @property
     def ended_s(self) -> float:
-        """When the last token was computed."""
+        """Time of the last token."""
         return self.runs[-1][1]
 
     @property
     def seconds(self) -> float:
-        """What it took."""
+        """Duration."""
         return self.ended_s - self.began_s
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a decoder got; times in seconds of the machine's clock."""
+    """Results of a decoder; times in seconds of the machine's clock."""
 
     asked_s: float
     ready_s: float
-    """When the cache was in place."""
+    """Time at which the cache was in place."""
     groups_s: tuple[float, ...]
-    """When each group was in place, on the track it was handed over on."""
+    """Time at which each group was in place, on its delivered track."""
     coverage: tuple[str, ...]
     loss: float
     bytes_fetched: int
@@ -90,18 +90,18 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """A prompt, and how it is produced and played."""
+    """A prompt with its production and play options."""
 
     tokens: tuple[int, ...]
     kind: Kind = "live"
     run_tokens: int = 512
     deadline_s: float = 60.0
     options: dict[str, Any] = field(default_factory=dict)
-    """Of `kvabr.client.options.PlayOptions`."""
+    """Keyword arguments of `kvabr.client.options.PlayOptions`."""
     threads: int | None = None
-    """Threads of torch; None: as it likes."""
+    """Threads of torch; None: torch's default."""
     share: float = SHARE
-    """Share of the prefill's time that encoding may take, see `LivePublisher`."""
+    """Maximum encoding time relative to the prefill, see `LivePublisher`."""
 
 
 class PrefillProducer(Child):
@@ -110,7 +110,7 @@ class PrefillProducer(Child):
     patience_s = _PATIENCE_S
 
     def __init__(self, model: str, folder: Path, tracks: Sequence[str] | None, warm: Sequence[int]) -> None:
-        """Load the model, and compute a prompt once, so that the first one that counts takes as long as the others."""
+        """Load the model, and compute one prompt as a warm-up."""
         super().__init__("producer", _produce, model, folder, tracks, tuple(warm))
         self.spec: KVSpec = self.greeting
 
@@ -139,15 +139,15 @@ class Link:
 
 
 def run(job: PrefillJob, producer: PrefillProducer, decoders: Sequence[Decoder] = ()) -> tuple[Prefill, list[Decoded]]:
-    """Compute a prompt, and play it on all decoders at once; raises `KvabrError` if a process fails.
+    """Compute a prompt, and play it on all decoders at once; raises a `KvabrError` if a process fails.
 
-    What is played while it is computed is asked for before; what is published at the end, once it is.
+    Live plays start before the prefill; others once the cache is published.
     """
     if job.kind == "live":
         for decoder in decoders:
             decoder.send(job)
     prefill: Prefill = _checked(producer.ask(job))
-    if job.kind == "end":  # what nobody can play yet is not asked for
+    if job.kind == "end":  # not available before
         for decoder in decoders:
             decoder.send(job)
     return prefill, [_checked(decoder.answer()) for decoder in decoders if job.kind != "alone"]
@@ -281,7 +281,7 @@ _STYLE = (
 
 
 def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
-    """Return an SVG of three lanes over time: tokens computed, groups published, groups in place; bars rise to all."""
+    """Return an SVG of three lanes over time: computed tokens, published groups, groups in place; full bar: all."""
     began_s, groups = prefill.began_s, len(decoded.groups_s)
     last_s = max(decoded.ready_s, prefill.ended_s) - began_s
     x: Callable[[float], float] = lambda at_s: _LEFT + (_WIDTH - _LEFT - 20) * (at_s - began_s) / last_s  # noqa: E731
@@ -306,7 +306,7 @@ def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
             f'width="{max(1.0, x(at_s) - x(first_s) - 1):.1f}" height="{height:.1f}">'
             f"<title>tokens {before} to {tokens}: {at_s - first_s:.3f} s</title></rect>"
         )
-    for lane, css, times in ((1, "n", prefill.told_s), (2, "d", decoded.groups_s)):
+    for lane, css, times in ((1, "n", prefill.published_s), (2, "d", decoded.groups_s)):
         for group, at_s in enumerate(times):
             height = _LANE * (group + 1) / max(1, groups)
             track = f" on {decoded.coverage[group]}" if lane == 2 else ""

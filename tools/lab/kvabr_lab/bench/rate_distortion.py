@@ -22,11 +22,11 @@ from kvabr_lab.bench.summary import RateCurve, at_group_size, curve, exact_recal
 
 SCHEMA = "kvabr.bench.rd/1"
 AC = "AC"
-"""Name of the curve of the tracks that need a profile."""
+"""Curve of the tracks that need a profile."""
 ENDS = {"AC-L0": ("AC-L1", "AC-L2"), "AC-L1": ("AC-L2",), "AC-L2": ("AC-L3",)}
-"""Tracks that are also measured with these at the last group, as a play that chooses a track per group gets them."""
+"""Tracks also measured with a finer last group, as in a play that chooses a track per group."""
 AC_END = f"{AC}, end finer"
-"""Name of the curve of these, which begins with the base alone."""
+"""Their curve, which begins with the base alone."""
 _PLAIN = {"floats": ("FP", "BF", "Raw"), "integers": ("Int",)}
 """Families of the other tracks, by the beginnings of their names."""
 TARGET = "CacheGen"
@@ -37,13 +37,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to measure."""
+    """The measurements to do."""
 
     contexts: Sequence[Context]
     tracks: Sequence[str] | None = None
     """Tracks of kvabr; None for all."""
     profiles: Mapping[str, Profile] | None = None
-    """Profiles by label; each adds points to the curve. Without any, tables are estimated from each cache itself."""
+    """Profiles by label, each with its own points on the curve. Without any, tables are estimated from each cache
+    itself."""
     peers: Path | None = None
     """Folder of the peers; None for none."""
     cachegen: Sequence[str] = (TARGET,)
@@ -53,9 +54,9 @@ class BenchPlan:
     retrieval: int = 0
     """Number of contexts to plant codes in."""
     kvtc: Sequence[float] = ()
-    """Ratios of KVTC's recipe, see `kvabr_lab.bench.kvtc`; its transforms are learnt on first use."""
+    """Ratios of KVTC's recipe, see `kvabr_lab.bench.kvtc`; transforms are learnt on first use."""
     spec: KVSpec | None = None
-    """Of the caches, with the layer classes that kvabr codes one by one; None: that of the bench."""
+    """Spec of the caches; kvabr codes layer classes separately. None: that of the bench."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,19 @@ class Schemes:
     """The schemes of a plan."""
 
     coded: list[Scheme]
-    """Schemes whose size and loss are measured."""
+    """Schemes for size and loss."""
     recalled: list[Scheme]
-    """Schemes whose retrieval is measured: the same caches, without peers that only cost time."""
+    """Schemes for retrieval: the same caches, without slow peers."""
     resized: dict[int, list[Scheme]]
     """Schemes with other group sizes, by size."""
 
 
 def run(bench: QualityBench, plan: BenchPlan) -> tuple[Findings, dict[str, str], list[str]]:
-    """Measure what a plan names.
+    """Run the measurements of a plan.
 
     Args:
         bench: The model and its work folder.
-        plan: What to measure.
+        plan: The measurements.
 
     Returns:
         The findings, the curve of each scheme, and a message for each missing peer.
@@ -104,7 +105,7 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
     coded: list[Scheme] = [*ours, Kivi(4, group_tokens=first), Kivi(2, group_tokens=first)]
     coded += [EngineFp8(), NvFp4(), *(TurboQuant(bits) for bits in (4, 3, 2))]
     usual = [scheme for scheme in coded if scheme.family != AC_END]
-    # Retrieval needs no peers: CacheGen's quantiser makes the same cache, and zstd changes none.
+    # Retrieval needs no peers: CacheGen's quantiser makes the same cache, and zstd is lossless.
     recalled: list[Scheme] = [*usual, *(CacheGenQuantiser(name) for name in plan.cachegen)]
     coded += _kvtc(bench, plan, first)
     resized: dict[int, list[Scheme]] = {size: [*_tracks(bench, plan, size)] for size in others}
@@ -116,7 +117,7 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
         for size in others:
             resized[size] += [LMCacheCodec(found["lmcache"], bench.store, group_tokens=size)]
     else:
-        # Without LMCache its quality is still known; its size is not.
+        # Without LMCache its quality is known, but not its size.
         coded += [CacheGenQuantiser(name) for name in plan.cachegen]
     if "zstd" in found:
         spec = bench.store.spec
@@ -163,7 +164,7 @@ def result(findings: Findings, families: Mapping[str, str], plan: BenchPlan) -> 
     Args:
         findings: The findings of `run`.
         families: The curve of each scheme, from `run`.
-        plan: What was measured.
+        plan: The measurements.
     """
     contexts = plan.contexts
     seen = seen_shares(contexts, (plan.profiles or {}).values())
@@ -205,7 +206,7 @@ def _against(findings: Findings, families: Mapping[str, str]) -> Row | None:
 
 
 def _against_end(findings: Findings, families: Mapping[str, str]) -> Row | None:
-    """Return the rate at which the curve whose end is finer reaches CacheGen's quality."""
+    """Return the rate at which the curve with the finer end reaches CacheGen's quality."""
     ends = [name for name, family in families.items() if family == AC_END]
     base = [name for name, family in families.items() if family == AC and name.startswith(next(iter(ENDS)))]
     if not ends or TARGET not in findings.quality:

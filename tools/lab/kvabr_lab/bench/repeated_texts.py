@@ -1,4 +1,4 @@
-"""Texts that repeat themselves, on which codecs fail that code ordinary texts well.
+"""Repetitive texts, which break some codecs that code ordinary texts well.
 
 Errors of a codec cancel over many tokens, but not if these are copies of each other. Such texts occur: dumps, tables of
 zeros, logs, binary data in base64. They are made here, always the same.

@@ -1,7 +1,7 @@
-"""Other people's quantisers as schemes: KIVI's, TurboQuant's, and the formats in which engines store their caches.
+"""Other quantisers as schemes: KIVI's, TurboQuant's, and the formats in which engines store their caches.
 
 Each codes the whole prompt, as all other schemes do, also where a paper keeps recent tokens exact, and every byte
-counts: codes, scales, offsets and norms. Nothing is entropy coded, as nothing is there.
+counts: codes, scales, offsets and norms. There is no entropy coding, as in the originals.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _ORACLE = "oracle"
 _WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT, _FOOT = 460, 58, 24, 46, 280, 40
 _COLUMN = 150
 _HUES = 9
-"""Colours, one for each rule that there is."""
+"""One colour per rule."""
 _STYLE = """
 .rt { --ground: #ffffff; --ink: #1c2027; --muted: #646c79; --hair: #e3e3dd;
   --f0: #1f5fbf; --f1: #12877a; --f2: #8b94a3; --f3: #b8860b; --f4: #523093; --f5: #c04e7d; --f6: #b3261e;
@@ -44,7 +44,7 @@ def chart(result: Mapping[str, Any]) -> str:
     """Return the chart of the results of `kvabr route --day --json`.
 
     Raises:
-        FormatError: They are not such results, or have nothing to draw.
+        FormatError: They are not such results, or are empty.
     """
     curves = _curves(result)
     names = sorted(curves, key=lambda name: (name != _FIRST, name == _ORACLE))

@@ -24,7 +24,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 
 _CHUNK = "00" * 32
-"""A dummy prompt digest: frames need one, and nothing checks it here."""
+"""A dummy prompt digest: frames need one, and it is not checked here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Coded:
     nbytes: int
     """Bytes that a reader fetches."""
     cache: torch.Tensor | None
-    """The decoded cache, [layer, K/V, head, token, dim]; None if only the size was asked for."""
+    """The decoded cache, [layer, K/V, head, token, dim]; None if only the size was requested."""
 
 
 class Scheme(ABC):
@@ -43,14 +43,14 @@ class Scheme(ABC):
     name: str
     """Name shown in tables."""
     family: str
-    """Name of the curve that this scheme lies on."""
+    """Name of the scheme's curve."""
     group_tokens: int
     """Tokens coded together."""
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """Return a key of everything but the cache that the result depends on; results are stored under it."""
+        """Return a key of all inputs of the result except the cache; results are stored under it."""
 
     @abstractmethod
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
@@ -88,13 +88,13 @@ class TrackScheme(Scheme):
 
         Args:
             track: Name of the codec.
-            spec: Spec of the caches. Of several layer classes each is coded by itself.
+            spec: Spec of the caches. Layer classes are coded separately.
             profile: Side information, for codecs that need it.
             group_tokens: Tokens per group; None: the spec's.
-            label: Suffix of the name, which tells profiles apart.
+            label: Suffix of the name that distinguishes profiles.
             family: Name of the curve; the track's name if empty.
             free: Whether caches are position-free (`kvabr.codec.base.GroupContext.free`), before and after.
-            end: Name of the last group's codec, if that is another one.
+            end: Name of the last group's codec, if different.
             finer: Last tokens that AC's tracks store finer; None: as published.
         """
         self._tracks, self._end = track_chain(track), track_chain(end or track)
@@ -132,7 +132,7 @@ class TrackScheme(Scheme):
         return Coded(nbytes, out)
 
     def _code(self, kv: torch.Tensor, part: KVSpec, out: torch.Tensor | None) -> int:
-        """Encode the cache of one layer class, and decode it if asked to; return its bytes."""
+        """Encode the cache of one layer class, optionally decode it, and return its bytes."""
         nbytes, tokens = 0, kv.shape[3]
         most = 0 if self._free else self._finer
         for index, (first, end) in enumerate(groups(tokens, self.group_tokens)):
@@ -152,12 +152,12 @@ class TrackScheme(Scheme):
 
 
 def by_class(cache: torch.Tensor, spec: KVSpec) -> tuple[torch.Tensor, ...]:
-    """Return a tensor per layer class from a cache of all layers, which are alike in shape; all have all tokens."""
+    """Return a tensor per layer class from a cache of all layers, which have the same shape and tokens."""
     return tuple(cache[list(each.layers)] if len(spec.classes) > 1 else cache for each in spec.classes)
 
 
 class OwnTrack(Scheme):
-    """A track whose tables are estimated from the cache itself and travel with it, for a model without a profile."""
+    """A track with tables estimated from the cache itself and sent with it, for a model without a profile."""
 
     def __init__(self, track: str, spec: KVSpec, *, group_tokens: int | None = None) -> None:
         self._track, self._spec = track, spec

@@ -23,7 +23,7 @@ _WIDTH, _LEFT, _RIGHT = 400, 58, 30
 _TOP, _TTFT, _GAP, _KL = 46, 250, 34, 110
 """Heights of the head, the upper panel, the gap, and the lower panel, pixels."""
 _FOOT = 44
-_LEAST_KL = 1e-5
+_MIN_KL = 1e-5
 """Smaller values are drawn here, nats per token."""
 _COLUMN = 170
 """Width of an entry of the legend, pixels."""
@@ -93,11 +93,11 @@ def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point], note: str = _NO
 
     Args:
         shapes: The caches, in the order of their columns.
-        points: What was measured. The first way is drawn boldly.
+        points: The measurements. The first way is drawn boldly.
         note: A line below.
 
     Raises:
-        FormatError: There is nothing to draw.
+        FormatError: There are no points.
     """
     drawn = [entry for entry in shapes if any(point.shape == entry["title"] for point in points)]
     if not drawn:
@@ -131,9 +131,9 @@ def _column(entry: ShapeEntry, points: Sequence[Point], ways: Sequence[str], ind
     cold_s = entry["cold_s"]
     times = [point.ttft_s for point in mine] + ([cold_s] if cold_s else [])
     up = LogScale(times, _TOP + _TTFT, _TOP)
-    losses = [max(_LEAST_KL, point.kl) for point in mine]
+    losses = [max(_MIN_KL, point.kl) for point in mine]
     low = _TOP + _TTFT + _GAP
-    down = LogScale([*losses, _LEAST_KL], low + _KL, low)
+    down = LogScale([*losses, _MIN_KL], low + _KL, low)
     out = [f'<g transform="translate({index * _WIDTH} 0)">', label(_LEFT, 20, entry["title"], "title")]
     out.append(label(_LEFT, 37, "time to the first token, seconds", "axis"))
     out.append(label(_LEFT, low - 8, f"KL, nats per token ({entry['kl']})", "axis"))
@@ -149,7 +149,7 @@ def _column(entry: ShapeEntry, points: Sequence[Point], ways: Sequence[str], ind
     for number in reversed(range(len(ways))):
         own = sorted((point for point in mine if point.way == ways[number]), key=lambda point: point.mbit)
         out.append(_curve([(across(point.mbit), up(point.ttft_s), point) for point in own], number))
-        out.append(_curve([(across(point.mbit), down(max(_LEAST_KL, point.kl)), point) for point in own], number))
+        out.append(_curve([(across(point.mbit), down(max(_MIN_KL, point.kl)), point) for point in own], number))
     return "".join(out) + "</g>"
 
 

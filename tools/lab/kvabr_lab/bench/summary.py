@@ -33,7 +33,7 @@ def scheme_rows(findings: Findings, families: Mapping[str, str]) -> list[Row]:
 
     Returns:
         ``scheme, family, bits, ratio`` (to 16 bits), ``kl, kl8, kl32, loss, kl_median, kl_worst, kl_ci95, dnll,
-        dnll_worst, dnll_ci95, top1, digits, whole, logprob, logprob_ci95``; None for what was not measured.
+        dnll_worst, dnll_ci95, top1, digits, whole, logprob, logprob_ci95``; None if not measured.
     """
     names = list(dict.fromkeys((*findings.quality, *findings.recall)))
     rows = [_row(findings, name, families.get(name, name)) for name in names]
@@ -64,7 +64,6 @@ def _mean(rows: Sequence[Row], key: str) -> float | None:
 
 
 def _interval(values: Sequence[float]) -> list[float] | None:
-    """Return the bootstrapped interval of a mean."""
     if len(values) < 2:
         return None
     samples = np.asarray(values)

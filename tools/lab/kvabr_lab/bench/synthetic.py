@@ -91,6 +91,5 @@ def cache(made: ClassProfile, tokens: int, seed: int = 2) -> torch.Tensor:
 
 
 def _rotation(size: int, dice: torch.Generator) -> torch.Tensor:
-    """Return a random orthonormal matrix."""
     out: torch.Tensor = torch.linalg.qr(torch.randn(size, size, generator=dice))[0]
     return out

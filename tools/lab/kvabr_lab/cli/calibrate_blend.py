@@ -1,4 +1,4 @@
-"""`kvabr calibrate --blend`: measure what joining passages costs a model."""
+"""`kvabr calibrate --blend`: measure a model's loss from joining passages."""
 
 from __future__ import annotations
 

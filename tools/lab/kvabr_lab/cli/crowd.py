@@ -1,4 +1,4 @@
-"""`kvabr crowd`: how many caches do very many players of one asset need, and what breaks first?"""
+"""`kvabr crowd`: the number of caches for very many players of one asset, and the first bottleneck."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvabr_lab.crowd import Flow, RatePlay, Tree
 
 SCHEMA = "kvabr.crowd/1"
-_MOST_SAMPLE = 100_000
+_MAX_SAMPLE = 100_000
 _EPILOG = """\
 examples:
   kvabr crowd                                             a million players of an 8B model's 8,064 tokens in a minute
@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
     from kvabr_lab.crowd import Crowd, PlayTable, drawn, fewest, flow, loads, without_caches
 
     check_writable(args.json)
-    if not 0 <= args.sample <= _MOST_SAMPLE:
-        raise UsageError(f"--sample {args.sample}: give 0 to {_MOST_SAMPLE:,} players")
+    if not 0 <= args.sample <= _MAX_SAMPLE:
+        raise UsageError(f"--sample {args.sample}: give 0 to {_MAX_SAMPLE:,} players")
     if not 1 <= args.decoders <= 4096:
         raise UsageError(f"--decoders {args.decoders}: give 1 to 4096")
     _check_tree(args)

@@ -1,4 +1,4 @@
-"""`kvabr lab` plays a whole matrix, and says which policy is better, by how much, and why; `kvabr report` shows it."""
+"""`kvabr lab` plays a whole matrix and explains which policy is better; `kvabr report` shows the result."""
 
 from __future__ import annotations
 
@@ -165,7 +165,6 @@ def axes_of(args: argparse.Namespace) -> dict[str, Any]:
 def _play(
     matrix: LabMatrix, folder: Path, jobs: int | None, axes: dict[str, Any] | None = None
 ) -> tuple[PlayedMatrix, dict[str, Any]]:
-    """Play what a folder lacks of a matrix, whose axes it is to keep; return all plays, and the result that it gets."""
     from kvabr.cli.display import PlayBar
     from kvabr_lab import results_folder, run, totals
 
@@ -217,7 +216,7 @@ def _lab(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Play what is missing, and write the page."""
+    """Play missing plays, and write the page."""
     from kvabr.cli.display import output, say
     from kvabr_lab import results_folder, tables
     from kvabr_lab.report import write_report
@@ -248,7 +247,7 @@ def _or_own(text: str) -> float | str:
 
 @contextmanager
 def kept_on_interrupt(folder: Path) -> Iterator[None]:
-    """Tell the user on Ctrl-C that finished plays are kept."""
+    """On Ctrl-C, report that finished plays are kept."""
     try:
         yield
     except KeyboardInterrupt as error:

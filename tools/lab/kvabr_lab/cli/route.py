@@ -171,7 +171,7 @@ def _size(args: argparse.Namespace) -> CacheSize:
 
 
 def _hear(args: argparse.Namespace) -> None:
-    """Take what is cached from the KV events that the options name."""
+    """Read the cached tokens from the KV events named in the options."""
     from kvabr.cli.display import plain
     from kvabr.cli.options import read_tokens
     from kvabr.telemetry.kv_events.publisher import EventSockets

@@ -29,7 +29,7 @@ SCHEMA = "kvabr.traces/1"
 _BARS = "▁▂▃▄▅▆▇█"
 _Action = Callable[[argparse.Namespace], int]
 _WIDE = 110
-"""Terminal width from which the table has all its columns."""
+"""Minimum terminal width for all columns."""
 _SHAPE = (
     ("--scatter", "scatter", "standard deviation of the log rate (all but constant)"),
     ("--dwell", "dwell_s", "mean stay in a state, s (markov, outages)"),
@@ -131,7 +131,6 @@ def _action(kinds: _Actions, name: str, action: _Action, what: str, epilog: str)
 
 
 def _add_reading(kinds: _Actions, name: str, action: _Action, what: str, epilog: str) -> argparse.ArgumentParser:
-    """Declare an action that reads traces."""
     parser = _action(kinds, name, action, what, epilog)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them")
     group = parser.add_argument_group("how to read files of unclear format")
@@ -153,7 +152,7 @@ def _add_reading(kinds: _Actions, name: str, action: _Action, what: str, epilog:
 
 
 def _read(args: argparse.Namespace, failed: list[TraceError]) -> Iterator[tuple[Path, str, Trace]]:
-    """Yield each trace with its file and format; of several files, report those that cannot be read, and go on."""
+    """Yield each trace with its file and format; with several files, report unreadable ones and continue."""
     said = Columns(
         time=args.time_column,
         end=args.end_column,
@@ -184,7 +183,7 @@ def _read(args: argparse.Namespace, failed: list[TraceError]) -> Iterator[tuple[
 
 
 def _status(failed: Sequence[TraceError]) -> int:
-    """Return the exit status, after saying how many files could not be read."""
+    """Return the exit status, and report the number of unreadable files."""
     if failed:
         print(f"kvabr: {counted(len(failed), 'file')} could not be read, see above", file=sys.stderr)
     return 1 if failed else 0
@@ -247,7 +246,6 @@ def _synth(args: argparse.Namespace) -> int:
 
 
 def _recipe(args: argparse.Namespace) -> str:
-    """Return the command that makes this file."""
     words = ["kvabr traces synth", args.kind, f"--mean-mbps {_short(args.mean_mbps)}"]
     words += [f"--duration {_short(args.duration)}", f"--step {_short(args.step)}", f"--seed {args.seed}"]
     if args.rtt is not None:
@@ -325,7 +323,7 @@ def describe(trace: Trace) -> dict[str, Any]:
     """Return statistics of a trace as plain JSON values: rates in Mbit/s, all weighted by time.
 
     ``cv`` is the coefficient of variation (standard deviation over mean), ``p5_mbps`` the rate that the link stays
-    below for 5 % of the time, ``zero_share`` the share of the time in which it carries nothing.
+    below for 5 % of the time, ``zero_share`` the share of time at rate zero.
     """
     parts = [(rate / BYTES_PER_MBIT, end - start) for start, end, rate in trace.segments()]
     mean = trace.mean_rate / BYTES_PER_MBIT
@@ -346,7 +344,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def sparkline(trace: Trace, cells: int = 24) -> str:
-    """Return the rate over time as a row of bars, each a mean over its share of the time; blank: nothing carried."""
+    """Return the rate over time as a row of bars, each a mean over its share of the time; blank for zero."""
     step = trace.duration_s / cells
     carried = [0.0] * cells
     for start, end, rate in trace.segments():
@@ -362,7 +360,7 @@ def sparkline(trace: Trace, cells: int = 24) -> str:
 
 
 def _quantile(parts: list[tuple[float, float]], share: float) -> float:
-    """Return the least rate such that ``share`` of the time is at or below it; parts are (rate, length)."""
+    """Return the lowest rate such that ``share`` of the time is at or below it; parts are (rate, length)."""
     rest = share * math.fsum(length for _, length in parts)
     for rate, length in sorted(parts):
         rest -= length

@@ -55,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune the policy and print what was found."""
+    """Tune the policy and print the result."""
     from kvabr.cli.display import PlayBar, output, say, write_json
     from kvabr_lab.matrix import build
     from kvabr_lab.results_folder import PlayStore

@@ -1,4 +1,4 @@
-"""Play a day under every rule, and compare them: times to the first token, deadlines, GPU seconds, bytes."""
+"""Play a day under every rule and compare TTFT, deadlines, GPU seconds and bytes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvabr_lab.day.world import DayOutcome, WorldShape
 from kvabr_lab.route import PLACES
 
 THRESHOLDS = (0, 250, 500, 1000, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000, 24_000, 32_000, 48_000, 64_000, 96_000)
-"""Fixed thresholds, of which the best is found in hindsight."""
+"""Fixed thresholds; the best is chosen in hindsight."""
 BEST = "best threshold"
 ORACLE = "oracle"
 
 
 @dataclass(frozen=True, slots=True)
 class DayResult:
-    """One rule's day."""
+    """Results of one rule's day."""
 
     rule: str
     mean_s: float
@@ -34,15 +34,15 @@ class DayResult:
     met: float
     """Share of requests that met the deadline."""
     local_s: float
-    """Seconds that local workers prefilled."""
+    """Seconds of local prefill."""
     remote_s: float
     bytes: float
     shares: dict[str, float]
     """Share of requests at each place."""
     note: str = ""
     elsewhere_s: float = 0.0
-    """What the requests that went elsewhere than under the oracle take longer than there, in seconds per request of the
-    day. What the others take longer is the rest of the difference between both means: they wait longer."""
+    """Extra time of requests placed differently than by the oracle, in seconds per request of the day. The rest of the
+    difference between both means is extra waiting of the others."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -62,7 +62,7 @@ class DayResult:
 
 
 def summary(rule: str, outcomes: Sequence[DayOutcome], deadline_s: float, note: str = "") -> DayResult:
-    """Return the numbers of a day."""
+    """Return the results of a day."""
     times = sorted(outcome.ttft_s for outcome in outcomes)
     count, places = len(times), Counter(outcome.place for outcome in outcomes)
     return DayResult(
@@ -99,12 +99,12 @@ def compare(
     Args:
         requests: The day.
         shape: Sites and link.
-        deadline_s: Seconds from a request's arrival until its first token is due. It is only reported: the rules aim at
-            the least time.
+        deadline_s: Seconds from a request's arrival until its first token is due; only reported, since the rules
+            minimise time.
         sweeps: Sweeps of the oracle's search; 0: no oracle.
         rules: Names of rules, with or without `KNOWING`.
-        played: What became of the requests under other rules, by their names.
-        on_progress: Called with a stage (``rules``, ``oracle``), how many steps of it are done, and how many it has.
+        played: Outcomes under further rules, by name.
+        on_progress: Called with a stage (``rules``, ``oracle``), the steps done, and the number of steps.
 
     Raises:
         UsageError: There are no requests, or no such rule.

@@ -1,17 +1,15 @@
-"""A rule that knows as much as a router can at best, and what it gains if it is told more.
+"""A rule with the best possible knowledge of a router, and the gain from further knowledge.
 
-`oracle` knows the future, which no router can. What remains of its advantage for a router shows `Informed`: it has the
-simulator itself, the generator of requests, the whole history of the link, and all the time that it wants for a
-decision. For every place that a request may go, it plays several futures: requests as other seeds bring them at this
-time of the day, the link as it went on from other moments that looked like this one, and prefills that take longer or
-shorter at random. In each, those requests go where they have their first token soonest. It leaves what kvabr's rule
-would choose only for a place that is better by more than the standard error of the difference.
+`oracle` knows the future. `Informed` shows how much of its advantage a router could reach: it has the simulator, the
+request generator, the history of the link, and unlimited time per decision. For every place of a request, it plays
+several futures: requests of other seeds at this time of day, the link as it continued after similar moments, and random
+prefill times. In each, later requests go where their first token is soonest. It deviates from kvabr's rule only for a
+gain above its standard error.
 
-What it is told is the same in all futures (`KNOWLEDGE`): the day's own requests, what the link will carry, and how long
-prefills will take. Told everything, it plays one future, the true one. The difference that each piece makes says what
-the oracle's advantage consists of.
+Given knowledge (`KNOWLEDGE`) is fixed in all futures: the day's own requests, the future link, and prefill times. With
+all of it, the rule plays one future, the true one. Each piece's gain explains a part of the oracle's advantage.
 
-It needs about a second for a decision, and is there to be compared with.
+A decision takes about a second; the rule exists only for comparison.
 """
 
 from __future__ import annotations
@@ -30,31 +28,31 @@ from kvabr_lab.route import Forecast, PrefillSite, RouteLink, forecasts
 
 REQUESTS, LINK, TIMES = "requests", "link", "times"
 KNOWLEDGE = (REQUESTS, LINK, TIMES)
-"""What an informed rule may be told of the future."""
-_OTHERS = 1 << 40
-"""Added to the seed for other days, and to the numbers of what only they have."""
+"""Possible knowledge of the future."""
+_OTHER_DAYS_OFFSET = 1 << 40
+"""Offset of seeds and request numbers for other days."""
 _MOMENTS, _LOOK_S = 24, (2.0, 30.0)
-"""Moments of the link's history that are looked at for a future, and how far back they must look like this one."""
-_ALIKE, _SAME_S = 4, 1e-6
-"""A future ends when this many requests in a row were served alike, whichever choice was made."""
+"""Number of past moments of the link compared per future, and the time ranges that must be similar, seconds."""
+_EQUAL_REQUESTS, _EQUAL_S = 4, 1e-6
+"""Number of past moments of the link compared per future, and the periods before them that must be similar, seconds."""
 
 Arrival = tuple[float, DayRequest]
 
 
 def other_days(day: DayShape, shape: WorldShape, seed: int, count: int) -> list[list[Arrival]]:
-    """Return when other requests came on other days that have the same statistics.
+    """Return the arrivals on other days with the same statistics.
 
     Args:
-        day: What the days have in common.
+        day: The common statistics.
         shape: Sites and link.
-        seed: The day that these are not.
+        seed: The seed to avoid.
         count: Number of days.
     """
     found = []
     for number in range(count):
-        requests = day_of_requests(day, seed + _OTHERS + number)
+        requests = day_of_requests(day, seed + _OTHER_DAYS_OFFSET + number)
         shared = shared_parts(requests)
-        known, offset = {part for part, _ in shared}, _OTHERS * (number + 1)
+        known, offset = {part for part, _ in shared}, _OTHER_DAYS_OFFSET * (number + 1)
         place = replace(shape, warm=shared)
         coming, rule = Day(requests, World(place)), Kvabr(place, considerate=False)
         arrivals = []
@@ -69,7 +67,7 @@ def other_days(day: DayShape, shape: WorldShape, seed: int, count: int) -> list[
 
 
 class Informed(Kvabr):
-    """kvabr's rule, corrected by what follows in futures that are as likely as the true one."""
+    """kvabr's rule, corrected by simulated futures that are as likely as the true one."""
 
     def __init__(
         self,
@@ -85,11 +83,11 @@ class Informed(Kvabr):
 
         Args:
             shape: Sites and link.
-            day: The day that is played.
-            others: Other days, one for each future; none are needed if the requests are known.
-            futures: Number of futures for each decision.
-            knows: What is known of the future, of `KNOWLEDGE`.
-            ahead: Requests that are played in each future, at most.
+            day: The day to play.
+            others: Other days, one per future; not needed if the requests are known.
+            futures: Number of futures per decision.
+            knows: Subset of `KNOWLEDGE`.
+            ahead: Maximum requests played per future.
         """
         super().__init__(shape)
         if unknown := set(knows) - set(KNOWLEDGE):
@@ -98,10 +96,10 @@ class Informed(Kvabr):
         self._futures = 1 if self._knows == set(KNOWLEDGE) else futures
         self._dice = random.Random(0)  # noqa: S311  # a simulation
         self._lucks: list[dict[int, tuple[float, float]]] = [{} for _ in range(self._futures)]
-        """In each future, how long the day's own prefills take, by the number of the request."""
+        """Prefill times of the day's own requests by number, in each future."""
 
     def _known(self, options: Sequence[Forecast], request: DayRequest, world: World, now: float) -> Sequence[Forecast]:
-        del world  # that of the day
+        del world  # the world of the day
         if len(options) < 2:
             return options
         usual = min(range(len(options)), key=lambda each: options[each].price_s)
@@ -116,7 +114,7 @@ class Informed(Kvabr):
     def _future(
         self, number: int, options: Sequence[Forecast], usual: int, request: DayRequest, now: float
     ) -> list[float]:
-        """Return how long a request and those after it take in one future, by where the request goes."""
+        """Return the total time of a request and its successors in one future, by place of the request."""
         shift = 0.0 if LINK in self._knows else self._moment(self._day.world, now) - now
         worlds, totals = [], []
         for one in options:
@@ -128,13 +126,13 @@ class Informed(Kvabr):
         for at, other in self._coming(number, choice_of(options[usual]), shift, now):
             took = [world.serve(other, _soonest(world, other, at), at).ttft_s for world in worlds]
             totals = [total + ttft_s for total, ttft_s in zip(totals, took, strict=True)]
-            alike = alike + 1 if max(took) - min(took) < _SAME_S else 0
-            if alike >= _ALIKE:
+            alike = alike + 1 if max(took) - min(took) < _EQUAL_S else 0
+            if alike >= _EQUAL_REQUESTS:
                 break
         return totals
 
     def _coming(self, number: int, usual: Choice, shift: float, now: float) -> Iterator[Arrival]:
-        """Yield the next requests of one future; the day's own as they come if this one goes where it usually would."""
+        """Yield the next requests of one future; the day's own arrive as if this one went to its usual place."""
         if REQUESTS not in self._knows:
             coming = (arrival for arrival in self._others[number] if arrival[0] > now)
             yield from (arrival for arrival, _ in zip(coming, range(self._ahead), strict=False))
@@ -150,14 +148,14 @@ class Informed(Kvabr):
             day.serve(_soonest(day.world, other, at))
 
     def _lucky(self, request: DayRequest, number: int) -> DayRequest:
-        """Return a request of this day as it is in one future."""
+        """Return a request of this day with its prefill times in one future."""
         if TIMES in self._knows:
             return request
         luck = self._lucks[number].setdefault(request.number, (self._dice.gauss(0.0, 1.0), self._dice.gauss(0.0, 1.0)))
         return replace(request, luck=luck)
 
     def _moment(self, world: World, now: float) -> float:
-        """Return a moment of the link's history that looked like this one."""
+        """Return a past moment of the link that resembles this one."""
 
         def looks(at: float) -> list[float]:
             return [world.wire.carried(max(0.0, at - back), at) / back for back in _LOOK_S]
@@ -176,7 +174,7 @@ def play_informed(
     futures: int = 16,
     knows: Collection[str] = (),
 ) -> list[DayOutcome]:
-    """Return what becomes of the requests of a day under `Informed`, by their numbers."""
+    """Return the outcomes of a day's requests under `Informed`, by number."""
     others = [] if REQUESTS in knows else other_days(day, shape, seed, futures)
     played = Day(requests, World(shape))
     rule = Informed(shape, played, others, futures=futures, knows=knows)
@@ -195,7 +193,7 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def _soonest(world: World, request: DayRequest, now: float) -> Choice:
-    """Return where a request has its first token soonest, as far as that can be forecast."""
+    """Return the place with the earliest expected first token."""
     here, there = world.view(request, now)
     shape, backlog = world.shape, world.wire.backlog(now)
     lacking = max(1, request.tokens - here.cached_tokens) * shape.cache.per_token

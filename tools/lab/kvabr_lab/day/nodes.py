@@ -1,19 +1,18 @@
-"""A day of agents' sessions on several nodes: what hints and prefetching win.
+"""A day of agent sessions on several nodes: the gain from hints and prefetching.
 
 The model:
 
-- Each node has an engine that keeps the caches of prompts (least recently used out), a store of groups (kvabr's own,
-  with what hints keep), a link to the origin, and one prefill at a time.
-- A turn has what the engine has of its prompt. What is published besides comes from the node's store or over the link,
-  if that is sooner than computing it; the rest is computed. Plays share the link in the order of their requests.
-  Fetching ahead takes what they leave of it.
-- A prompt is published some time after its first token. Its answer is published with the next turn.
-- With hints, the node of an answer (`keep`), or the node where the next turn will be (`prefetch`), fetches what is
-  published of the prompt and is not in its store, and keeps it for some time. Nobody says which turn is the last.
+- Each node has an engine with a prompt cache (LRU), a store of groups (kvabr's own, with hinted groups), a link to the
+  origin, and one prefill at a time.
+- A turn first uses the engine's cache. Further published groups are loaded from the node's store or over the link if
+  that is faster than computing; the rest is computed. Plays share the link in request order; prefetching uses the rest.
+- A prompt is published some time after its first token, its answer with the next turn.
+- With hints, the node of an answer (`keep`), or of the next turn (`prefetch`), fetches the published part of the prompt
+  missing in its store, and keeps it for some time. The last turn of a session is not announced.
 
 The router keeps a session on its node (`sticky`), sends each turn to the node with the shortest queue (`any`), or does
-so only where a session's own node is busy (`spill`). For `prefetch` it decides before the next turn where that will be;
-in `spill` a busy node at the time of the turn changes that.
+so only if the session's own node is busy (`spill`). For `prefetch` it chooses the node before the next turn; with
+`spill`, a node that is busy at the time of the turn changes the choice.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ RouterKind = Literal["sticky", "any", "spill"]
 HintKind = Literal["none", "keep", "prefetch"]
 ROUTERS: tuple[RouterKind, ...] = get_args(RouterKind)
 HINTS: tuple[HintKind, ...] = get_args(HintKind)
-_BUSY_S = 1.0
-"""Seconds of queue from which on `spill` sends a turn elsewhere."""
+_MIN_BUSY_S = 1.0
+"""Minimum queue for `spill` to send a turn elsewhere, seconds."""
 
 
 class GroupKey(NamedTuple):
-    """A group, by the part of a prompt in which it ends, which stands for all before it, and its number."""
+    """A group: its number, and the part of a prompt in which it ends, which identifies everything before it."""
 
     part: int
     group: int
@@ -49,7 +48,7 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """The nodes, and what lies between them and the origin."""
+    """The nodes and their connections to the origin."""
 
     cost: PrefillCost
     cache: CacheSize
@@ -57,9 +56,9 @@ class FleetShape:
     """Bytes per second of a node's link."""
     nodes: int = 4
     engine_tokens: int = 400_000
-    """Tokens whose cache an engine keeps."""
+    """Tokens in an engine's cache."""
     store_tokens: int = 1_000_000
-    """Tokens whose cache a node's store keeps."""
+    """Tokens in a node's store."""
     keep_s: float = 600.0
     rtt_s: float = 0.02
     publish_s: float = 2.0
@@ -76,39 +75,39 @@ class FleetShape:
 
 @dataclass(slots=True)
 class FleetOutcome:
-    """What became of a day."""
+    """Results of a day."""
 
     ttft_s: list[float] = field(default_factory=list)
-    """Of every turn but the first of its session."""
+    """Of every turn except the first of its session."""
     link_bytes: float = 0.0
-    """Over the links, for plays and ahead of them."""
+    """Bytes over the links, for plays and prefetching."""
     hint_bytes: float = 0.0
-    """Of these ahead."""
+    """Prefetched bytes."""
     unused_bytes: float = 0.0
-    """Of these those that no play of that node has used."""
+    """Prefetched bytes that no play of that node used."""
     groups: int = 0
-    """Groups that came over a link."""
+    """Groups received over a link."""
     again: int = 0
-    """Of these those that the same node had fetched before."""
+    """Groups that the same node had received before."""
     computed_tokens: int = 0
     known_tokens: int = 0
-    """Of these those whose cache was published."""
+    """Tokens with a published cache."""
     hints: int = 0
-    """Hints for which something was fetched."""
+    """Hints that caused a prefetch."""
     vain: int = 0
-    """Of these those of which no play of that node has used anything."""
+    """Such hints without any use by a play of that node."""
 
 
 class _Link:
-    """A link whose plays go first; what is fetched ahead takes the rest."""
+    """A link that serves plays first; prefetching uses the rest."""
 
     def __init__(self, rate: float) -> None:
         self._rate, self._busy_s, self._at_s, self._done = rate, 0.0, 0.0, 0.0
         self.ahead: deque[tuple[GroupKey, float]] = deque()
-        """Groups that are fetched ahead, and their bytes."""
+        """Prefetched groups with their bytes."""
 
     def play(self, now: float, nbytes: float) -> float:
-        """Return when a play that begins now has its bytes."""
+        """Return the end of a play's transfer that begins now."""
         self._busy_s = max(now, self._busy_s) + nbytes / self._rate
         return self._busy_s
 
@@ -117,7 +116,7 @@ class _Link:
         return max(now, self._busy_s) + nbytes / self._rate - now
 
     def came(self, now: float) -> list[tuple[GroupKey, float]]:
-        """Return what was fetched ahead and has come since the last call."""
+        """Return the prefetched groups that arrived since the last call."""
         self._done += self._rate * max(0.0, now - max(self._at_s, min(now, self._busy_s)))
         self._at_s = now
         found = []
@@ -138,12 +137,12 @@ class _Node:
         self.store: ByteLru[GroupKey, int] = ByteLru(room, int, clock=clock)
         self.each = int(each)
         self.free_s = 0.0
-        """When its engine has computed what it has to."""
+        """When its engine is idle."""
         self.fetched: set[GroupKey] = set()
         self.unused: dict[GroupKey, int] = {}
-        """Of what was fetched ahead, and may have made room since, what no play has used, and for which hint."""
+        """Unused prefetched groups, perhaps already evicted, with their hints."""
         self.coming: dict[GroupKey, tuple[float, int]] = {}
-        """What is being fetched ahead, until when it is kept, and for which hint."""
+        """Pending prefetches: expiry and hint."""
 
 
 class _Clock:
@@ -154,22 +153,21 @@ class _Clock:
 
 
 class Fleet:
-    """Nodes, and the turns of a day."""
+    """Nodes and the turns of a day."""
 
     def __init__(self, turns: Sequence[SessionTurn], shape: FleetShape) -> None:
-        """Begin with empty nodes and an origin that has nothing."""
         self._turns, self._shape, self._clock = turns, shape, _Clock()
         self._nodes = [_Node(shape, self._clock) for _ in range(shape.nodes)]
         self._published: set[GroupKey] = set()
         self._at: dict[int, tuple[_Node, int]] = {}
-        """Where each session is, and its last turn."""
+        """Node and last turn of each session."""
         self._planned: dict[int, _Node] = {}
-        """Where its next turn will be, if that is decided."""
+        """Node of its next turn, if decided."""
         self._numbers = count()
         self._events: list[tuple[float, int, str, int]] = []
         self._following: dict[int, list[int]] = {}
         self._followed: set[int] = set()
-        """Hints for which something was fetched, by the turns behind which they were."""
+        """Turns with hints that caused a prefetch."""
         self._useful: set[int] = set()
         self._made = FleetOutcome()
 
@@ -199,7 +197,6 @@ class Fleet:
         heapq.heappush(self._events, (at_s, next(self._numbers), what, number))
 
     def _groups(self, turn: SessionTurn) -> list[GroupKey]:
-        """Return the whole groups of a prompt."""
         size, found, end = self._shape.cache.group_tokens, list[GroupKey](), 0
         for part, length in turn.parts:
             end += length
@@ -207,13 +204,12 @@ class Fleet:
         return found
 
     def _place(self, turn: SessionTurn) -> _Node:
-        """Return where a turn of a session that is known now would be sent to."""
         shortest = min(self._nodes, key=lambda node: (node.free_s, -len(node.engine)))
         own, _ = self._at.get(turn.session, (None, 0))
         own = self._planned.get(turn.session, own)
         if own is None or (self._shape.router == "any" and turn.session not in self._planned):
             return shortest
-        return shortest if self._shape.router == "spill" and own.free_s > self._clock.now + _BUSY_S else own
+        return shortest if self._shape.router == "spill" and own.free_s > self._clock.now + _MIN_BUSY_S else own
 
     def _turn(self, number: int, turn: SessionTurn, now: float) -> None:
         shape, made = self._shape, self._made
@@ -257,7 +253,7 @@ class Fleet:
             self._later(end_s + self._turns[following].gap_s, "turn", following)
 
     def _use(self, node: _Node, wanted: list[GroupKey], missing: list[GroupKey], now: float) -> None:
-        """Play groups on a node, of which some come over its link."""
+        """Play groups on a node, some of them over its link."""
         made, taken = self._made, set(missing)
         if missing:
             node.link.play(now, len(missing) * node.each)
@@ -277,7 +273,7 @@ class Fleet:
         node.fetched.update(keys)
 
     def _arrive(self, node: _Node, now: float) -> None:
-        """Note what was fetched ahead, and has come."""
+        """Store prefetched groups that have arrived."""
         for key, nbytes in node.link.came(now):
             until_s, hint = node.coming.pop(key)
             self._fetched(node, [key])
@@ -290,7 +286,7 @@ class Fleet:
                 node.store.keep([key], until_s)
 
     def _hint(self, number: int, turn: SessionTurn, now: float) -> None:
-        """Have a node fetch and keep what the session's next turn will need, unless it has come."""
+        """Make a node fetch and keep the groups of the session's next turn, unless it has begun."""
         node, newest = self._at[turn.session]
         if newest != number:
             return

@@ -1,9 +1,8 @@
-"""An oracle: choices for a day's requests, searched for in full knowledge of the link and of everything to come.
+"""An oracle: choices for a day's requests found with full knowledge of the link and all requests.
 
-The best of all assignments is out of reach (there are at least 3^n), so the oracle starts from the best that any rule
-has found and improves it: request by request, in the order of arrival, it tries other choices, plays the `HORIZON`
-requests that follow, and keeps a change if those are served sooner in all. On days small enough to enumerate, the tests
-compare it with the best of all assignments.
+The optimum is out of reach (at least 3^n assignments), so the oracle improves the best result of any rule: for each
+request in order of arrival, it tries other choices, plays the `HORIZON` following requests, and keeps a change that
+reduces their total time. Tests compare it with the optimum on days small enough to enumerate.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from kvabr_lab.day.world import Choice, Day, DayOutcome, World, WorldShape
 from kvabr_lab.route import BOTH, FETCH, LOCAL, REMOTE
 
 HORIZON = 48
-"""Requests that are played after a change, at most."""
-_ALIKE = 4
-"""A change has worn off when this many requests in a row were served as without it."""
+"""Maximum requests played after a change."""
+_EQUAL_REQUESTS = 4
+"""A change has no further effect after this many consecutive requests with equal results."""
 _SAME_S = 1e-6
 _FRONTS = (0.25, 0.5)
-"""Shares of a prompt that are tried as its front; a front that is chosen is then made shorter and longer."""
+"""Shares of a prompt tried as its front; a chosen front is then varied."""
 _CHANGES = (0.8, 1.25)
-_LEAST_GROUPS = 8
-"""A prompt of fewer groups is not split."""
+_MIN_GROUPS = 8
+"""Minimum groups of a prompt to split."""
 
 
 def search(
@@ -36,15 +35,15 @@ def search(
     horizon: int = HORIZON,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> list[DayOutcome]:
-    """Return what becomes of every request under the best choices that were found, by their numbers.
+    """Return the outcomes of all requests under the best choices found, by number.
 
     Args:
         requests: The day.
-        start: What a rule chose.
+        start: Choices of a rule.
         shape: Sites and link.
-        sweeps: How often to go through the day, at most; the search ends when a sweep gains nothing.
-        horizon: Requests that are played after a change, at most.
-        on_progress: Called with the number of requests that were looked at.
+        sweeps: Maximum passes over the day; the search ends after a pass without gain.
+        horizon: Maximum requests played after a change.
+        on_progress: Called with the number of requests visited.
     """
     choices = list(start)
     best = replay_choices(requests, choices, shape)
@@ -60,7 +59,7 @@ def search(
 
 
 def replay_choices(requests: Sequence[DayRequest], choices: Sequence[Choice], shape: WorldShape) -> list[DayOutcome]:
-    """Return what becomes of every request if each goes where it is told, by their numbers."""
+    """Return the outcomes of all requests under given choices, by number."""
     found: dict[int, DayOutcome] = {}
     day = Day(requests, World(shape))
     while (arriving := day.next()) is not None:
@@ -74,7 +73,7 @@ def _mean(outcomes: Sequence[DayOutcome]) -> float:
 
 
 def candidates(day: Day, request: DayRequest, now: float, current: Choice) -> Iterator[Choice]:
-    """Yield what else could become of a request that arrives."""
+    """Yield alternative choices for a request that arrives."""
     here, there = day.world.view(request, now)
     group = day.world.shape.cache.group_tokens
     for place in (LOCAL, REMOTE):
@@ -83,7 +82,7 @@ def candidates(day: Day, request: DayRequest, now: float, current: Choice) -> It
     if there.cached_tokens > here.cached_tokens and current.place != FETCH:
         yield Choice(FETCH)
     behind, lacking = here.cached_tokens, request.tokens - here.cached_tokens
-    if not day.world.shape.both or lacking < _LEAST_GROUPS * group:
+    if not day.world.shape.both or lacking < _MIN_GROUPS * group:
         return
     if current.place == BOTH:
         fronts = [behind + share * (current.front_tokens - behind) for share in _CHANGES]
@@ -105,7 +104,7 @@ def _sweep(
     ahead, base = day.copy(), dict[int, float]()
     while (arriving := day.next()) is not None:
         request, now = arriving
-        # What becomes of the next requests without a change is played on from where it ended, until there is one.
+        # The unchanged continuation is played on from its last end until there is a change.
         while len(base) <= horizon and (coming := ahead.next()) is not None:
             number = coming[0].number
             base[number] = ahead.serve(choices[number]).ttft_s
@@ -126,9 +125,9 @@ def _sweep(
 
 
 def _gain(day: Day, choices: Sequence[Choice], first: Choice, horizon: int, base: Mapping[int, float]) -> float:
-    """Play the next requests, the first of them as told, and return what they gain over ``base``.
+    """Play the next requests, the first as given, and return the gain over ``base``.
 
-    Only requests that are also in ``base`` count. A change that has worn off ends it.
+    Only requests that are also in ``base`` count. Stops when the change has no further effect.
     """
     gain, alike = 0.0, 0
     for step in range(horizon + 1):
@@ -141,6 +140,6 @@ def _gain(day: Day, choices: Sequence[Choice], first: Choice, horizon: int, base
             continue
         gain += base[number] - ttft_s
         alike = alike + 1 if abs(base[number] - ttft_s) < _SAME_S else 0
-        if alike >= _ALIKE:
+        if alike >= _EQUAL_REQUESTS:
             break
     return gain

@@ -1,4 +1,4 @@
-"""What requests of a day wait for and find: prefill workers, a link that is shared, caches of prompts."""
+"""Resources of a day: prefill workers, a shared link, and prompt caches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from kvabr.replay.link import Capacity
 from kvabr_lab.route import PROBE_BYTES, PROBE_S, PROBE_WAIT_S
 
-_FORGET_S = 60.0
-"""Busy times that ended so long ago are forgotten."""
-_SAMPLE_S = 1.0
-"""Longest stretch of a busy link that is reported as one sample."""
+_MAX_AGE_S = 60.0
+"""Age at which past busy times are dropped, seconds."""
+_MAX_SAMPLE_S = 1.0
+"""Maximum length of a sample of a busy link, seconds."""
 
 
 class BusyTimes:
-    """When something is busy: intervals that do not touch, in order."""
+    """Busy times of a resource: disjoint intervals, in order."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
@@ -35,7 +35,7 @@ class BusyTimes:
         return self._ends[-1] if self._ends else -math.inf
 
     def forget(self, before: float) -> None:
-        """Drop what ended before a time."""
+        """Drop intervals that end before a time."""
         gone = bisect_right(self._ends, before)
         if gone:
             del self._begins[:gone], self._ends[:gone]
@@ -58,7 +58,7 @@ class BusyTimes:
         return [(max(low, begin), min(high, end)) for begin, end in pairs if min(high, end) > max(low, begin)]
 
     def take(self, begin: float, end: float) -> None:
-        """Make an interval busy, whatever it was."""
+        """Mark an interval as busy."""
         if end <= begin:
             return
         if not self._ends or begin > self._ends[-1]:
@@ -76,11 +76,11 @@ class BusyTimes:
 
 
 class WorkerPool:
-    """Prefill workers of one site: what they will do, and what can be known of it."""
+    """Prefill workers of one site: their actual schedule and its forecast."""
 
     def __init__(self, workers: int) -> None:
         self._jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(workers)]
-        """Begin, end and forecast of what each worker has to do, in order."""
+        """Start, end and forecast of each worker's jobs, in order."""
 
     def copy(self) -> WorkerPool:
         """Return a copy."""
@@ -89,7 +89,7 @@ class WorkerPool:
         return made
 
     def queue_s(self, now: float) -> float:
-        """Return the expected seconds until a worker is free, from the forecasts of what is before it."""
+        """Return the expected seconds until a worker is free, from the forecasts of its jobs."""
         self._forget(now)
         least = math.inf
         for jobs in self._jobs:
@@ -100,16 +100,16 @@ class WorkerPool:
         return least
 
     def free(self, after: float) -> float:
-        """Return when a worker is free for the first time, from ``after`` on."""
+        """Return when the first worker is free, from ``after`` on."""
         return min(_first(jobs, after, 0.0) for jobs in self._jobs)
 
     def gap(self, ready: float, seconds: float) -> tuple[float, float]:
-        """Return from when a worker could do something first, and until when it has nothing else to do."""
+        """Return the first free interval of a worker."""
         begin, jobs = min((_first(jobs, ready, seconds), jobs) for jobs in self._jobs)
         return begin, next((job[0] for job in jobs if job[0] >= begin), math.inf)
 
     def work(self, ready: float, seconds: float, forecast: float, now: float) -> float:
-        """Let the worker that is free first do something; return when it begins."""
+        """Assign a job to the worker that is free first; return its start."""
         self._forget(now)
         begins = [_first(jobs, ready, seconds) for jobs in self._jobs]
         begin = min(begins)
@@ -132,14 +132,14 @@ def _first(jobs: list[tuple[float, float, float]], after: float, lasts: float) -
 
 
 class SharedWire:
-    """The link, as far as it is not taken by what was requested before."""
+    """The link, with capacity reserved by earlier requests."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity, self._busy, self._shift_s = capacity, BusyTimes(), 0.0
         self._coming: list[tuple[float, float, float]] = []
-        """When each piece is through, when it is ready, and its bytes: a heap."""
+        """Heap of pieces: end, ready time, bytes."""
         self._seen_s = self._heard_s = 0.0
-        """When samples were asked for last, and when the last one ended."""
+        """Time of the last call of `samples`, and end of the last sample."""
 
     def copy(self) -> SharedWire:
         """Return a copy."""
@@ -149,18 +149,18 @@ class SharedWire:
         return made
 
     def shift(self, seconds: float) -> None:
-        """Let the link go on as it went on so much later."""
+        """Move the link ``seconds`` forward in its trace."""
         self._shift_s += seconds
 
     def carried(self, begin: float, end: float) -> float:
-        """Return the bytes that it carries between two times."""
+        """Return the bytes carried between two times."""
         return self._capacity.between(begin + self._shift_s, end + self._shift_s)
 
     def _when(self, begin: float, nbytes: float) -> float:
         return self._capacity.when(begin + self._shift_s, nbytes) - self._shift_s
 
     def send(self, ready: float, nbytes: float, after: float = 0.0) -> float:
-        """Carry bytes that are ready at a time, as soon as there is room after another; return when all are through."""
+        """Carry bytes from a ready time on, as soon as there is capacity; return the end."""
         start = max(ready, after)
         left, first, end = nbytes, -1.0, start
         for begin, until in self._busy.gaps(start) if start < self._busy.last_s else ((start, math.inf),):
@@ -178,32 +178,32 @@ class SharedWire:
         return end
 
     def backlog(self, now: float) -> float:
-        """Return the bytes of earlier requests that could be sent now and are not through."""
+        """Return the bytes of earlier requests that could be sent now and are not finished."""
         return math.fsum(nbytes for end, ready, nbytes in self._coming if ready <= now < end)
 
     def rate(self, nbytes: float, now: float) -> float:
-        """Return the rate at which bytes would go if nothing else did."""
+        """Return the rate of a transfer on an idle link."""
         if nbytes <= 0:
             return self._capacity.rate(now + self._shift_s)
         return nbytes / max(1e-9, self._when(now, nbytes) - now)
 
     def forget(self, now: float) -> None:
-        """Drop what is over."""
+        """Drop the past."""
         while self._coming and self._coming[0][0] <= now:
             heapq.heappop(self._coming)
-        self._busy.forget(now - _FORGET_S)
+        self._busy.forget(now - _MAX_AGE_S)
 
     def samples(self, now: float, *, probes: bool = False) -> Iterator[tuple[float, float, float]]:
-        """Yield what a receiver saw since the last call: end, bytes, seconds of each sample.
+        """Yield a receiver's samples since the last call: end, bytes, seconds.
 
         Args:
             now: The time.
-            probes: Whether the idle link is probed, too. Probes are so small that transfers do not feel them.
+            probes: Whether the idle link is probed, too. Probes do not slow down transfers.
         """
         for begin, end in (*self._busy.within(self._seen_s, now), (now, now)):
             if probes:
                 yield from self._probes(begin)
-            count = math.ceil((end - begin) / _SAMPLE_S)
+            count = math.ceil((end - begin) / _MAX_SAMPLE_S)
             for step in range(count):
                 low = begin + step * (end - begin) / count
                 high = begin + (step + 1) * (end - begin) / count
@@ -222,12 +222,12 @@ class SharedWire:
 
 
 class PrefixCache:
-    """The caches that a site keeps: parts of prompts, least recently used out."""
+    """A site's cache of prompt parts, LRU."""
 
     def __init__(self, tokens: int) -> None:
         self._room, self._kept = tokens, 0
         self._parts: dict[int, tuple[int, float]] = {}
-        """Tokens of each part, and from when on it is in place; the least recently used first."""
+        """Tokens of each part, and when it is in place; least recently used first."""
 
     def copy(self) -> PrefixCache:
         """Return a copy."""
@@ -236,7 +236,7 @@ class PrefixCache:
         return made
 
     def match(self, parts: tuple[tuple[int, int], ...], now: float) -> int:
-        """Return how many tokens at the beginning of a prompt are in place."""
+        """Return the number of cached tokens at the beginning of a prompt."""
         found = 0
         for number, tokens in parts:
             known = self._parts.get(number)
@@ -246,8 +246,8 @@ class PrefixCache:
         return found
 
     def add(self, parts: tuple[tuple[int, int], ...], ready: float) -> None:
-        """Keep a prompt, from a time on; what is in place already stays so."""
-        # The beginning is used last, since what stands behind it is worth nothing without it.
+        """Add a prompt from a time on; parts in place stay."""
+        # The beginning is used last, since later parts are useless without it.
         for number, tokens in reversed(parts):
             known = self._parts.pop(number, None)
             self._kept += tokens if known is None else 0

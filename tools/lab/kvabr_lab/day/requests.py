@@ -1,7 +1,7 @@
-"""The requests of a day: when they arrive, how long their prompts are, and which beginnings they share.
+"""The requests of a day: arrivals, prompt lengths, and shared beginnings.
 
-Conversations begin as a Poisson process whose rate swings over the day as a sine, by 60 % of its mean, with bursts if
-asked for. There are three kinds. The numbers below are medians of log-normal distributions, with the deviation of the
+Conversations begin as a Poisson process with a rate that varies over the day as a sine, by 60 % of its mean, with
+optional bursts. There are three kinds. Numbers are medians of log-normal distributions, with the deviation of the
 logarithm in parentheses:
 
 | | chat | document | agent |
@@ -15,9 +15,9 @@ logarithm in parentheses:
 | answer | 300 (0.8) | 250 (0.8) | 200 (0.8) |
 | pause after an answer, exponential mean | 45 s | 60 s | 15 s |
 
-A turn comes a pause after the answer to the one before it, which takes 20 ms a token from the first one on: a rule that
-is slow delays its own requests. Which beginning a conversation has follows Zipf's law (exponent 1). A turn's prompt is
-everything before it. A conversation ends when its next prompt would exceed the longest.
+A turn follows a pause after the previous answer, which takes 20 ms a token from its first token: a slow rule delays its
+own requests. Beginnings follow Zipf's law (exponent 1). A turn's prompt is everything before it. A conversation ends
+when its next prompt would exceed the longest.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ DAY_S = 86_400.0
 TOKEN_S = 0.02
 """Seconds per token of an answer."""
 _SWING = 0.6
-"""How far the rate of arrivals swings around its mean within a day, as a share."""
+"""Variation of the arrival rate around its mean within a day, as a share."""
 _BURST_S, _BURST_SHARE = 60.0, 0.1
-"""Mean length of a burst, and share of the time that bursts take."""
-_MOST_REQUESTS = 1_000_000
+"""Mean length of a burst, and share of time in bursts."""
+_MAX_REQUESTS = 1_000_000
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Kind:
 
     share: float
     texts: int
-    """Beginnings that conversations share."""
+    """Number of shared beginnings."""
     shared: tuple[float, float]
     first: tuple[float, float]
     turns: float
@@ -69,7 +69,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class DayShape:
-    """How many requests there are, and how long."""
+    """Number and length of requests."""
 
     requests: int = 4000
     """Expected number of requests."""
@@ -80,11 +80,11 @@ class DayShape:
     length: float = 1.0
     """Factor on all lengths."""
     burst: float = 1.0
-    """Factor on the rate of arrivals in bursts, which last a minute and come every ten, both in the mean."""
+    """Factor on the arrival rate in bursts, which last a minute in the mean and occur every ten minutes."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.requests <= _MOST_REQUESTS:
-            raise UsageError(f"{self.requests} requests; give 1 to {_MOST_REQUESTS}")
+        if not 1 <= self.requests <= _MAX_REQUESTS:
+            raise UsageError(f"{self.requests} requests; give 1 to {_MAX_REQUESTS}")
         if not 0 < self.duration_s <= 1e7:
             raise UsageError(f"a day of {self.duration_s} s; give a positive number of seconds, at most 10,000,000")
         if not (self.longest >= 1 and 0 < self.length <= 1000):
@@ -95,22 +95,22 @@ class DayShape:
 
 @dataclass(frozen=True, slots=True)
 class DayRequest:
-    """One request."""
+    """One request of a day."""
 
     number: int
     at_s: float | None
-    """When it arrives; None for one that follows another."""
+    """Arrival; None for a later turn."""
     pause_s: float
-    """Seconds from the end of the answer before it until it arrives."""
+    """Seconds from the previous answer until it arrives."""
     following: int | None
-    """Number of the request that follows it; None if it is the last of its conversation."""
+    """Number of the next turn; None for the last one."""
     parts: tuple[tuple[int, int], ...]
-    """What the prompt is made of, from its beginning: a number of each part, and its tokens. Requests with the same
-    number there have the same prompt up to the end of that part."""
+    """Parts of the prompt from its beginning: number and tokens. Requests with the same number at a position have the
+    same prompt up to the end of that part."""
     answer: tuple[int, int]
-    """The answer, which later prompts of the conversation contain, in the same form."""
+    """The answer, in the same form; later prompts of the conversation contain it."""
     luck: tuple[float, float]
-    """How long its prefill takes locally and remotely against the forecast: the logarithm, in standard deviations."""
+    """Log ratio of its local and remote prefill time to the forecast, in standard deviations."""
     tokens: int
     """Length of the prompt."""
 
@@ -119,9 +119,9 @@ _Texts: TypeAlias = "_Zipf[tuple[int, int]]"
 
 
 def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
-    """Return the requests of a day by their numbers; the same arguments give the same requests.
+    """Return the requests of a day by number; the same arguments give the same requests.
 
-    The first requests of conversations come in the order of their arrival, each followed by those after it.
+    First requests of conversations are in order of arrival, each followed by its later turns.
     """
     dice = Dice(seed)
     numbers = count()
@@ -134,7 +134,7 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
     usual = 1 / (1 - _BURST_SHARE + _BURST_SHARE * shape.burst)
     """Rate between bursts, as a share of the mean."""
     while True:
-        # Thinning: propose at the highest rate of the day, keep in proportion.
+        # Thinning: propose at the highest rate of the day, accept in proportion.
         begin_s += dice.exponential(every_s / (most * usual))
         if begin_s >= shape.duration_s:
             break
@@ -146,7 +146,7 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
 
 
 def shared_parts(requests: Sequence[DayRequest]) -> tuple[tuple[int, int], ...]:
-    """Return the beginnings that conversations share, the popular ones first."""
+    """Return the shared beginnings, most popular first."""
     used = Counter(request.parts[0] for request in requests if request.at_s is not None)
     return tuple(part for part, _ in used.most_common())
 
@@ -164,7 +164,7 @@ def _bursts(shape: DayShape, dice: Dice) -> list[tuple[float, float]]:
 
 
 class _Zipf(Generic[T]):
-    """Things of which one is picked by Zipf's law, the popular ones first."""
+    """Items picked by Zipf's law, most popular first."""
 
     def __init__(self, things: list[T]) -> None:
         self._things = things
@@ -175,7 +175,6 @@ class _Zipf(Generic[T]):
 
 
 def _shared_texts(kind: Kind, shape: DayShape, dice: Dice, numbers: count[int]) -> _Texts:
-    """Return the beginnings that conversations share."""
     return _Zipf([(next(numbers), _length(kind.shared, shape, dice)) for _ in range(kind.texts)])
 
 

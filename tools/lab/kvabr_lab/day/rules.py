@@ -1,21 +1,22 @@
-"""The rules that a day compares: each decides for a request from what can be known when it arrives.
+"""The rules compared on a day; each decides for a request with the knowledge at its arrival.
 
 - ``local``, ``remote``: always there.
 - ``threshold:N``: remote if more than N tokens of the prompt are not cached here.
 - ``prfaas``: ``threshold:19400``, which Prefill-as-a-service (arXiv 2604.15039) reports for its case study.
-- ``break-even``: remote beyond n*(C), from the link's estimate alone: neither queues nor caches there count.
-- ``selfish``: kvabr's rule for every request by itself; others do not count.
-- ``whole``: kvabr's rule without computing a beginning here while the end comes.
-- ``unprobed``: kvabr's rule, which hears of the link only from the transfers themselves.
-- ``kvabr``: kvabr's rule. The idle link is probed.
+- ``break-even``: remote above n*(C), from the link estimate alone, ignoring queues and remote caches.
+- ``selfish``: kvabr's rule for each request alone.
+- ``whole``: kvabr's rule without local computation during the transfer.
+- ``unprobed``: kvabr's rule with link samples only from transfers.
+- ``kvabr``: kvabr's rule, with probes of the idle link.
 
-A day begins with a memory of the link, as with warm caches: what it carries in the mean.
+A day begins with the link's mean rate in memory, as with warm caches.
 
-Two more know what nobody can, to show what a rule loses by not knowing it:
+Two further rules measure the cost of missing knowledge:
 
-- ``knows-link``: kvabr's rule, and what the link will carry.
-- ``knows-present``: kvabr's rule, and how long the request will take at each place: the link, the prefills' true times,
-  and how transfers will share the link. It does not know later requests, as the oracle does.
+- ``knows-link``: kvabr's rule with the future link.
+- ``knows-present``: kvabr's rule with the true time of the request at each place: the link, prefill times, and sharing
+  of
+  transfers. Unlike the oracle, it does not know later requests.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from kvabr_lab.route.router import USUAL_S
 PRFAAS_TOKENS = 19_400
 KVABR = "kvabr"
 RULES = ("local", "remote", "prfaas", "break-even", "selfish", "whole", "unprobed", KVABR)
-"""Names of the rules; ``threshold:N`` is another for each number."""
+"""Names of the rules; ``threshold:N`` adds one for each number."""
 KNOWING = ("knows-link", "knows-present")
-"""Names of those that know more than a router can."""
+"""Names of rules with more knowledge than a router."""
 
 
 class DayRule(Protocol):
-    """Decides where requests go."""
+    """Decides where to send requests."""
 
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
-        """Return where a request goes that has just arrived."""
+        """Return the place for a request that has just arrived."""
         ...
 
 
@@ -105,14 +106,14 @@ class Kvabr:
         probes: bool = True,
         lookahead: Lookahead | None = None,
     ) -> None:
-        """Begin with a memory of what the link carries in the mean; the options are those of `Router`.
+        """Begin with the link's mean rate in memory; the options are those of `Router`.
 
         Args:
             shape: Sites and link.
-            considerate: Whether the wait of other requests counts.
+            considerate: Whether the delay of other requests counts.
             both: Whether both sites may work on a prompt.
             probes: Whether the idle link is probed.
-            lookahead: What remembers requests (default: a new one).
+            lookahead: Memory of requests (default: a new one).
         """
         self._probes = probes
         self._router = Router(
@@ -129,7 +130,7 @@ class Kvabr:
         self._router.arrived(USUAL_S * shape.mean_rate, USUAL_S, 0.0)
 
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
-        """Return where a request goes that has just arrived."""
+        """Return the place for a request that has just arrived."""
         for end, nbytes, seconds in world.wire.samples(now, probes=self._probes):
             self._router.arrived(nbytes, seconds, end)
         here, there = world.view(request, now)
@@ -146,7 +147,6 @@ class Kvabr:
         return choice_of(options[index])
 
     def _known(self, options: Sequence[Forecast], request: DayRequest, world: World, now: float) -> Sequence[Forecast]:
-        """Return the forecasts by which to choose."""
         del request, world, now
         return options
 
@@ -157,7 +157,7 @@ class _KnowsPresent(Kvabr):
 
 
 class _KnownLink(LinkMemory):
-    """Knows what a link will carry."""
+    """Knows the future of a link."""
 
     def __init__(self, wire: SharedWire) -> None:
         super().__init__(Tracking())
@@ -175,15 +175,15 @@ class _KnowsLink(Kvabr):
 
 
 def choice_of(one: Forecast) -> Choice:
-    """Return the choice that a forecast is of."""
+    """Return the choice described by a forecast."""
     return Choice(one.place, one.front_tokens)
 
 
 def rule_of(name: str, shape: WorldShape) -> DayRule:
-    """Return a fresh rule by its name.
+    """Return a fresh rule by name.
 
     Raises:
-        UsageError: There is none of that name.
+        UsageError: There is no such rule.
     """
     kind, _, number = name.partition(":")
     if kind == "threshold":
@@ -207,7 +207,7 @@ def rule_of(name: str, shape: WorldShape) -> DayRule:
 
 
 def play_day(requests: Sequence[DayRequest], shape: WorldShape, rule: DayRule) -> list[DayOutcome]:
-    """Return what becomes of every request under a rule, by their numbers."""
+    """Return the outcomes of a day's requests under a rule, by number."""
     found: list[DayOutcome | None] = [None] * len(requests)
     day = Day(requests, World(shape))
     while (arriving := day.next()) is not None:

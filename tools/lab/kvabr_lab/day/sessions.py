@@ -1,21 +1,21 @@
-"""Sessions of agents: prompts that grow turn by turn, with tools between the turns, and sessions that fork.
+"""Agent sessions: prompts that grow turn by turn, with tools between turns, and forks.
 
-Sessions begin as a Poisson process. Each belongs to a tenant, and begins with one of the shared beginnings (tools and
-repositories) by Zipf's law. Lengths are log-normal: a median, and in parentheses the deviation of the logarithm.
+Sessions begin as a Poisson process. Each belongs to a tenant and begins with one of the shared beginnings (tools and
+repositories) by Zipf's law. Lengths are log-normal: median, and deviation of the logarithm in parentheses.
 
 | | |
 |---|---|
 | shared beginnings | 24, 12,000 tokens (0.7) |
 | task | 1,500 tokens (1.0) |
 | turns | geometric, mean 12 |
-| what a tool returns | 900 tokens (1.2) |
+| tool output | 900 tokens (1.2) |
 | answer | 180 tokens (0.9) |
-| a turn also begins a session of its own, a fork, with the prompt so far | 4 % of turns |
+| a turn also begins a fork, a session with the prompt so far | 4 % of turns |
 
-The time between an answer and the next turn has a heavy tail. It is that of a quick tool (85 %: median 2 s, 1.0), of a
-build or a test (12 %: 45 s, 0.9) or of a person who looks (3 %: 400 s, 1.2).
+The time between an answer and the next turn has a heavy tail: a quick tool (85 %: median 2 s, 1.0), a build or test
+(12 %: 45 s, 0.9), or a person (3 %: 400 s, 1.2).
 
-These are assumptions, not measurements. `read_sessions` replays what was measured, without the reasons for the gaps.
+These are assumptions, not measurements. `read_sessions` replays measured sessions, without the reasons for the gaps.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _GAPS = ((0.85, 2.0, 1.0), (0.12, 45.0, 0.9), (0.03, 400.0, 1.2))
 """Share, median in seconds, and deviation of the logarithm, of each kind of gap."""
 _GAP_SUMS = list(accumulate(share for share, *_ in _GAPS))
 _TRACE_BLOCK = 512
-"""Tokens of a block in the traces of `read_sessions`."""
+"""Tokens per block in the traces of `read_sessions`."""
 _COMMON = 20
-"""Blocks of a trace with more different successors begin prompts of many sessions."""
-_MOST_SESSIONS = 100_000
+"""Blocks of a trace with more distinct successors begin prompts of many sessions."""
+_MAX_SESSIONS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class SessionTurn:
     parts: tuple[tuple[int, int], ...]
     """As `kvabr_lab.day.requests.DayRequest.parts`."""
     answer: tuple[int, int]
-    """The answer, which the next prompt contains, in the same form."""
+    """The answer, in the same form; the next prompt contains it."""
     at_s: float | None = None
-    """When it comes; None: some time after another turn's answer."""
+    """Arrival; None: some time after another turn's answer."""
     after: int | None = None
     """Number of that turn."""
     gap_s: float = 0.0
-    """Seconds from its answer on."""
+    """Seconds after that answer."""
 
     @property
     def tokens(self) -> int:
@@ -69,24 +69,24 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True)
 class SessionShape:
-    """How many sessions there are."""
+    """Number and length of sessions."""
 
     sessions: int = 400
     duration_s: float = 14_400.0
-    """Seconds in which they begin, forks apart."""
+    """Seconds in which they begin, except forks."""
     tenants: int = 8
     longest: int = 131_072
     """Longest prompt, tokens."""
 
     def __post_init__(self) -> None:
-        if not (1 <= self.sessions <= _MOST_SESSIONS and 1 <= self.tenants <= _MOST_SESSIONS):
-            raise UsageError(f"{self.sessions} sessions of {self.tenants} tenants; give 1 to {_MOST_SESSIONS}")
+        if not (1 <= self.sessions <= _MAX_SESSIONS and 1 <= self.tenants <= _MAX_SESSIONS):
+            raise UsageError(f"{self.sessions} sessions of {self.tenants} tenants; give 1 to {_MAX_SESSIONS}")
         if not (0 < self.duration_s <= 1e7 and self.longest >= 1):
             raise UsageError(f"{self.duration_s} s and prompts of {self.longest} tokens; both must be positive")
 
 
 def day_of_sessions(shape: SessionShape, seed: int) -> tuple[SessionTurn, ...]:
-    """Return the turns of a day by their numbers; the same arguments give the same turns."""
+    """Return the turns of a day by number; the same arguments give the same turns."""
     dice, numbers = Dice(seed), count()
     beginnings = [(next(numbers), _length(_BEGINNING, dice)) for _ in range(_BEGINNINGS)]
     sums = list(accumulate(1 / (rank + 1) for rank in range(_BEGINNINGS)))
@@ -105,7 +105,7 @@ def day_of_sessions(shape: SessionShape, seed: int) -> tuple[SessionTurn, ...]:
 def _session(
     found: list[SessionTurn], session: int, first: SessionTurn, shape: SessionShape, dice: Dice, numbers: count[int]
 ) -> list[SessionTurn]:
-    """Add the turns of a session to others, and return the beginnings of its forks."""
+    """Add the turns of a session, and return the beginnings of its forks."""
     forks = []
     turn = replace(first, session=session, parts=(*first.parts, (next(numbers), _length(_TASK, dice))))
     while turn.tokens <= shape.longest:
@@ -133,13 +133,14 @@ def _gap(dice: Dice) -> float:
 
 
 def read_sessions(path: Path) -> tuple[SessionTurn, ...]:
-    """Return the turns of a trace in the form of Mooncake's (FAST 2025): a JSON object a line.
+    """Return the turns of a trace in the format of Mooncake (FAST 2025): one JSON object per line.
 
     An object has ``timestamp`` (ms), ``output_length`` and ``hash_ids``, numbers of blocks of 512 tokens; equal numbers
-    are equal beginnings. Such a trace does not tell sessions: a request continues the last one whose blocks it has, but
-    for the last, unless these begin the prompts of many. All belong to one tenant, and prompts are whole blocks.
+    mean equal beginnings. Sessions are inferred: a request continues the last one that has all its blocks except the
+    last, unless these begin the prompts of many. All turns have one tenant, and prompts are whole blocks.
 
-    Raises `FormatError` if the file is not such a trace.
+    Raises:
+        FormatError: the file is not such a trace.
     """
     rows: list[tuple[float, list[int], int]] = []
     try:
@@ -174,6 +175,6 @@ def read_sessions(path: Path) -> tuple[SessionTurn, ...]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the least value that a share of all values do not exceed; NaN of none."""
+    """Return the smallest value that is at least a share of all values; NaN without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan

@@ -1,21 +1,21 @@
-"""Synthetic traces: seeded, so that the same arguments give the same trace on every machine.
+"""Synthetic traces, reproducible from a seed on every machine.
 
 There are seven kinds, each with the requested mean rate:
 
 - ``constant``: one rate throughout, the control of every experiment.
 - ``markov``: a Markov chain over three states (poor, fair, good) with exponential dwell times and log-normal scatter
   within a state: the usual model of a cellular link.
-- ``outages``: the same chain with outages during which nothing arrives, like blocked mmWave or a satellite handover.
-- ``slow-start``: the rate doubles until it reaches a plateau, like a connection that opens.
+- ``outages``: the same chain with outages of rate zero, like blocked mmWave or a satellite handover.
+- ``slow-start``: the rate doubles until it reaches a plateau, like a new connection.
 - ``diurnal``: a slow sinusoid with scatter, like a shared wide-area path.
-- ``port``: a fair share of a switch port in a data centre. Other flows come at random (Poisson) and have heavy-tailed
-  sizes (Pareto); an incast leaves the play one share among many for milliseconds, and a pause frame (PFC) stops it.
-- ``bucket``: a tenant's limit with a token bucket: the limit, and several times as much while a bucket is emptied.
+- ``port``: a fair share of a switch port in a data centre. Other flows arrive at random (Poisson) with heavy-tailed
+  sizes (Pareto); an incast reduces the share for milliseconds, and a pause frame (PFC) stops it.
+- ``bucket``: a tenant's rate limit with a token bucket: the limit, and bursts of several times the limit.
 
-The last two change at events: their steps only round the times of these, and equal steps become one segment.
+The last two change at events; steps round the times of events, and equal steps are merged.
 
-Randomness comes from NumPy's PCG64 as uniform numbers only: NumPy guarantees that stream across versions, but not that
-of its distributions. Rates are rounded to whole kbit/s, which hides platform differences in the last bit of `math.log`.
+Randomness uses uniform numbers of NumPy's PCG64: NumPy guarantees that stream across versions, but not its
+distributions. Rates are rounded to whole kbit/s, which hides platform differences in the last bit of `math.log`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kvabr.replay.trace import MAX_SEGMENTS, Trace
 from kvabr.types.errors import UsageError
 
 _STATES = (0.35, 1.0, 1.8)
-"""Relative rates of the poor, the fair and the good state."""
+"""Relative rates of the poor, fair and good state."""
 _RAMP_START = 1 / 64
-"""Rate at which a slow start begins, as a share of the plateau."""
+"""Initial rate of a slow start, as a share of the plateau."""
 _TAIL = 1.5
 """Exponent of the tail of flow sizes: the mean exists, the variance does not."""
 _LARGEST_FLOW = 1000.0
-"""Largest flow, in least flows. Without a bound one flow could last longer than the trace."""
+"""Largest flow relative to the smallest; otherwise one flow could outlast the trace."""
 _KBIT = 125.0
 _MAX_MBPS = 1e7
 _MAX_SECONDS = 1e7
@@ -45,12 +45,12 @@ _MAX_SECONDS = 1e7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How a trace varies; each field names the kinds that use it."""
+    """Parameters of a trace; each field names the kinds that use it."""
 
     scatter: float = 0.15
     """Standard deviation of the logarithm of the rate (all kinds but constant)."""
     dwell_s: float = 8.0
-    """Mean stay in a state, seconds (markov, outages)."""
+    """Mean dwell time in a state, seconds (markov, outages)."""
     outage_every_s: float = 30.0
     """Mean time between outages, seconds (outages)."""
     outage_s: float = 2.0
@@ -60,11 +60,11 @@ class Shape:
     period_s: float = 120.0
     """Length of one cycle, seconds (diurnal)."""
     depth: float = 0.6
-    """How far the rate swings around its mean, from 0 to below 1 (diurnal)."""
+    """Relative amplitude of the rate, from 0 to below 1 (diurnal)."""
     cross: float = 0.4
-    """What other flows bring, as a share of the port, from 0 to 0.95 (port)."""
+    """Load of other flows, as a share of the port, from 0 to 0.95 (port)."""
     flow_s: float = 0.05
-    """Seconds that a mean flow would take with the port to itself (port)."""
+    """Duration of a mean flow alone on the port, seconds (port)."""
     fan_in: float = 32.0
     """Senders of an incast, 0 for none (port)."""
     incast_every_s: float = 0.2
@@ -76,11 +76,11 @@ class Shape:
     pause_s: float = 0.0005
     """Mean length of a pause, seconds (port)."""
     burst: float = 10.0
-    """Rate while the bucket is emptied, over the limit, 1 or more (bucket)."""
+    """Burst rate relative to the limit, 1 or more (bucket)."""
     burst_every_s: float = 5.0
     """Mean time between bursts, seconds (bucket)."""
     burst_s: float = 0.5
-    """Mean time that a bucket lasts, seconds (bucket)."""
+    """Mean duration of a burst, seconds (bucket)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -175,12 +175,12 @@ def _diurnal(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float
 
 
 def _port(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:
-    """Yield the play's share of the port: one over the flows on it, the play among them."""
+    """Yield the play's share of the port: one over the number of flows including the play."""
     incasts = _Episodes(shape.incast_every_s, shape.incast_s, dice)
     pauses = _Episodes(shape.pause_every_s, shape.pause_s, dice)
     gap_s = shape.flow_s / shape.cross if shape.cross else math.inf
     flows: list[float] = []
-    """What the play's share has carried, in seconds of the port, when each other flow ends: all have the same share."""
+    """Cumulative share, in seconds of the port, at which each other flow ends: all flows have the same share."""
     now, carried = 0.0, 0.0
     comes = dice.exponential(gap_s) if shape.cross else math.inf
     for time in times:
@@ -221,11 +221,11 @@ _WAITS = {
     "port": ("flow_s", "incast_every_s", "pause_every_s"),
     "bucket": ("burst_every_s",),
 }
-"""Mean times between the events of a kind: a step must not hold too many."""
+"""Mean times between events of a kind, to bound the events per step."""
 _IN_RUNS = ("constant", "port", "bucket")
-"""Kinds whose rate stays exactly the same for a while: a segment is a run of equal steps."""
+"""Kinds with piecewise constant rates, stored as runs of equal steps."""
 KINDS = tuple(_KINDS)
-"""Kinds that `synthesise` knows."""
+"""Kinds accepted by `synthesise`."""
 
 
 def synthesise(
@@ -245,10 +245,10 @@ def synthesise(
         kind: one of `KINDS`.
         mean_mbps: mean over the whole trace, Mbit/s, except for rounding to kbit/s.
         duration_s: length, seconds; the last segment is shorter if this is not a whole number of steps.
-        step_s: length of a segment, seconds; of kinds that change at events, what their times are rounded to.
+        step_s: length of a segment, seconds; for kinds with events, the rounding of their times.
         seed: 0 or more; another seed gives another trace of the same kind.
         rtt_s: round-trip time to record, seconds.
-        shape: how the rate varies.
+        shape: parameters of the kind.
         name: family and name, such as ``lte/walk`` (default: ``synth/KIND-SEED``).
 
     Raises:

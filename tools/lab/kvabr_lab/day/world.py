@@ -2,17 +2,17 @@
 
 The model:
 
-- Each site has workers that prefill one prompt at a time, in the order of arrival. What waits for a fetched prefix
-  does not keep a worker from others. A prefill takes what its cost says, times a factor that belongs to the request
-  (log-normal): a router's forecasts are never quite right.
-- The link carries what the trace says. Requests share it: what was requested first goes first, and what is not computed
-  yet leaves room for others. A remote prefill sends in pieces while it computes.
-- Meanwhile the local site may compute from the front, as kvabr's player does: what stands before the planned front is
-  held back, of what stands behind it the last goes first, and both end where they meet.
-- Each site keeps the caches of prompts, least recently used out. The local site, where all decoding is done, has every
-  prompt and its answer after that; the remote one what it prefilled.
+- Each site has workers that prefill one prompt at a time, in order of arrival. Requests waiting for a fetched prefix do
+  not block a worker. A prefill takes its cost times a random factor of the request (log-normal), so forecasts are never
+  exact.
+- The link follows the trace. Requests share it in order; capacity not needed for computed data is left to others. A
+  remote prefill sends pieces during the computation.
+- Meanwhile the local site may compute from the front, as kvabr's player does: pieces before the planned front are held
+  back, later ones are sent in reverse order, and both end where they meet.
+- Each site has an LRU cache of prompts. The local site, where decoding happens, keeps every prompt with its answer; the
+  remote site keeps the prompts that it prefilled.
 
-Nothing that comes later changes what happens to a request, so each is settled as soon as it arrives.
+Later requests never affect earlier ones, so each is settled on arrival.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SiteShape:
     cost: PrefillCost
     workers: int = 1
     cache_tokens: int = 2_000_000
-    """Tokens whose cache it keeps."""
+    """Tokens in its cache."""
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.cache_tokens < 0:
@@ -52,25 +52,25 @@ class SiteShape:
 
 @dataclass(frozen=True, slots=True)
 class WorldShape:
-    """Both sites and what lies between them."""
+    """Both sites and the link."""
 
     local: SiteShape
     remote: SiteShape
     cache: CacheSize
     trace: Trace
-    """The link from the remote site to the local one, headers included."""
+    """The link from the remote to the local site, including headers."""
     rtt_s: float
     live: bool = True
-    """Whether the remote site sends while it computes."""
+    """Whether the remote site sends during the prefill."""
     both: bool = True
     """Whether the local site can compute the beginning of a prompt meanwhile."""
     pieces: int = 24
-    """Pieces in which most of a remote prefill is sent. Towards both ends they are smaller, down to a group."""
+    """Approximate number of pieces of a remote prefill; pieces shrink towards both ends, down to a group."""
     scatter: float = 0.1
     """Standard deviation of the logarithm of a prefill's time over its forecast."""
     warm: tuple[tuple[int, int], ...] = ()
-    """Beginnings of prompts that both sites have in place from the start, as far as they have room, in the form of
-    `DayRequest.parts`; those that matter most come first."""
+    """Beginnings of prompts initially cached at both sites, within their capacity, in the form of `DayRequest.parts`,
+    most important first."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.rtt_s <= 60 and 0 <= self.scatter <= 3):
@@ -78,7 +78,7 @@ class WorldShape:
 
     @property
     def mean_rate(self) -> float:
-        """Bytes of payload per second that the link carries in the mean."""
+        """Mean payload rate of the link, bytes per second."""
         return self.trace.mean_rate * PAYLOAD_SHARE
 
 
@@ -87,21 +87,21 @@ class Choice(NamedTuple):
 
     place: Place
     front_tokens: int = 0
-    """For `BOTH`: up to where the local site computes; what stands behind comes over the link."""
+    """For `BOTH`: tokens computed locally; the rest arrives over the link."""
 
 
 class _Piece(NamedTuple):
-    """A part of a prompt's cache that is sent in one go."""
+    """A part of a prompt's cache sent at once."""
 
     begin: int
     until: int
     ready: float
-    """When it is computed and could be sent."""
+    """When it is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DayOutcome:
-    """What became of one request."""
+    """The outcome of one request."""
 
     choice: Choice
     ttft_s: float
@@ -114,25 +114,24 @@ class DayOutcome:
 
     @property
     def place(self) -> Place:
-        """Where it went."""
+        """Where the request went."""
         return self.choice.place
 
 
 @dataclass(frozen=True, slots=True)
 class SiteView:
-    """What a router can know of a site when a request arrives."""
+    """A router's knowledge of a site when a request arrives."""
 
     queue_s: float
     """Expected seconds until a worker is free."""
     cached_tokens: int
-    """Tokens of the prompt in place."""
+    """Cached tokens of the prompt."""
 
 
 class World:
     """Both sites and the link, at the time of the last request."""
 
     def __init__(self, shape: WorldShape) -> None:
-        """Begin with empty queues and caches."""
         self.shape = shape
         capacity = Capacity(shape.trace.scaled(PAYLOAD_SHARE), slow_start=False)
         self._set(
@@ -153,7 +152,7 @@ class World:
         self._here, self._there, self._kept_here, self._kept_there = here, there, kept_here, kept_there
 
     def copy(self) -> Self:
-        """Return a world that goes its own way from here on."""
+        """Return an independent copy."""
         made = object.__new__(type(self))
         made.shape = self.shape
         made._set(
@@ -163,11 +162,11 @@ class World:
 
     @property
     def rtt_s(self) -> float:
-        """Round trip with the time to handle a request, seconds."""
+        """Round trip including processing, seconds."""
         return self.shape.rtt_s + FIRST_BYTE_S
 
     def view(self, request: DayRequest, now: float) -> tuple[SiteView, SiteView]:
-        """Return what a router can know of the sites when a request arrives."""
+        """Return a router's knowledge of the sites when a request arrives."""
         here = self._view(request, now, self._here, self._kept_here)
         return here, self._view(request, now, self._there, self._kept_there)
 
@@ -179,7 +178,7 @@ class World:
     def serve(self, request: DayRequest, choice: Choice, now: float) -> DayOutcome:
         """Settle a request that arrives now and goes to a place.
 
-        Requests must come in the order of their arrival. `FETCH` without anything to fetch is `LOCAL`.
+        Requests must arrive in order. `FETCH` without anything to fetch is `LOCAL`.
         """
         self.wire.forget(now)
         luck = self._luck(request)
@@ -191,17 +190,17 @@ class World:
         return made
 
     def _whole(self, kept: PrefixCache, request: DayRequest, when: float) -> int:
-        """Return the tokens of a prompt that a site has in place at a time, in whole groups."""
+        """Return the whole groups of a prompt cached at a site at a time, in tokens."""
         return self.shape.cache.whole_groups(kept.match(request.parts, when), request.tokens)
 
     def _luck(self, request: DayRequest) -> tuple[float, float]:
-        """Return how much longer than forecast its prefill takes, locally and remotely."""
+        """Return the ratio of its actual prefill time to the forecast, locally and remotely."""
         scatter = self.shape.scatter
         return math.exp(scatter * request.luck[0]), math.exp(scatter * request.luck[1])
 
     def _local(self, request: DayRequest, luck: float, now: float, *, fetch: bool) -> DayOutcome:
         tokens = request.tokens
-        # What the request before it is about to compute counts, as it is in place when this one begins.
+        # Tokens of the previous request count, as they are in place when this one begins.
         here = self._whole(self._kept_here, request, self._here.free(now))
         there = self._whole(self._kept_there, request, now) if fetch else 0
         ready, nbytes = now, 0.0
@@ -220,7 +219,7 @@ class World:
         cost, half_s = self.shape.remote.cost, self.rtt_s / 2
         free = self._there.free(now + half_s)
         there = self._whole(self._kept_there, request, free)
-        # What is on its way here anyway is not sent twice.
+        # Data already on its way is not sent twice.
         here = self._whole(self._kept_here, request, free)
         forecast_s = cost.seconds(there, tokens - there)
         begin = self._there.work(now + half_s, luck[1] * forecast_s, forecast_s, now)
@@ -233,7 +232,7 @@ class World:
             ready = known if at <= there else begin + luck[1] * cost.seconds(there, at - there)
             pieces.append(_Piece(at - n, at, ready if self.shape.live else end))
         if front > here:
-            # What stands before the front is held back until the other site has computed everything.
+            # Pieces before the front are held back until the other site has computed everything.
             pieces = [one._replace(ready=max(one.ready, end)) if one.until <= front else one for one in pieces]
             made = self._meet(request, luck[0], now, choice, pieces)
         else:
@@ -246,14 +245,14 @@ class World:
     def _meet(
         self, request: DayRequest, luck: float, now: float, choice: Choice, pieces: Sequence[_Piece]
     ) -> DayOutcome:
-        """Compute from the front while pieces come, of those that are ready the last first, until both meet."""
+        """Compute from the front while pieces arrive in reverse order, until both meet."""
         tokens, cost = request.tokens, self.shape.local.cost
         before = self._whole(self._kept_here, request, now)
         forecast_s = cost.seconds(before, choice.front_tokens - before)
         begin, until = self._here.gap(now, luck * forecast_s)
         coming = deque(sorted(pieces, key=lambda piece: (piece.ready, piece.begin)))
         ready: list[_Piece] = []
-        # The engine computes what is missing in its order, and skips what is in place.
+        # The engine computes missing pieces in order, and skips those in place.
         missing = {one: luck * (cost.seconds(one.begin, one.until - one.begin) - cost.constant_s) for one in pieces}
         starts = begin + luck * max(cost.constant_s, cost.seconds(before, pieces[0].begin - before))
         left_s, step_s = sum(missing.values()), luck * cost.seconds(tokens - 1, 1)
@@ -264,7 +263,7 @@ class World:
                 insort(ready, coming.popleft())
             piece = ready.pop()
             if starts + sum(takes for one, takes in missing.items() if one.begin <= piece.begin) <= at <= until:
-                ready.clear()  # the engine was here before; so it was at the earlier ones
+                ready.clear()  # the engine has passed this piece, and so the earlier ones
                 if not coming:
                     break
                 continue
@@ -286,7 +285,7 @@ class World:
         return DayOutcome(chosen, ends - now, local_s, 0.0, nbytes)
 
     def _known(self, tokens: int, front: int) -> list[int]:
-        """Return the lengths of pieces of what is in place at the other site, with a cut at the planned front."""
+        """Return the lengths of the pieces cached at the other site, with a cut at the planned front."""
         if tokens <= 0 or front <= 0:
             return [tokens] if tokens > 0 else []
         group = self.shape.cache.group_tokens
@@ -298,7 +297,7 @@ class World:
         return found
 
     def _carry(self, pieces: list[_Piece], tokens: int) -> float:
-        """Carry and decode pieces of a prompt in their order; return when the last one is in place."""
+        """Carry and decode pieces of a prompt in order; return when the last one is in place."""
         decoded = sent = 0.0
         for piece in pieces:
             length = piece.until - piece.begin
@@ -311,10 +310,10 @@ class World:
         return tokens * size.per_token + (size.constant if last else 0.0)
 
     def _decoded(self, before: float, sent: float, tokens: int) -> float:
-        """Return when a piece is decoded that is through at a time, behind another."""
+        """Return when a piece sent at a time is decoded after the previous one."""
         size = self.shape.cache
         group = min(tokens, size.group_tokens)
-        # A piece is decoded group by group as it comes; what is left when it is complete is one group.
+        # Pieces are decoded group by group on arrival, so one group is left at the end.
         return max(before + (tokens - group) * size.decode_s, sent + self.rtt_s / 2) + group * size.decode_s
 
 
@@ -322,7 +321,7 @@ class World:
 def _cut(tokens: int, size: CacheSize, most_pieces: int) -> tuple[int, ...]:
     """Return the lengths of pieces of whole groups: one group, twice as many, ..., and the same back.
 
-    Cut evenly, the first piece would leave too late for a slow link, and the last one too late for a fast one.
+    With equal pieces, the first would leave too late for a slow link, and the last too late for a fast one.
     """
     group, last = size.group_tokens, size.last_group(tokens)
     left = (tokens - last) // group
@@ -338,31 +337,30 @@ def _cut(tokens: int, size: CacheSize, most_pieces: int) -> tuple[int, ...]:
 
 
 class Day:
-    """A world and the requests that are still to come to it."""
+    """A world and its future requests."""
 
     def __init__(self, requests: Sequence[DayRequest], world: World) -> None:
-        """Begin with the first request of the first conversation."""
         self._requests, self.world = requests, world
         self._firsts = [(request.at_s, request.number) for request in requests if request.at_s is not None]
         self._index = 0
         self._following: list[tuple[float, int]] = []
 
     def copy(self) -> Day:
-        """Return a day that goes its own way from here on."""
+        """Return an independent copy."""
         made = object.__new__(Day)
         made._requests, made._firsts, made._index = self._requests, self._firsts, self._index
         made.world, made._following = self.world.copy(), self._following[:]
         return made
 
     def next(self) -> tuple[DayRequest, float] | None:
-        """Return the request that arrives next, and when; None at the end of the day."""
+        """Return the next request and its arrival; None at the end of the day."""
         first = self._firsts[self._index] if self._index < len(self._firsts) else None
         if self._following and (first is None or self._following[0] < first):
             first = self._following[0]
         return None if first is None else (self._requests[first[1]], first[0])
 
     def serve(self, choice: Choice) -> DayOutcome:
-        """Send the next request to a place, and return what becomes of it."""
+        """Send the next request to a place, and return its outcome."""
         arriving = self.next()
         if arriving is None:
             raise UsageError("the day is over: there are no more requests")

@@ -1,4 +1,4 @@
-"""Child processes of a live replay, and how much processor time they use.
+"""Child processes of a live replay, and their processor time.
 
 A child ends with its pipe, so it never outlives its parent. It is spawned, not forked: a forked child would hold its
 siblings' pipes open, and they would not notice the parent's death.
@@ -20,21 +20,21 @@ from kvabr.replay.workers import without_interrupts
 from kvabr.types.errors import TransportError
 
 _PATIENCE_S = 60.0
-_GOODBYE_S = 2.0
-"""Most seconds for a child to end by itself."""
+_MAX_END_S = 2.0
+"""Maximum time for a child to end."""
 
 
 class Child:
-    """A child process. A context manager: leaving it ends the process."""
+    """A child process, as a context manager that ends it."""
 
     patience_s = _PATIENCE_S
-    """Most seconds for it to start, imports included, or to answer."""
+    """Maximum time to start, including imports, or to answer."""
 
     def __init__(self, name: str, main: Callable[..., None], *arguments: object) -> None:
         """Start a process that runs ``main(pipe, *arguments)``, and wait until it is ready.
 
-        The process must send its ``greeting`` when it is ready, or a text that says why it cannot start, and must end
-        when its pipe does.
+        The process must send its ``greeting`` when it is ready, or a text with the reason why it cannot start, and must
+        end when its pipe does.
 
         Args:
             name: name for messages.
@@ -49,7 +49,7 @@ class Child:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=main, args=(theirs, *arguments), name=f"kvabr {name}", daemon=True)
         try:
-            resource_tracker.ensure_running()  # otherwise it would be started below, and unblock the signal
+            resource_tracker.ensure_running()  # otherwise started below, unblocking the signal
             with without_interrupts():
                 self._process.start()
             theirs.close()
@@ -87,13 +87,12 @@ class Child:
         """End the process; may be called twice."""
         self._pipe.close()  # the child waits for this
         if self._process.pid is not None:
-            self._process.join(_GOODBYE_S)
+            self._process.join(_MAX_END_S)
             if self._process.is_alive():
                 self._process.kill()
                 self._process.join()
 
     def _greeting(self) -> Any:
-        """Return what the process sent when it was ready."""
         said = self.answer()
         if isinstance(said, str):
             raise TransportError(f"the {self._name} of this replay cannot start: {said}")
@@ -124,12 +123,12 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Processor time of a process, since its start or between two moments. It tells a slow link from a busy machine."""
+    """Processor time of a process, in total or between two moments. Distinguishes a slow link from a busy machine."""
 
     cpu_s: float
     """Processor time of all threads, seconds."""
     waited_s: float
-    """Seconds that the main thread waited for a processor; 0 where the system does not say."""
+    """Seconds that the main thread waited for a processor; 0 if not available."""
     wall_s: float
 
     @classmethod
@@ -153,7 +152,7 @@ class Usage:
 
 
 def _waited() -> float:
-    """Return the seconds that this process waited for a processor. Linux keeps them as the second of three numbers."""
+    """Return the seconds that this process waited for a processor: on Linux, the second of three numbers."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -18,7 +18,7 @@ def comparison(live: Sequence[Run], simulated: Sequence[Run], sizes: Sequence[fl
     Args:
         live: runs, with their groups.
         simulated: the same plays in the simulator, in the same order.
-        sizes: how much of the cache each group is, in any unit.
+        sizes: relative size of each group.
     """
     plays = [_play(index, one, other, sizes) for index, (one, other) in enumerate(zip(live, simulated, strict=True))]
     return {

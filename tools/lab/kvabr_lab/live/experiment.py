@@ -1,7 +1,7 @@
-"""One real play: dial through the link, play as `kvabr fetch` does, and record what the transport saw.
+"""One real play: dial through the link, play as `kvabr fetch` does, and record transport statistics.
 
-A decode node keeps its connection open and has looked up the prompt before it plays. So the handshake, the catalog and
-the codec profile come before the clock and the trace start. With ``cold`` both start before the handshake.
+A decode node has an open connection and has looked up the prompt before it plays, so handshake, catalog and codec
+profile precede the start of clock and trace. With ``cold`` both start before the handshake.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.peer import PeerOptions
 from kvabr.types.units import computed_shape
 from kvabr_lab.live.child import Usage
-from kvabr_lab.live.lane import LEAST_QUEUE_BYTES, Conditions
+from kvabr_lab.live.lane import MIN_QUEUE_BYTES, Conditions
 from kvabr_lab.live.origin import LiveOrigin
 from kvabr_lab.live.shaper import Shaper
 
@@ -45,19 +45,18 @@ Quic = Literal["aioquic", "qh3"]
 
 _BUSY, _STARVED = 0.85, 0.3
 """A process, not the network, was the limit if it ran or waited to run for more than the first share of the time, or
-waited for more than the second. Acknowledgements that are late by a time slice look like a queue to the sender."""
+waited for more than the second. Acknowledgements late by a time slice look like a queue to the sender."""
 _WARM_ROUND_TRIPS = 4
-"""Round trips at the trace's mean rate that a warm connection carries before a play. By then its window is as large as
-the link and its queue allow."""
+"""Round trips at the trace's mean rate that warm up a connection, until its window fills the link and its queue."""
 _WARM_REQUESTS = 1000
-"""Most requests of a warm-up, however small the groups are."""
+"""Maximum requests of a warm-up."""
 _DIAL_S = 15.0
-"""Most seconds for handshake, catalog and warm-up before the clock and the trace start."""
+"""Time limit for handshake, catalog and warm-up before clock and trace start, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveOptions:
-    """Options of a live replay that a simulated one lacks."""
+    """Options of live replays only."""
 
     quic: Quic = "aioquic"
     """The QUIC library, at both ends."""
@@ -73,15 +72,15 @@ class LiveOptions:
     """Seed of the random losses."""
 
     def __post_init__(self) -> None:
-        self.conditions(0.0, 0)  # raises now if a value is out of range
+        self.conditions(0.0, 0)  # raises on values out of range
 
     def conditions(self, rtt_s: float, play: int) -> Conditions:
-        """Return the link of one play; each play loses other packets."""
+        """Return the link of one play; each play has other random losses."""
         return Conditions(rtt_s, self.loss, self.loss, self.queue_bytes, self.seed + play)
 
 
 class LiveExperiment:
-    """Plays policies live; the counterpart of `Experiment`, which does what both share."""
+    """Plays policies live; the counterpart of `Experiment`, which does the common parts."""
 
     def __init__(
         self, experiment: Experiment, asset: Asset, origin: LiveOrigin, shaper: Shaper, options: LiveOptions
@@ -149,7 +148,7 @@ class LiveExperiment:
         return outcome
 
     def _patience_s(self) -> float:
-        """Return the most seconds for reaching the origin; after a cold start the trace applies, outages included."""
+        """Return the time limit for reaching the origin; after a cold start the trace applies, including outages."""
         options = self.experiment.options
         return options.config.give_up_after * options.deadline_s if self._options.cold else _DIAL_S
 
@@ -170,7 +169,7 @@ class LiveExperiment:
         """Open the congestion window as an earlier play over the same trace and asset would have."""
         catalog = self.experiment.catalog
         track = min(catalog.tracks, key=lambda track: track.total_bytes)
-        left = _WARM_ROUND_TRIPS * max(LEAST_QUEUE_BYTES, conditions.rtt_s * trace.mean_rate)
+        left = _WARM_ROUND_TRIPS * max(MIN_QUEUE_BYTES, conditions.rtt_s * trace.mean_rate)
         self._shaper.begin(trace, start_s, conditions)
         fetches = []
         for group in itertools.islice(itertools.cycle(range(catalog.groups)), _WARM_REQUESTS):
@@ -222,12 +221,12 @@ class StandInEngine:
 
     @property
     def spec(self) -> KVSpec:
-        """Spec of the cache that is played."""
+        """Spec of the played cache."""
         return self._spec
 
     @property
     def mode(self) -> EngineMode:
-        """What the engine pretends to be able to recompute."""
+        """Pretended mode of recomputation."""
         return self._mode
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:

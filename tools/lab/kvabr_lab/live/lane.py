@@ -1,8 +1,8 @@
 """One direction of an emulated link: a drop-tail queue before a bottleneck, then a constant delay. No sockets or clock.
 
 A packet's size on the wire is its UDP payload plus `HEADER_BYTES` for UDP and IPv4, as in recorded traces of link
-capacity. A packet that is lost at random still takes its share of the trace, as on a radio link. Packets may also be
-overtaken and duplicated, as on paths with several routes.
+capacity. A randomly lost packet still uses its share of the trace, as on a radio link. Packets may also be reordered
+and duplicated, as on paths with several routes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvabr.types.errors import UsageError
 
 HEADER_BYTES = 28
 """Bytes of UDP and IPv4 headers per packet."""
-_DETOUR_S = 0.02
-"""Most seconds that a packet which is overtaken arrives late, and the second copy of one that is duplicated."""
+_MAX_DETOUR_S = 0.02
+"""Maximum delay of a reordered packet or a duplicate, seconds."""
 
 
 class Lane:
@@ -34,39 +34,39 @@ class Lane:
         self._began_s = self._free_s = self._last_s = 0.0
         self._queue: deque[tuple[float, int]] = deque()
         self.queued = 0
-        """Bytes that waited for the bottleneck at the last packet."""
+        """Bytes waiting for the bottleneck at the last packet."""
         self.most_queued = 0
         self.carried = 0
         """Packets that passed; `carried_bytes` are their bytes on the wire."""
         self.carried_bytes = 0
         self.overflowed = 0
-        """Packets that found the queue full."""
+        """Packets dropped by a full queue."""
         self.lost = 0
-        """Packets that were lost at random."""
+        """Randomly lost packets."""
 
     def shape(self, *, delay_s: float, loss: float, limit_bytes: float) -> None:
         """Set delay (s), random loss (0 to 1) and the queue's limit (bytes) from the next packet on."""
         self._delay_s, self._loss, self._limit = delay_s, loss, limit_bytes
 
     def scramble(self, *, reorder: float, duplicate: float) -> None:
-        """Set the shares (0 to 1) of the packets that are overtaken and duplicated, from the next packet on."""
+        """Set the shares (0 to 1) of reordered and duplicated packets from the next packet on."""
         self._reorder, self._duplicate = reorder, duplicate
 
     def strays(self, due: float) -> tuple[float | None, float | None]:
-        """Return when a packet that `admit` lets arrive at ``due`` arrives out of order, by two accidents.
+        """Return irregular arrivals of a packet that `admit` schedules for ``due``.
 
         Returns:
-            When it arrives if others overtake it, else None; and when a second copy of it does, if there is one.
+            Its arrival if it is reordered, else None; and the arrival of a duplicate, if there is one.
         """
         overtaken = second = None
         if self._reorder and self._dice.random() < self._reorder:
-            overtaken = due + self._dice.uniform(0.0, _DETOUR_S)
+            overtaken = due + self._dice.uniform(0.0, _MAX_DETOUR_S)
         if self._duplicate and self._dice.random() < self._duplicate:
-            second = due + self._dice.uniform(0.0, _DETOUR_S)
+            second = due + self._dice.uniform(0.0, _MAX_DETOUR_S)
         return overtaken, second
 
     def begin(self, capacity: Capacity | None, at_s: float) -> None:
-        """Start a bottleneck whose time 0 is ``at_s``; None for no bottleneck. Forget the queue of the play before."""
+        """Start a bottleneck with time 0 at ``at_s``; None for no bottleneck. Clear the previous play's queue."""
         self._capacity, self._began_s, self._free_s, self._last_s = capacity, at_s, at_s, 0.0
         self._queue.clear()
         self.queued = 0
@@ -80,7 +80,7 @@ class Lane:
         """Handle a packet of ``payload`` bytes of UDP, or of other ``headers``.
 
         Returns:
-            When it arrives at the other end, never before an earlier packet; None if it is dropped.
+            Its arrival at the other end, never before an earlier packet; None if it is dropped.
         """
         size = payload + headers
         departs = now
@@ -107,10 +107,10 @@ class Lane:
 
 PACKET_BYTES = 1228
 """A full packet of QUIC on the wire: 1,200 bytes of UDP payload and the headers of UDP and IPv4."""
-_AT_BEST = 0.05
-"""Share of its time in which a link exceeds its line rate; see `line_rate`."""
-LEAST_QUEUE_BYTES = 64 * PACKET_BYTES
-"""Least default size of the queue: several bursts of a pacer, 16 packets each, must fit."""
+_LINE_RATE_SHARE = 0.05
+"""Share of time in which a link exceeds its line rate; see `line_rate`."""
+MIN_QUEUE_BYTES = 64 * PACKET_BYTES
+"""Minimum default queue: several bursts of a pacer, 16 packets each, must fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +118,19 @@ class Conditions:
     """Delay, loss and buffer of a link."""
 
     rtt_s: float = 0.0
-    """Round trip of an empty link, seconds: half of it in each direction."""
+    """Round trip of an empty link, seconds; half in each direction."""
     loss: float = 0.0
-    """Share of the packets towards the player that are lost at random."""
+    """Share of packets towards the player lost at random."""
     loss_up: float = 0.0
-    """Share of the packets towards the origin that are lost at random."""
+    """Share of packets towards the origin lost at random."""
     queue_bytes: int | None = None
-    """Most bytes that wait for the bottleneck; None: one round trip at the `line_rate`, at least 64 packets."""
+    """Maximum bytes queued at the bottleneck; None: one round trip at the `line_rate`, at least 64 packets."""
     seed: int = 0
     """Seed of the random losses."""
     reorder: float = 0.0
-    """Share of the packets, in each direction, that later ones overtake."""
+    """Share of packets, in each direction, overtaken by later ones."""
     duplicate: float = 0.0
-    """Share of the packets, in each direction, that arrive twice."""
+    """Share of packets, in each direction, that arrive twice."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rtt_s < math.inf:
@@ -142,19 +142,19 @@ class Conditions:
             raise UsageError(f"a queue of {self.queue_bytes} bytes; it must hold a packet of {PACKET_BYTES} at least")
 
     def limit_bytes(self, rate: float) -> int:
-        """Return the most bytes that wait for a bottleneck with a line rate of ``rate`` bytes per second."""
+        """Return the queue limit of a bottleneck with a line rate of ``rate`` bytes per second."""
         if self.queue_bytes is not None:
             return self.queue_bytes
-        return max(LEAST_QUEUE_BYTES, int(self.rtt_s * rate))
+        return max(MIN_QUEUE_BYTES, int(self.rtt_s * rate))
 
 
 def line_rate(trace: Trace) -> float:
     """Return the rate that a trace exceeds for one twentieth of its time, bytes per second.
 
-    Real buffers are sized for the line rate, not for the mean that interference leaves. With a queue of one round trip
-    at the mean rate, a trace that varies by the millisecond would drop packets in every burst.
+    Real buffers are sized for the line rate, not for the mean under interference. With a queue of one round trip at the
+    mean rate, a trace with variation by the millisecond would drop packets in every burst.
     """
-    left = _AT_BEST * trace.duration_s
+    left = _LINE_RATE_SHARE * trace.duration_s
     for rate, seconds in sorted(((rate, end - start) for start, end, rate in trace.segments()), reverse=True):
         left -= seconds
         if left < 0:

@@ -1,6 +1,6 @@
-"""The origin of a live replay: the server of `kvabr serve` in a process of its own, for one asset.
+"""The origin of a live replay: the server of `kvabr serve` in its own process, for one asset.
 
-It has a development certificate; the player knows its fingerprint.
+It has a development certificate with a fingerprint given to the player.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class LiveOrigin(Child):
         Args:
             asset: its location, a path or URL; or a folder of assets.
             backend: the QUIC library, as for `kvabr serve --quic`.
-            follow: whether to notice what comes into that folder.
+            follow: whether to detect new assets in that folder.
 
         Raises:
-            TransportError: the server cannot start; the message says why.
+            TransportError: the server cannot start; the message gives the reason.
         """
         super().__init__("origin", _main, os.fspath(asset), backend, follow)
         self.address: tuple[str, int]
@@ -46,7 +46,7 @@ class LiveOrigin(Child):
         return answer
 
 
-def _main(pipe: Connection, asset: str, backend: Quic, follow: bool) -> None:  # of a process
+def _main(pipe: Connection, asset: str, backend: Quic, follow: bool) -> None:  # runs in the process
     with contextlib.suppress(BrokenPipeError):
         try:
             asyncio.run(_serve(pipe, asset, backend, follow=follow))

@@ -24,7 +24,7 @@ from kvabr_lab.live.origin import LiveOrigin
 from kvabr_lab.live.shaper import Shaper
 
 _DECODES = 3
-"""Times that a group of each track is decoded to measure this machine; the median counts."""
+"""Decodes of a group of each track for timing; the median counts."""
 
 
 async def replay_live(
@@ -40,8 +40,8 @@ async def replay_live(
     ``live_comparison`` compares them with their simulated counterparts.
 
     Args:
-        matrix: what to play; its catalog must be the asset's.
-        asset: what the origin serves.
+        matrix: the plays; its catalog must be the asset's.
+        asset: the served asset.
         options: the transport and the link.
         on_progress: called with the number of plays finished since the last call.
 
@@ -51,9 +51,9 @@ async def replay_live(
     """
     if matrix.catalog != asset.catalog:
         raise UsageError("the origin of a live replay serves the asset that is played: give its folder with --asset")
-    # Use the decode times of this machine, not the publisher's: the comparison is about the link.
+    # Use this machine's decode times, not the publisher's: the comparison is about the link.
     decode_scale = decode_speed(asset)
-    # A real player aims to end a little early, see `kvabr.client`; so must the simulated one.
+    # Real players aim to end slightly early, see `kvabr.client`; the simulated one must, too.
     careful = replace(matrix.options, guard_s=guard_s(matrix.options.deadline_s), decoders=decoder_threads())
     experiment = Experiment(matrix.catalog, careful)
     model = Experiment(matrix.catalog, replace(careful, decode_scale=decode_scale))

@@ -41,15 +41,15 @@ from kvabr_lab.live.lane import HEADER_BYTES, Conditions, Lane, line_rate
 Address = tuple[str, int]
 
 _EARLY_S = 100e-6
-"""Packets due within this time are sent with those that are due now, seconds."""
+"""Packets due within this time are sent with those due now, seconds."""
 _BATCH = 64
 """Packets read from one socket in a row."""
 _SOCKET_BYTES = 4 << 20
 """Size of the kernel's socket buffers: packets must not be lost while this process does not run."""
 _PLAYERS = 256
-"""Most players; the one that was silent longest makes room for a new one."""
-_HELD = 64 << 20
-"""Most bytes in flight in one direction; more are dropped, so that no sender can exhaust memory."""
+"""Maximum players; a new one replaces the longest silent one."""
+_MAX_HELD_BYTES = 64 << 20
+"""Maximum bytes in flight in one direction; more are dropped to bound memory."""
 _LATE_STEP_S = 100e-6
 _LATE_STEPS = 1000
 
@@ -64,12 +64,12 @@ class ShaperStats:
     forwarded_up: int
     bytes_up: int
     overflowed: int
-    """Packets that found the bottleneck's queue full."""
+    """Packets dropped by the full queue of the bottleneck."""
     lost_down: int
-    """Packets that were lost at random."""
+    """Randomly lost packets."""
     lost_up: int
     missed: int | None
-    """Packets that the kernel dropped because the shaper did not read in time; None where it does not say."""
+    """Packets dropped by the kernel because the shaper did not read in time; None if unknown."""
     most_queued_bytes: int
     late_p50_s: float
     """99th percentile of how late packets were sent, seconds."""
@@ -82,22 +82,22 @@ class ShaperStats:
 class _Begin:
     conditions: Conditions
     start_s: float | None
-    """Where to begin in the loaded trace, seconds; None: no bottleneck."""
+    """Start in the loaded trace, seconds; None: no bottleneck."""
     at_s: float
-    """When to begin, on the monotonic clock, which all processes share."""
+    """Start on the monotonic clock, which all processes share."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rebind:
     origin: Address | None
-    """Where packets go from now on; None: where they went before."""
+    """New destination of packets; None: unchanged."""
 
 
 class Shaper(Child):
     """Runs the shaper's process. A context manager: leaving it ends the process."""
 
     def __init__(self, origin: Address, conditions: Conditions | None = None, *, host: str = "127.0.0.1") -> None:
-        """Start a link to ``origin`` that has delay and losses, but no bottleneck until `begin`.
+        """Start a link to ``origin`` with delay and losses, and without a bottleneck until `begin`.
 
         Raises:
             TransportError: the process did not start, or got no sockets.
@@ -126,12 +126,12 @@ class Shaper(Child):
         self.send(_Begin(conditions, start_s, time.monotonic() if at_s is None else at_s))
 
     def rebind(self, origin: Address | None = None) -> None:
-        """Let packets to the origin come from new ports, as after a NAT has forgotten its mappings.
+        """Send packets to the origin from new ports, as after a NAT has dropped its mappings.
 
         Packets to the old ports are lost.
 
         Args:
-            origin: another address to send to from now on, as after a change of route; None: the same.
+            origin: new address to send to, as after a change of route; None: the same.
         """
         self.send(_Rebind(origin))
 
@@ -145,7 +145,7 @@ class Shaper(Child):
 
 
 def _main(pipe: Connection, origin: Address, host: str, conditions: Conditions) -> None:
-    gc.disable()  # there are no reference cycles here, and a pause is a delay
+    gc.disable()  # no reference cycles here, and a pause is a delay
     try:
         forwarder = _SocketForwarder(origin, host, conditions)
     except OSError as error:
@@ -157,7 +157,7 @@ def _main(pipe: Connection, origin: Address, host: str, conditions: Conditions) 
 
 
 class Port(Protocol):
-    """Where packets come from and go to: a socket, or a device."""
+    """A source and destination of packets: a socket, or a device."""
 
     def fileno(self) -> int:
         """Return its file descriptor."""
@@ -174,20 +174,20 @@ class Way:
     held: deque[tuple[float, Port, Address | None, bytes]] = field(default_factory=deque)
     """In order."""
     strays: list[tuple[float, int, Port, Address | None, bytes]] = field(default_factory=list)
-    """A heap of those that arrive out of order."""
+    """Heap of packets that arrive out of order."""
     held_bytes: int = 0
     unruly: bool = False
     """Whether packets may arrive out of order, or twice."""
     number: int = 0
 
     def stray(self, due: float, to: Port, address: Address | None, data: bytes) -> None:
-        """Have a packet arrive whenever it is due."""
-        self.number += 1  # tuples that are equal up to here would compare sockets
+        """Schedule a packet out of order."""
+        self.number += 1  # otherwise equal tuples would compare sockets
         heapq.heappush(self.strays, (due, self.number, to, address, data))
         self.held_bytes += len(data)
 
     def due(self) -> float | None:
-        """Return when the next packet arrives; None if none is on its way."""
+        """Return when the next packet arrives; None if none is in flight."""
         first = self.held[0][0] if self.held else None
         if self.strays and (first is None or self.strays[0][0] < first):
             return self.strays[0][0]
@@ -195,23 +195,23 @@ class Way:
 
 
 class Forwarder(ABC):
-    """Loop of the child process: what it reads waits for its time on one of two ways."""
+    """Loop of the child process, which delays packets in two directions."""
 
     def __init__(self, conditions: Conditions) -> None:
         """Begin without a bottleneck."""
         self.down = Way(Lane(random.Random(f"down:{conditions.seed}")))  # noqa: S311  # losses, not secrets
         self.up = Way(Lane(random.Random(f"up:{conditions.seed}")))  # noqa: S311
         self._trace: tuple[Trace, list[float], float] | None = None
-        """The trace that was loaded last, its running sums, and its line rate."""
+        """The last loaded trace, its running sums, and its line rate."""
         self._begin(_Begin(conditions, None, time.monotonic()))
 
     @abstractmethod
     def ports(self) -> Iterable[Port]:
-        """Return what to read."""
+        """Return the ports to read."""
 
     @abstractmethod
     def read(self, port: Port, now: float) -> None:
-        """Take some of the packets that are there from a port, and `hold` them."""
+        """Read some waiting packets of a port, and `hold` them."""
 
     @abstractmethod
     def rebind(self, origin: Address | None) -> None:
@@ -230,7 +230,7 @@ class Forwarder(ABC):
             wait = None if due is None else max(0.0, due - clock())
             watched: list[Connection | Port] = [pipe, *self.ports()]
             readable, _, _ = select.select(watched, (), (), wait)
-            # Poll again: packets sent after a message must not be treated as if they came before it.
+            # Poll again: packets sent after a message must not be handled before it.
             while select.select([pipe], (), (), 0)[0]:
                 self._obey(pipe)
             now = clock()
@@ -242,8 +242,8 @@ class Forwarder(ABC):
 
     @staticmethod
     def hold(way: Way, now: float, to: Port, address: Address | None, data: bytes, headers: int = HEADER_BYTES) -> None:
-        """Have a packet wait for its time, or drop it; it has ``headers`` besides ``data`` on the wire."""
-        if way.held_bytes > _HELD:
+        """Delay or drop a packet, with ``headers`` bytes in addition to ``data`` on the wire."""
+        if way.held_bytes > _MAX_HELD_BYTES:
             way.lane.overflowed += 1
             return
         due = way.lane.admit(now, len(data), headers)
@@ -292,7 +292,7 @@ class Forwarder(ABC):
             capacity = Capacity(trace, message.start_s, slow_start=False, sums=sums)
             limit = conditions.limit_bytes(rate)
         down, up = self.down, self.up
-        # Packets past the bottleneck go on; those in its queue belong to the play before.
+        # Packets past the bottleneck continue; those in its queue belong to the previous play.
         passed = time.monotonic() + conditions.rtt_s / 2
         while down.held and down.held[-1][0] > passed:
             down.held_bytes -= len(down.held.pop()[3])
@@ -339,7 +339,7 @@ class Forwarder(ABC):
 
 
 class _SocketForwarder(Forwarder):
-    """Reads UDP from a socket for players, and from one for each player towards the origin."""
+    """Reads UDP from a socket for players, and from one per player towards the origin."""
 
     def __init__(self, origin: Address, host: str, conditions: Conditions) -> None:
         self._origin = origin
@@ -364,7 +364,7 @@ class _SocketForwarder(Forwarder):
         """See `Forwarder.rebind`."""
         self._origin = origin or self._origin
         for upstream in self._player:
-            upstream.close()  # what is on its way from it is lost
+            upstream.close()  # packets in flight from it are lost
         self._upstream.clear()
         self._player.clear()
 
@@ -381,14 +381,14 @@ class _SocketForwarder(Forwarder):
     def _read_origin(self, upstream: socket.socket, now: float) -> None:
         way, address, listener = self.down, self._player.get(upstream), self.listener
         if address is None:
-            return  # closed a moment ago, to make room
+            return  # just closed for lack of space
         try:
             for _ in range(_BATCH):
                 self.hold(way, now, listener, address, upstream.recv(65536))
         except BlockingIOError:
             pass
         except ConnectionError:
-            pass  # nothing listens at the origin's port; QUIC notices by itself
+            pass  # no listener at the origin's port; QUIC detects this
 
     def _connect(self, address: Address) -> socket.socket:
         if len(self._upstream) >= _PLAYERS:
@@ -419,7 +419,7 @@ def _send(to: Port, address: Address | None, data: bytes) -> None:
     try:
         to.send(data)
     except ConnectionRefusedError:
-        to.send(data)  # the error belonged to an earlier packet; something may listen there by now
+        to.send(data)  # the error belonged to an earlier packet; there may be a listener by now
 
 
 def _socket() -> socket.socket:

@@ -1,4 +1,4 @@
-"""The terminal table of a live replay: what the simulator was wrong about."""
+"""The terminal table of a live replay: the errors of the simulator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def live_table(result: Result) -> RenderableType:
     """Return the simulator's errors relative to the live TTFT: in total, by trace family and by policy.
 
     Args:
-        result: what `kvabr replay --live --json` writes.
+        result: JSON of `kvabr replay --live --json`.
     """
     compared: dict[str, Any] = result["live_comparison"]
     table = plain_table()

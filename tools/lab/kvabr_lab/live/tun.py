@@ -1,14 +1,14 @@
 """An emulated link for whole IP packets: the kernel's own TCP and UDP through one bottleneck, on one machine.
 
-The shaper's queue, rate, delay and losses, in front of a TUN device instead of sockets. What is sent to `FAR` leaves by
-the device; the shaper's process gives it the addresses of the other end and hands it back to the kernel, as if it came
-from another machine. So player and origin need no network namespaces of their own:
+The shaper's queue, rate, delay and losses are applied to a TUN device instead of sockets. Packets to `FAR` leave
+through the device; the shaper's process rewrites their addresses to those of the other end and returns them to the
+kernel, as if from another machine. Player and origin thus need no network namespaces:
 
     player 198.18.0.1, to 198.18.0.4 (`FAR`) | device, shaper, device | from 198.19.0.2, to 198.19.0.1 (`NEAR`) origin
 
-The four addresses are chosen so that both pairs have the same sum, and no checksum changes. They are of the range for
-benchmarks (RFC 2544), of which this process takes two small networks while it runs. It needs Linux, iproute2 and the
-right to administer the network (CAP_NET_ADMIN, which root has).
+Both pairs of addresses have the same sum, so checksums stay valid. They are in the benchmark range (RFC 2544), of which
+this process uses two small networks while it runs. Requires Linux, iproute2 and the right to administer the network
+(CAP_NET_ADMIN, as for root).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Address, Forwarder, Port, Shaper
 
 NEAR, FAR = "198.19.0.1", "198.18.0.4"
-"""Where an origin listens, and where players reach it."""
+"""Address of an origin, and the address at which players reach it."""
 _PLAYER, _FAR_PLAYER = "198.18.0.1", "198.19.0.2"
-"""A player's address, and how an origin sees it."""
+"""A player's address, and its address as seen by an origin."""
 MTU = 1500
 _DEVICE = "/dev/net/tun"
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 _BATCH = 64
 _ADDRESSES = slice(12, 20)
-"""Where source and destination stand in a packet of IPv4."""
+"""Position of source and destination in an IPv4 packet."""
 
 
 class Device:
-    """A TUN device with both addresses; it is gone once it is closed."""
+    """A TUN device with both addresses, removed when closed."""
 
     def __init__(self) -> None:
         """Create it.
 
         Raises:
-            OSError: there is no such device here, the right to make one is missing, or another link runs.
+            OSError: the device is not available, the right to create one is missing, or another link is running.
         """
         if _is_here(NEAR):
             raise OSError(f"{NEAR} is taken: another link runs")
@@ -69,11 +69,11 @@ class Device:
         return self._file
 
     def read(self) -> bytes:
-        """Return the next packet that leaves by the device; raises BlockingIOError if there is none."""
+        """Return the next packet that leaves through the device; raise a BlockingIOError if there is none."""
         return os.read(self._file, MTU)
 
     def send(self, data: bytes, /) -> int:
-        """Have a packet arrive."""
+        """Deliver a packet to the kernel."""
         return os.write(self._file, data)
 
     def close(self) -> None:
@@ -97,16 +97,16 @@ def _ip(*command: str) -> None:
 
 
 class TunShaper(Shaper):
-    """Runs the process of a link for IP packets; an origin that listens at `NEAR` is reached at `FAR`.
+    """Runs the process of a link for IP packets; an origin at `NEAR` is reached at `FAR`.
 
-    As `Shaper`, but there is nothing to rebind.
+    As `Shaper`, but without rebinding.
     """
 
     def __init__(self, conditions: Conditions | None = None) -> None:
         """Create the device, and a link without a bottleneck.
 
         Raises:
-            TransportError: it cannot be created here, and why.
+            TransportError: it cannot be created; the message gives the reason.
         """
         Child.__init__(self, "link shaper", _main, conditions or Conditions())
         self.address, self._trace = self.greeting, None
@@ -125,14 +125,14 @@ def _main(pipe: Connection, conditions: Conditions) -> None:
 
 
 class _PacketForwarder(Forwarder):
-    """Carries packets from the device back to the device, with the addresses of the other end."""
+    """Forwards packets from the device back to the device, with the addresses of the other end."""
 
     def __init__(self, device: Device, conditions: Conditions) -> None:
         self._device = device
         super().__init__(conditions)
         player, far, far_player, near = map(socket.inet_aton, (_PLAYER, FAR, _FAR_PLAYER, NEAR))
         self._ways = {player + far: (self.up, far_player + near), near + far_player: (self.down, far + player)}
-        """The way of a packet, and its addresses at the end of it, by those that it has."""
+        """Direction and rewritten addresses of a packet, by its addresses."""
 
     def ports(self) -> Iterable[Port]:
         """See `Forwarder.ports`."""
@@ -143,7 +143,7 @@ class _PacketForwarder(Forwarder):
         with contextlib.suppress(BlockingIOError):
             for _ in range(_BATCH):
                 packet = self._device.read()
-                if (found := self._ways.get(packet[_ADDRESSES])) is not None:  # else nobody that we know
+                if (found := self._ways.get(packet[_ADDRESSES])) is not None:  # otherwise an unknown address
                     way, addresses = found
                     there = packet[: _ADDRESSES.start] + addresses + packet[_ADDRESSES.stop :]
                     self.hold(way, now, port, None, there, 0)

@@ -1,4 +1,4 @@
-"""Rivals: the controllers of other systems and of video players, which policies are compared with.
+"""Rivals: the controllers of other systems and of video players, for comparison.
 
 They are named on the command line like those of kvabr (entry points ``kvabr.policies``).
 """

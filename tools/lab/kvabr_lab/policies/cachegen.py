@@ -12,8 +12,8 @@ from kvabr.types.errors import PolicyError
 class CacheGen(FrontToBack):
     """The rule of the paper, which assumes that the throughput of the last chunk persists.
 
-    It chooses the least lossy level at which everything left fits the remaining time; if none fits, it sends the chunk
-    as text to the engine. The first chunk is sent at a medium level.
+    It chooses the least lossy level at which the rest fits the remaining time; if none fits, it sends the chunk as text
+    to the engine. The first chunk is sent at a medium level.
     """
 
     name: ClassVar[str] = "cachegen"
@@ -21,7 +21,7 @@ class CacheGen(FrontToBack):
     abandons: ClassVar[bool] = False
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose the least lossy track at which everything left still fits."""
+        """Choose the least lossy track at which the rest still fits."""
         tracks = view.ladder.tracks
         if view.rate <= 0:
             return Decision.fetch(group, tracks[len(tracks) // 2].name, "no throughput yet: a medium level first")

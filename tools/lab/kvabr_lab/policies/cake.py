@@ -10,7 +10,7 @@ from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 
 _FLYING = 2
-"""Minimum number of requests that are kept in flight."""
+"""Minimum number of requests in flight."""
 _AHEAD_TTFB, _AHEAD_SHARE = 1.5, 0.02
 """Target of bytes in flight: this many times the time to first byte, plus this share of the deadline."""
 
@@ -18,15 +18,15 @@ _AHEAD_TTFB, _AHEAD_SHARE = 1.5, 0.02
 class Cake(Policy):
     """Compute from the front and load from the back until both meet (Jin et al., arXiv:2410.03065).
 
-    Nothing is estimated and the deadline plays no part: the faster of the two takes more of the groups. Cake loads
-    caches uncompressed and computes batches of chunks; here one track is chosen before the play, and the engine takes
-    one group at a time, since it may meet the loaded part after each. Without an engine, or with one that computes
-    everything behind a miss (engine mode ``suffix``), groups are only loaded, in the latter case from the front.
+    It uses no estimates and ignores the deadline: the faster side takes more groups. Cake loads uncompressed caches and
+    computes batches of chunks; here one track is chosen before the play, and the engine takes one group at a time,
+    since it may meet the loaded part after each. Without an engine, or with one in mode ``suffix``, groups are only
+    loaded, in the latter case from the front.
     """
 
     name: ClassVar[str] = "cake"
     abandons: ClassVar[bool] = False
-    paces: ClassVar[bool] = True  # else the engine would stand idle until the next transfer is done
+    paces: ClassVar[bool] = True  # otherwise the engine would idle until the next transfer is done
     computes: ClassVar[bool] = True
     parameters: ClassVar[Mapping[str, Parameter]] = {"loss": Parameter(1e-6, 0.3, 0.01, log=True)}
 
@@ -35,7 +35,7 @@ class Cake(Policy):
 
         Args:
             track: its name, as in ``cake:FP8``; if empty,
-            loss: the cheapest track that loses no more than this, nats per generated token, or else the best.
+            loss: the cheapest track with at most this loss, nats per generated token, or else the best.
         """
         self._track, self._loss = track, loss
 

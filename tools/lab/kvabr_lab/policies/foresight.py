@@ -1,13 +1,13 @@
-"""The plan that ``oracle`` plays: the least objective that could be found with the whole link known.
+"""The plan of ``oracle``: the lowest objective found with knowledge of the whole link.
 
-Every group gets one option of the `Frontier`, or is left to the engine. Many prices of a byte and of a second of
-decoding are tried; each gives a plan, the cheapest option of every group at these prices. When a plan ends follows from
-the link's capacity and the decoders' queue, with the requests in the order of Johnson's rule for two machines in a row.
-The best plan is improved until no change of a single group helps.
+Every group has one option of the `Frontier`, or is computed by the engine. Each of many prices of a byte and of a
+second of decoding gives a plan: the cheapest option of every group. The end of a plan follows from the link's capacity
+and the decoders' queue, with requests in the order of Johnson's rule for two machines in a row. The best plan is
+improved until no change of a single group helps.
 
-Two things are not part of this model: that layers are decoded early when a link is slow, and what computed groups
-inherit from those before them. So plans that leave some time for decoding, and with an engine those of each kind, are
-played in the simulator, and the best is chosen.
+The model ignores early decoding of layers on slow links, and the losses that computed groups inherit. Therefore plans
+with some spare time for decoding, and with an engine those of each kind, are played in the simulator, and the best
+wins.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ from kvabr.replay.link import Capacity
 from kvabr.types.cost import MISS_PENALTY
 
 Picks = npt.NDArray[np.intp]
-"""Number of each group's option: [plan, group], or [group] for one plan."""
+"""Option index of each group: [plan, group], or [group] for one plan."""
 
 _BYTE_PRICES, _DECODE_STRIDE = 48, 64
-"""Prices of a byte, and the distance of the prices of decoding that are tried among those of the frontier."""
-_COARSE = 3
-"""Every third of these prices is tried where divisions between network and engine are compared."""
-_DIVISIONS = 33
-"""Most numbers of groups that are tried for the engine."""
-_FEW = 4096
-"""Number of plans up to which all are compared."""
-_MOVES, _ROUNDS = 1024, 64
-"""Most changes that are tried in one round to improve a plan, and the most rounds. Where there are more changes, one
-group is too small to matter."""
+"""Number of byte prices, and stride over the frontier's decode prices."""
+_COARSE_STRIDE = 3
+"""Stride over these prices when comparing divisions between network and engine."""
+_MAX_DIVISIONS = 33
+"""Maximum number of divisions tried."""
+_MAX_EXHAUSTIVE = 4096
+"""Maximum number of plans for an exhaustive comparison."""
+_MAX_MOVES, _MAX_ROUNDS = 1024, 64
+"""Maximum changes per improvement round, and maximum rounds. With more changes, one group is too small to matter."""
 _SPARES = (0.0, 1.0, 3.0)
-"""Decodings, of the slowest kind, for which plans leave time before the deadline."""
-_PATIENCE = 10.0
-"""Deadlines after which the link need not be known."""
+"""Spare time of plans before the deadline, in decodings of the slowest kind."""
+_HORIZON_DEADLINES = 10.0
+"""Deadlines after which the link is not needed."""
 _NOTHING = range(0)
 _NEVER_S = 1e9
-"""When bytes arrive that do not by then, in seconds, plus a second for each."""
+"""Arrival time of later bytes in seconds, plus a second for each."""
 
 
 class Foresight:
-    """What a play's link and decoders will bring, and the plan that makes most of it."""
+    """The link and decoders of a play, and the best plan for them."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Foresight:
         """Prepare for one play.
 
         Args:
-            view: the play, which has not begun.
+            view: the play, before it begins.
             frontier: the options of its catalog.
             capacity: the link; its time begins with the play.
             first_byte_s: seconds until the first byte of a request.
@@ -70,22 +69,22 @@ class Foresight:
         self.view, self.frontier, self._tried = view, frontier, tried
         self.names = [track.name for track in view.catalog.tracks]
         least = float(frontier.least_bytes.sum())
-        needed_s = min(_PATIENCE * view.deadline_s, 2.0 * capacity.when(first_byte_s, least))
+        needed_s = min(_HORIZON_DEADLINES * view.deadline_s, 2.0 * capacity.when(first_byte_s, least))
         self._times, carried = capacity.points(max(view.deadline_s, needed_s))
         self._carried: Array = carried - np.interp(first_byte_s, self._times, carried)
         self._first_byte_s = first_byte_s
         self._rate = max(1.0, float(carried[-1] / self._times[-1]))
         steps = view.ladder.layered_steps
         worths = np.geomspace(2.0 * steps[0].worth, 0.5 * steps[-1].worth, _BYTE_PRICES) if steps else np.zeros(0)
-        # The first price is that of the cheapest cache, which is chosen if nothing arrives in time.
+        # The first price selects the cheapest cache, used if nothing else arrives in time.
         self.byte_prices: Array = np.concatenate([1e6 * worths[:1] + 1.0, worths, [0.0]])
         second = view.time_price / view.decoders
         self.decode_prices: Array = np.unique([*frontier.prices[::_DECODE_STRIDE], second / 4, second / 2, second])
 
     def best(self) -> PlannedPlay:
-        """Return the best plan that was found."""
+        """Return the best plan found."""
         deadline_s = self.view.deadline_s
-        bytes_, decodes = self.byte_prices[::_COARSE], self.decode_prices[::_COARSE]
+        bytes_, decodes = self.byte_prices[::_COARSE_STRIDE], self.decode_prices[::_COARSE_STRIDE]
         kinds: dict[str, tuple[float, _Division]] = {}
         for division in self._divisions():
             value = float(division.values(division.priced(bytes_, decodes), deadline_s).min())
@@ -98,16 +97,16 @@ class Foresight:
                 plan, ends_s = division.best(deadline_s - spare * spare_s)
                 plans[plan] = None
                 if ends_s <= deadline_s - _SPARES[-1] * spare_s:
-                    break  # there is time anyway
+                    break  # time is sufficient without sparing
         return min(plans, key=self._tried) if len(plans) > 1 else next(iter(plans))
 
     def schedule(self, sizes: Array, decodes: Array, before: float = 0.0) -> tuple[Picks, Array]:
-        """Return the order of the requests of several plans, and when each plan is decoded, in seconds.
+        """Return the request order of several plans, and when each plan is decoded, in seconds.
 
         Args:
             sizes: bytes, [plan, request].
             decodes: seconds of decoding, [plan, request].
-            before: bytes that are requested first.
+            before: bytes requested earlier.
         """
         decoders = self.view.decoders
         link, work = sizes / self._rate, decodes / decoders
@@ -116,23 +115,23 @@ class Foresight:
         nbytes, done = before + sizes.cumsum(axis=1), work.cumsum(axis=1)
         arrives = np.maximum(self._first_byte_s, np.interp(nbytes, self._carried, self._times))
         arrives = np.where(nbytes > self._carried[-1], _NEVER_S + nbytes, arrives)
-        # The last group is decoded by one decoder, while the others have nothing to do.
+        # The last group occupies one decoder while the others idle.
         ends = (arrives - done + work).max(axis=1) + done[:, -1] + (decoders - 1) * work.max(axis=1)
         return order, ends
 
     def _divisions(self) -> Iterator[_Division]:
-        """Yield the divisions of the groups between network and engine, the network alone first."""
+        """Yield the divisions of the groups between network and engine, starting with network only."""
         view, cost = self.view, self.view.cost
         yield _Division(self, range(view.groups))
         if cost is None:
             return
         size, catalog = view.catalog.spec.group_tokens, view.catalog
         tokens = catalog.tokens
-        for count in sorted({*np.linspace(1, view.groups, min(view.groups, _DIVISIONS)).astype(int).tolist()}):
+        for count in sorted({*np.linspace(1, view.groups, min(view.groups, _MAX_DIVISIONS)).astype(int).tolist()}):
             if not view.front_first:
                 whole_s = cost.seconds(0, min(count * size, tokens))
                 alone_s = sum(cost.seconds(one * size, view.catalog.group_tokens(one)) for one in range(count))
-                # The engine takes one group at a time, as long as there is time for that.
+                # The engine takes one group at a time while there is time.
                 engine_s = alone_s if alone_s <= view.deadline_s else whole_s
                 yield _Division(self, range(count, view.groups), range(count), engine_s, "beside")
                 continue
@@ -142,13 +141,13 @@ class Foresight:
                 yield _Division(self, range(cut), range(cut, view.groups), engine_s, kind)
 
     def tables(self, groups: range) -> tuple[Array, Array, Array]:
-        """Return bytes, seconds of decoding and loss of some groups' options, each as [group, option]."""
+        """Return bytes, decode seconds and loss of some groups' options, each as [group, option]."""
         rows, frontier = slice(groups.start, groups.stop), self.frontier
         return frontier.sizes[rows], frontier.decodes[rows], frontier.losses[rows]
 
 
 class _Division:
-    """One division of the groups between network and engine, and the plans for it."""
+    """One division of the groups between network and engine, and its plans."""
 
     def __init__(
         self, known: Foresight, groups: range, engine: range = _NOTHING, engine_s: float = 0.0, kind: str = "alone"
@@ -157,18 +156,18 @@ class _Division:
 
         Args:
             known: link and decoders.
-            groups: what is fetched.
-            engine: what the engine computes.
-            engine_s: how long that takes, in seconds.
-            kind: whether the network is alone, the engine computes ``beside`` it, or ``behind the base`` of every
-                group, while better tracks may still come, or ``behind all``.
+            groups: groups to fetch.
+            engine: groups to compute.
+            engine_s: time of the computation, seconds.
+            kind: ``alone`` without an engine; ``beside``: engine and network in parallel; ``behind the base``: computed
+                after the base of every group, before better tracks; or ``behind all``.
         """
         self.kind, self._known, self._groups = kind, known, groups
         self._engine, self._engine_s = engine, engine_s
         self._sizes, self._decodes, self._losses = known.tables(groups)
         self._begins_s, self._before = 0.0, 0.0
         self._base: list[int] = []
-        """Groups in the order in which their base comes first; empty if no base does."""
+        """Groups in the order of their bases, if bases are fetched first; otherwise empty."""
         if kind == "behind the base":
             cheapest, stacks = known.view.ladder.cheapest, known.view.ladder.stacks
             base = known.names.index(cheapest)
@@ -188,7 +187,7 @@ class _Division:
         return np.concatenate(found)
 
     def values(self, picks: Picks, deadline_s: float) -> Array:
-        """Return the objective of several plans. What ends after ``deadline_s`` counts as missed."""
+        """Return the objective of several plans; those ending after ``deadline_s`` count as missed."""
         view, ends = self._known.view, self._ends(picks)
         missed = MISS_PENALTY + np.maximum(0.0, ends - view.deadline_s) / view.deadline_s
         engine = view.gpu_price * self._engine_s if math.isfinite(view.gpu_price) else 0.0
@@ -197,7 +196,7 @@ class _Division:
         return values
 
     def _ends(self, picks: Picks) -> Array:
-        """Return when several plans end, in seconds."""
+        """Return the ends of several plans, in seconds."""
         ends: Array = np.zeros(len(picks))
         if picks.shape[1]:
             rows = np.arange(picks.shape[1])
@@ -207,9 +206,9 @@ class _Division:
         return later
 
     def best(self, deadline_s: float) -> tuple[PlannedPlay, float]:
-        """Return the best plan that ends by ``deadline_s``, if any does, and when it ends."""
+        """Return the best plan that ends by ``deadline_s``, if any, and its end."""
         groups, options = self._sizes.shape
-        if options**groups <= _FEW:
+        if options**groups <= _MAX_EXHAUSTIVE:
             picks = np.array([*product(range(options), repeat=groups)], dtype=np.intp).reshape(options**groups, groups)
         else:
             picks = self._near_best(deadline_s)
@@ -217,7 +216,7 @@ class _Division:
         best = int(values.argmin())
         found, value = picks[best], float(values[best])
         group, option = np.divmod(np.arange(groups * options), options)
-        for _ in range(_ROUNDS if 0 < len(group) <= _MOVES else 0):
+        for _ in range(_MAX_ROUNDS if 0 < len(group) <= _MAX_MOVES else 0):
             changed = np.repeat(found[None], len(group), axis=0)
             changed[np.arange(len(group)), group] = option
             values = self.values(changed, deadline_s)
@@ -228,7 +227,7 @@ class _Division:
         return self._plan(found), float(self._ends(found[None])[0])
 
     def _near_best(self, deadline_s: float) -> Picks:
-        """Return the best plan of all prices, and those on the way to its neighbours: a price changes many groups."""
+        """Return the best plan of all prices, and plans between it and its neighbours: a price changes many groups."""
         byte_prices, decode_prices = self._known.byte_prices, self._known.decode_prices
         picks = self.priced(byte_prices, decode_prices)
         best = int(self.values(picks, deadline_s).argmin())
@@ -240,7 +239,7 @@ class _Division:
         return np.concatenate([near, *(self._way(*pair) for pair in pairwise(near))])
 
     def _way(self, start: Picks, end: Picks) -> Picks:
-        """Return the plans on the way from one to another: group by group, those that save most per byte first."""
+        """Return the plans on the way between two plans, changing one group at a time, most saving per byte first."""
         groups = np.nonzero(start != end)[0]
         more, saved = (
             sign * (table[groups, end[groups]] - table[groups, start[groups]])

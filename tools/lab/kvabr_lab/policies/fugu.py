@@ -1,10 +1,10 @@
 """``fugu``: model predictive control on a distribution of transfer times (Yan et al., NSDI 2020: Puffer's Fugu).
 
 For each possible size of the next chunks, Fugu predicts the distribution of transfer times, and plans five chunks ahead
-for the best expected quality less a price on the expected stall, by value iteration over the buffer. Its predictor is a
-neural network trained daily on the whole service. A play has only itself: here the seconds per byte of its last
-transfers are equally likely, plus one slower transfer that was never seen. The buffer is the planned groups' share of
-the remaining time, less the median time of what is in flight; exceeding it is the stall. Switching has no price.
+for the best expected quality minus a price on expected stalls, by value iteration over the buffer. Its predictor is a
+neural network trained daily on the whole service. Here, the seconds per byte of the play's last transfers are equally
+likely, plus one slower transfer that was never observed. The buffer is the planned groups' share of the remaining time,
+minus the median time of transfers in flight; exceeding it is the stall. Switching has no price.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvabr.abr.view import View
 _HORIZON = 5
 """Number of groups planned ahead."""
 _CELLS = 32
-"""Number of time points at which the plan is valued, evenly spaced up to twice the available time."""
+"""Number of time points of the plan's values, evenly spaced up to twice the available time."""
 
 
 class Fugu(FrontToBack):
@@ -50,9 +50,9 @@ class Fugu(FrontToBack):
         self._asked: dict[int, tuple[int, float]] = {}
         """Bytes and request time of each group in flight."""
         self._read = 0
-        """Entries of `View.changes` that have been read."""
+        """Number of entries read from `View.changes`."""
         self._heard_s = view.now
-        """When the last transfer ended."""
+        """End of the last transfer."""
 
     def choose(self, view: View, group: int) -> Decision:
         """Choose the first track of the plan."""
@@ -74,7 +74,7 @@ class Fugu(FrontToBack):
             del self._asked[group]
         if not came:
             return
-        # The link carries one transfer after another: each had it to itself since the previous one ended.
+        # The link carries one transfer after another, so each had it alone since the previous end.
         begun_s = max(self._heard_s, min(asked_s for _, asked_s in came))
         if view.now > begun_s:
             self._costs.append((view.now - begun_s) / sum(size for size, _ in came))
@@ -99,7 +99,7 @@ class Fugu(FrontToBack):
             losses = np.array([track.loss[group] for track in tracks])
             starts = times if group != ahead[0] else times[:1]
             ends = starts[:, None, None] + sizes[:, None] * costs
-            # Everything beyond the last point is late, and every second has its price.
+            # After the last point every second of lateness has its price.
             later = np.interp(ends, times, values) + price * np.maximum(0.0, ends - times[-1])
             expected = losses + later.mean(axis=2)
             values = expected.min(axis=1)

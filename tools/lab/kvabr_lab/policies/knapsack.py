@@ -1,8 +1,8 @@
-"""``budget`` and ``robustmpc``: spend what the link can still carry where it saves most loss.
+"""``budget`` and ``robustmpc``: spend the link's remaining capacity where it saves most loss.
 
-Every missing group starts on the cheapest track. Steps up are taken in the order of loss saved per byte until the
-budget is spent. On each group's convex hull this greedy order is within one step of the optimum of the multiple-choice
-knapsack. `robustmpc` is RobustMPC on the deadline (Yin et al., SIGCOMM 2015), as `kvabr.abr.policies.mpc`, with layers.
+Every missing group starts on the cheapest track. Steps up are taken in order of loss saved per byte until the budget is
+spent. On each group's convex hull this greedy order is within one step of the optimum of the multiple-choice knapsack.
+`robustmpc` is RobustMPC on the deadline (Yin et al., SIGCOMM 2015), as `kvabr.abr.policies.mpc`, with layers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Budget(FrontToBack):
     name: ClassVar[str] = "budget"
 
     def start(self, view: View) -> None:
-        """Plan nothing yet."""
+        """Begin without a plan."""
         del view
         self._planned: dict[int, str] = {}
-        """Track of every missing group, when it was last worked out."""
+        """Last planned track of every missing group."""
         self._planned_for = 0
-        """For how many more decisions that holds, see `View.keeps`."""
+        """Number of further decisions for which the plan holds, see `View.keeps`."""
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose the track that the knapsack gives the group."""
+        """Choose the group's track in the knapsack."""
         missing = view.missing_groups
         budget = view.budget_bytes(view.lower_bound, view.last_decode_s(view.ladder.cheapest))
         self._planned_for -= 1
@@ -43,13 +43,11 @@ class Budget(FrontToBack):
 
 
 class RobustMpc(Policy):
-    """As mpc, but a plan may give a group a base and further layers, which are requested one after the other.
+    """As mpc, but a plan may give a group a base and further layers, requested one after another.
 
-    The options are the lower convex hull of everything in the asset.
-
-    If the plan gives a group several layers, the base is requested at once and each enhancement as soon as the layer
-    below is in place, unless it would no longer arrive at the bound. Once every group has its planned layers, the
-    reserve of the bound is spent on further layers, most loss saved per byte first.
+    The options are the lower convex hull of all tracks. The base of a group is requested at once and each enhancement
+    as soon as the layer below is in place, unless it would no longer arrive at the bound. Once every group has its
+    planned layers, the reserve of the bound is spent on further layers, most loss saved per byte first.
     """
 
     name: ClassVar[str] = "robustmpc"
@@ -57,21 +55,20 @@ class RobustMpc(Policy):
     parameters: ClassVar[Mapping[str, Parameter]] = {"horizon": Parameter(1.0, 64.0, 5.0, log=True)}
 
     def __init__(self, *, horizon: float = 5.0) -> None:
-        """Set the number of groups planned ahead."""
         self._horizon = round(horizon)
 
     def start(self, view: View) -> None:
         """Sort the steps by group."""
         self._steps = _by_group(view.ladder.layered_steps)
         self._owed: dict[int, tuple[int, tuple[str, ...]]] = {}
-        """Planned layers of each group that have not been requested, lowest first, and the number of that plan."""
+        """Planned layers of each group not yet requested, lowest first, and the number of that plan."""
         self._owed_bytes = self._plans = self._heard = 0
         self._ready: list[tuple[int, int]] = []
         """Heap of plans and groups that have settled since."""
         self._ranked: list[tuple[float, int, int, str]] = []
-        """The layers on offer: what they save per byte, order, group and layer; the best last."""
+        """Available layers: saving per byte, order, group and layer; the best last."""
         self._ranked_for = 0
-        """For how many more decisions that holds, see `View.keeps`."""
+        """Number of further decisions for which they hold, see `View.keeps`."""
 
     def decide(self, view: View) -> Decision:
         """Request layers that are due, then the next group, then further layers."""
@@ -144,7 +141,6 @@ class RobustMpc(Policy):
 
 
 def _by_group(steps: Iterable[LadderStep]) -> dict[int, list[LadderStep]]:
-    """Return the steps of each group."""
     found: dict[int, list[LadderStep]] = {}
     for step in steps:
         found.setdefault(step.group, []).append(step)

@@ -10,18 +10,18 @@ from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 
 _CANDIDATES = 3
-"""Profiles that are compared by latency: those of the highest ratio."""
+"""Number of profiles compared by latency: those of the highest ratio."""
 
 
 class KvServe(FrontToBack):
-    """Choose by an analytic latency model among the tracks that are accurate enough.
+    """Choose by an analytic latency model among sufficiently accurate tracks.
 
-    Of the tracks within the accepted loss, those that take less time than the largest one at the expected rate are
-    beneficial. The three smallest of these are candidates, and the one of least latency is taken: bytes over the rate,
-    plus the time to decode. KVServe decides once per transfer of a cache. Here every group is such a transfer, so it
-    may change its mind. Two parts are left out: the accuracy classes by kind of task, of which a play has one; and the
-    bandit that corrects the latencies between requests, as a play knows nothing of others. Where no candidate meets
-    the deadline, KVServe sends the cache uncompressed; here the fastest accurate track is taken.
+    Of the tracks within the accepted loss, those faster than the largest one at the expected rate are beneficial. The
+    three smallest of these are candidates, and the one of least latency is taken: bytes over the rate, plus decode
+    time. KVServe decides once per transfer of a cache, here per group, so it may change its choice. Two parts are
+    omitted: the accuracy classes by kind of task, because a play has one; and the bandit that corrects latencies
+    between requests, because a play does not see others. If no candidate meets the deadline, KVServe sends the cache
+    uncompressed; here the fastest accurate track is taken.
     """
 
     name: ClassVar[str] = "kvserve"
@@ -29,11 +29,11 @@ class KvServe(FrontToBack):
     parameters: ClassVar[Mapping[str, Parameter]] = {"loss": Parameter(1e-4, 0.3, 0.03, log=True)}
 
     def __init__(self, *, loss: float = 0.03) -> None:
-        """Set the accepted loss, nats per generated token; its artifact asks for 97 % of the accuracy."""
+        """Set the accepted loss, nats per generated token; KVServe's artifact requires 97 % of the accuracy."""
         self._loss = loss
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose for the first missing group as for all that are left."""
+        """Choose for the first missing group as for the whole rest."""
         tracks = view.ladder.tracks
         good = [track for track in tracks if track.total_loss <= self._loss] or [tracks[-1]]
         if view.rate <= 0:
@@ -50,7 +50,7 @@ class KvServe(FrontToBack):
 
 
 def _latency(view: View, track: Track) -> float:
-    """Return the seconds to load and decode everything that is missing on one track."""
+    """Return the seconds to load and decode all missing groups on one track."""
     network = view.missing_bytes(track) / view.rate
     decoded_s = view.decode_s(track.name) * len(view.missing) / view.decoders
     return network + view.decode_latency_s(track.name) + decoded_s

@@ -1,4 +1,4 @@
-"""``oracle``: play a plan that was made in full knowledge of the link. Only a simulator makes one (`View.oracle`)."""
+"""``oracle``: play a plan made with full knowledge of the link, in simulations only (`View.oracle`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvabr_lab.policies.foresight import Foresight
 
 
 class Oracle(Policy):
-    """Play the best plan there is."""
+    """Play the best plan."""
 
     name: ClassVar[str] = "oracle"
     abandons: ClassVar[bool] = False
@@ -34,7 +34,7 @@ class Oracle(Policy):
         return Foresight(view, frontier, capacity, first_byte_s, tried).best()
 
     def start(self, view: View) -> None:
-        """Take the plan; raise `PolicyError` if the future is unknown, because this is not a simulation."""
+        """Take the plan; raise a `PolicyError` outside a simulation."""
         if view.oracle is None:
             raise PolicyError(
                 "oracle is told what the link will carry: it runs only in a simulation, not over a network"
@@ -51,7 +51,7 @@ class Oracle(Policy):
         self._later = {group: place for place, group in enumerate(later)}
         """Groups that get another track, and their places among them."""
         self._ready: list[tuple[int, int]] = []
-        """Heap of those that have settled: place and group."""
+        """Heap of settled ones: place and group."""
         self._heard = 0
         self._order = iter(self._first.items())
 

@@ -1,9 +1,9 @@
 """Rules of video players: ``bola``, ``bola-e``, ``dynamic`` and ``l2a``.
 
-A KV cache has no playback and no playback buffer: what counts is that everything is in place by the deadline. These
-policies get a timeline instead, on which every group plays for an equal share of the deadline, like a segment. A track
-then has a bit rate, and the buffer level is how far the play is ahead of the timeline. A play that never falls behind
-meets the deadline. Players' levels in seconds become shares of the deadline; abandoning is left to the player.
+A KV cache has no playback and no playback buffer: everything must be in place by the deadline. These policies see a
+timeline instead, on which every group plays for an equal share of the deadline, like a segment. A track then has a bit
+rate, and the buffer level is the play's lead over the timeline. A play that never falls back meets the deadline. Levels
+in seconds become shares of the deadline; abandoning is left to the player.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvabr.abr.view import View
 
 
 class Timeline:
-    """A play as a video player would see it. Rates are bytes per second, times are seconds."""
+    """A play from the view of a video player. Rates are bytes per second, times are seconds."""
 
     def __init__(self, view: View) -> None:
         self.names = view.ladder.names
@@ -29,15 +29,15 @@ class Timeline:
         """Duration of a group on the timeline."""
 
     def arrived(self, view: View) -> int:
-        """Return the number of groups that have arrived or are left to the engine."""
+        """Return the number of groups received or assigned to the engine."""
         return view.groups - len(view.missing_groups) - len(view.in_flight)
 
     def level_s(self, view: View) -> float:
-        """Return how far the play is ahead of the timeline, in seconds: the buffer level. Never below 0."""
+        """Return the buffer level: the play's lead over the timeline, seconds, at least 0."""
         return max(0.0, self.arrived(view) * self.segment_s - view.now)
 
     def carried(self, rate: float) -> int:
-        """Return the index of the best track that a rate carries; 0 if it carries none."""
+        """Return the index of the best track within a rate; 0 if there is none."""
         return max((index for index, needed in enumerate(self.rates) if needed <= rate), default=0)
 
 
@@ -103,9 +103,9 @@ class Bola(FrontToBack):
 
 
 _FADE = 0.99
-"""Share of BOLA-E's placeholder that is left after a segment."""
+"""Share of BOLA-E's placeholder left after a segment."""
 _INSUFFICIENT = 0.7
-"""Share of the throughput that InsufficientBuffer assumes."""
+"""Share of the throughput assumed by InsufficientBuffer."""
 _FREE = 2
 """Number of segments exempt from InsufficientBuffer."""
 
@@ -113,11 +113,11 @@ _FREE = 2
 class BolaE(FrontToBack):
     """BOLA with its authors' additions, as in dash.js (Spiteri, Sitaraman and Sparacio, MMSys 2018).
 
-    BOLA knows only the buffer: it starts at the lowest rate and oscillates between two rates around the network's. Here
-    the throughput decides until one segment is buffered; BOLA is given a virtual buffer (a placeholder) that makes it
-    continue from there and fades by 1 % per segment. A rate above both the last one and the throughput is not chosen,
-    nor one whose segment would take longer than the buffer lasts at 0.7 of the throughput (InsufficientBuffer). Where
-    BOLA would pause, only the placeholder shrinks, since a cache is finite.
+    BOLA sees only the buffer: it starts at the lowest rate and oscillates between two rates around the network's. Here
+    the throughput decides until one segment is buffered; then BOLA continues with a virtual buffer (a placeholder) that
+    fades by 1 % per segment. A rate above both the last one and the throughput is not chosen, nor one with a segment
+    longer than the buffer at 0.7 of the throughput (InsufficientBuffer). Where BOLA would pause, only the placeholder
+    shrinks, since a cache is finite.
     """
 
     name: ClassVar[str] = "bola-e"
@@ -131,8 +131,8 @@ class BolaE(FrontToBack):
         """Set the two buffer levels.
 
         Args:
-            minimum: share of the deadline ahead of the timeline up to which BOLA chooses the cheapest track,
-            target: and from which it chooses the best; at least twice the former.
+            minimum: lead over the timeline, as a share of the deadline, up to which BOLA chooses the cheapest track.
+            target: lead from which it chooses the best; at least twice the minimum.
             safety: share of the expected rate that counts as throughput.
         """
         self._minimum, self._target, self._safety = minimum, target, safety
@@ -148,7 +148,7 @@ class BolaE(FrontToBack):
         self._last = 0
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose a track within what the buffer allows."""
+        """Choose a track within the buffer's limits."""
         level_s = self._line.level_s(view)
         chosen, reason = self._choose(view, level_s)
         most = len(self._line.rates) - 1
@@ -186,7 +186,7 @@ _STABLE = 0.8
 
 
 class Dynamic(BolaE):
-    """The default rule of dash.js: throughput at a low buffer, BOLA at a high one, and InsufficientBuffer next to both.
+    """The default rule of dash.js: throughput at a low buffer, BOLA at a high one, and InsufficientBuffer for both.
 
     BOLA turns on at the stable buffer time and off below half of it.
     """
@@ -217,11 +217,11 @@ _REACT = 2.0
 class L2A(FrontToBack):
     """Learn2Adapt, online convex optimisation (Karagkioules, Mekuria, Griffioen and Wagenaar, MMSys 2020).
 
-    A distribution over the tracks takes a gradient step after each segment, along what each track would have done to
-    the buffer at the observed throughput, weighted by a multiplier Q that grows while segments take longer to arrive
-    than to play, and is projected back onto the simplex. The track nearest to the mean rate is chosen. As in dash.js,
-    the choice rises one step at a time and only as far as the throughput carries, and Q doubles where it exceeds the
-    throughput. The unit of time is one group's share of the deadline, where L2A-LL has segments of about one second.
+    A distribution over the tracks takes a gradient step after each segment, along each track's effect on the buffer at
+    the observed throughput, weighted by a multiplier Q that grows while segments take longer to arrive than to play,
+    and is projected back onto the simplex. The track nearest to the mean rate is chosen. As in dash.js, the choice
+    rises one step at a time within the throughput, and Q doubles if the choice exceeds it. The unit of time is one
+    group's share of the deadline; L2A-LL has segments of about one second.
     """
 
     name: ClassVar[str] = "l2a"
@@ -235,8 +235,8 @@ class L2A(FrontToBack):
         """Set the speed of learning.
 
         Args:
-            horizon: groups until learning settles; the longer, the smaller the steps.
-            target: groups ahead of the timeline from which the learned weights decide.
+            horizon: groups until learning settles; longer means smaller steps.
+            target: lead in groups from which the learned weights decide.
         """
         self._target = target
         self._caution = horizon**0.99
@@ -250,7 +250,7 @@ class L2A(FrontToBack):
         self._last = self._seen = 0
 
     def choose(self, view: View, group: int) -> Decision:
-        """Learn from what arrived since the last decision, then choose the track nearest to the mean."""
+        """Learn from received groups since the last decision, then choose the track nearest to the mean."""
         line, arrived = self._line, self._line.arrived(view)
         if self._weights is None:
             self._last = line.carried(_SAFE * view.rate)
@@ -266,12 +266,12 @@ class L2A(FrontToBack):
         return Decision.fetch(group, line.names[self._last], reason)
 
     def _learn(self, before: list[float], costs: Sequence[float]) -> list[float]:
-        """Take one step and return the new weights; ``costs``: seconds a group takes on each track, over its share."""
+        """Take one step and return the new weights; ``costs``: seconds per group on each track, over its share."""
         force = self._step * (self._q + self._caution)
         moved = [weight + (force if cost <= 1.0 else -force) * cost for weight, cost in zip(before, costs, strict=True)]
         weights = project(moved)
         mean = _dot(weights, costs)
-        # Twice the new weights less the old: where the step leads to, as in the paper's queue.
+        # Twice the new weights minus the old: the step's direction, as in the paper's queue.
         self._q = max(0.0, self._q - 1.0 + 2.0 * mean - _dot(before, costs))
         chosen = min(range(len(costs)), key=lambda index: abs(costs[index] - mean))
         if chosen > self._last and costs[self._last + 1] <= 1.0:

@@ -24,7 +24,7 @@ def write_report(
 
     Args:
         path: The file to write; replaced as a whole.
-        matrix: What was played.
+        matrix: The plays.
         played: The lines.
         result: Their totals, from `kvabr_lab.totals.result`.
         per_policy: Number of worst plays to show per policy.
@@ -48,7 +48,7 @@ def write_report(
 
 
 def _as_replay(matrix: LabMatrix, played: PlayedMatrix, result: dict[str, Any], worst: Sequence[Any]) -> dict[str, Any]:
-    """Return the matrix as a replay's result; shown plays come first, because timelines refer to them by index."""
+    """Return the matrix as a replay's result; shown plays are first, because timelines refer to them by index."""
     lines = [line for cell in played.lines for line in cell]
     tracks: dict[str, dict[str, Any]] = {}
     for offer in matrix.offers:

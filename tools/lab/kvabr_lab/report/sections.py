@@ -12,7 +12,7 @@ from kvabr_lab.causes import CAUSES
 from kvabr_lab.matrix import Cell, varying
 from kvabr_lab.report import svg
 from kvabr_lab.report.svg import escape
-from kvabr_lab.report.worst import MOST_POLICIES, ShownPlay
+from kvabr_lab.report.worst import MAX_POLICIES, ShownPlay
 from kvabr_lab.run import PlayedMatrix
 from kvabr_lab.tables import cause_title, short
 from kvabr_lab.totals import Cut, Score
@@ -227,7 +227,7 @@ def _worst(worst: Sequence[ShownPlay], cells: Sequence[Cell], policies: int) -> 
         )
     names = ("policy", "trace", "start", "cell", "deadline", "regret", "mostly")
     head = "".join(f'<th scope="col"{_right(name)}>{name}</th>' for name in names)
-    whose = "each policy" if policies <= MOST_POLICIES else f"the {MOST_POLICIES} best policies"
+    whose = "each policy" if policies <= MAX_POLICIES else f"the {MAX_POLICIES} best policies"
     note = (
         f"The plays with the most regret of {whose}; a click shows the timeline below. Above the timeline you can "
         "switch to the best policy's play of the same moment."

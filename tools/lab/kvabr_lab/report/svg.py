@@ -17,7 +17,7 @@ _CHARACTER = 6.8
 """Width of a character of a policy's name, pixels, on the safe side."""
 _NUMBER = 72
 """Room for the numbers at the right of a wide chart, pixels."""
-_LEAST_PLOT = 150
+_MIN_PLOT = 150
 """Least width of a wide chart's plot, pixels; on narrower screens the chart scrolls."""
 
 
@@ -38,7 +38,7 @@ class LogAxis:
         """Create an axis.
 
         Args:
-            values: what it must hold.
+            values: the values to include.
             left: position of the lowest decade.
             right: position of the highest decade.
             unit: unit of positions: pixels if empty, else ``%``.
@@ -165,6 +165,6 @@ def _wide(names: Sequence[str], height: float, title: str, plot: str) -> str:
     left = round(14 + _CHARACTER * max(len(_cut(name)) for name in names))
     size = f"margin:0 {_NUMBER}px 0 {left}px;width:calc(100% - {left + _NUMBER}px);height:{height}px"
     return (
-        f'<div class="scroll"><svg class="chart wide" style="{size};min-width:{_LEAST_PLOT}px" role="img" '
+        f'<div class="scroll"><svg class="chart wide" style="{size};min-width:{_MIN_PLOT}px" role="img" '
         f'aria-label="{escape(title)}">{plot}</svg></div>'
     )

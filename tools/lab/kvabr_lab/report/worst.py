@@ -13,7 +13,7 @@ from kvabr_lab.results_folder import Line
 from kvabr_lab.run import PlayedMatrix
 
 PER_POLICY = 3
-MOST_POLICIES = 12
+MAX_POLICIES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ def replay_worst(
     """Find the worst plays and replay them.
 
     Args:
-        matrix: What was played.
+        matrix: The plays.
         played: The lines.
         policies: The policies, best first; the first also replays every play where another was at its worst.
         per_policy: Plays per policy.
     """
     out = Replayed([], [], [])
     again = _Again(matrix, out)
-    for policy in policies[:MOST_POLICIES]:
+    for policy in policies[:MAX_POLICIES]:
         for cell, line in _worst_of(played, policy, per_policy):
             out.shown.append(ShownPlay(again.play(cell, line, policy), cell, line))
             again.play(cell, line, policies[0])

@@ -1,7 +1,7 @@
-"""Where to prefill: at the decode node's own site, or at another one whose cache travels over the network.
+"""Where to prefill: at the decode node's own site, or at another one that sends the cache over the network.
 
-A router embeds this package: it needs neither numpy nor torch, reads no clock and does no I/O. `decide` answers for
-one request whose circumstances are given; `Router` also remembers what requests and transfers have taught.
+A router embeds this package: it needs neither numpy nor torch, reads no clock and does no I/O. `decide` serves one
+request with given circumstances; `Router` also learns from requests and transfers.
 """
 
 from kvabr_lab.route.forecast import (

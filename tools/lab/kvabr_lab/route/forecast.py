@@ -1,28 +1,30 @@
-"""How soon each place would give the first token: prefill here, prefill elsewhere, or fetch a prefix and go on here.
+"""Expected time to the first token for each place: prefill locally, prefill remotely, or fetch a prefix.
 
-All times are in seconds from now. ``b`` are the bytes that a token's cache takes at the quality floor, ``C`` the rate
-of the link, ``d`` the seconds to decode a token, ``g`` the tokens of a group. ``h`` and ``r`` are the
-tokens whose cache is in place here and elsewhere (whole groups; the last token is always computed).
+Times are seconds from now. ``b`` is the cache size per token at the quality floor in bytes, ``C`` the link rate, ``d``
+the decode time per token, ``g`` the tokens per group. ``h`` and ``r`` are the cached tokens here and at the other site
+(whole groups; the last token is always computed).
 
-- ``local``: queue here + prefill of n - h tokens.
-- ``remote``: the request travels half a round trip and waits in the queue there; n - r tokens are prefilled, and what
-  this side lacks is sent *while* it is computed. Since every further token takes at least as long as the one before it,
-  the last group arrives at the latest of three times: when it is computed, and sent; when the link is through with all
-  that was computed, from the first group on; when the link is through with everything, from what was in place there on.
-  Then follow half a round trip, the decoding of the last group, and the engine's step for the first token.
-- ``both``: as ``remote``, and meanwhile the first k tokens are computed here and not sent. The k is chosen at which the
-  link is through when the k tokens are computed, or less if a smaller k leaves nothing to gain. It must save
-  2 %. The k is a plan: a player that computes from the front while it loads from the back ends where both meet.
-- ``fetch``: what is in place there beyond h is fetched, and n - r tokens are prefilled here.
+- ``local``: local queue + prefill of n - h tokens.
+- ``remote``: half a round trip, the remote queue, and prefill of n - r tokens there; tokens missing here are sent
+  *during* the prefill. Since each token takes no less time than the one before, the last group arrives at the latest
+  of three times: when it is computed and sent; when the link has sent everything computed, from the first group on;
+  when
+  it has sent everything, from the remotely cached part on. Then follow half a round trip, the decoding of the last
+  group,
+  and the engine's step for the first token.
+- ``both``: as ``remote``, but the first k tokens are computed here and not sent. k makes both end together, or is
+  smaller
+  if that is as fast. It must save 2 %. A player that computes from the front and loads from the back ends where both
+  meet, so k is a plan.
+- ``fetch``: fetch the remotely cached part beyond h, and prefill n - r tokens here.
 
-A player decides what is computed and what is loaded by `kvabr.abr.compute_planner`, on tracks that it chooses for every
-group. A router knows no catalog, but what the cache takes at the quality floor; and the rule knows no queues, and
-nothing of a prefill elsewhere. So each has its own sums. Where both know everything (one track, all of it in place
-elsewhere, idle engines) they expect the same within 3 %, over five engines and links from a thirtieth to thirty times
-as fast as the engine (``tests/lab/route/test_forecast.py``).
+`kvabr.abr.compute_planner` divides the work of a player with a catalog, on tracks chosen per group. A router has no
+catalog, only the size at the quality floor, while the planner ignores queues and remote prefill, so each has its own
+formulas. With equal knowledge (one track, all remotely cached, idle engines) they agree within 3 %, over five engines
+and links from a thirtieth to thirty times the engine's speed (``tests/lab/route/test_forecast.py``).
 
-Requests share the link in the order in which they were routed. What earlier ones have ready goes first; what they are
-still going to compute takes its share of the rate when it is computed.
+Requests share the link in routing order. Bytes of earlier requests go first; bytes still to be computed take their
+share of the rate when they are computed.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ REMOTE: Place = "remote"
 BOTH: Place = "both"
 FETCH: Place = "fetch"
 PLACES = (LOCAL, REMOTE, BOTH, FETCH)
-_LEAST_GAIN = 0.02
-"""Share of the time that `BOTH` must save: it keeps workers of both sites busy."""
+_MIN_GAIN = 0.02
+"""Minimum share of the time saved by `BOTH`, which occupies workers of both sites."""
 MAX_TOKENS = 1 << 27
-"""Longest prompt, as of a catalog: a million groups of 128 tokens."""
+"""Longest prompt, as in a catalog: a million groups of 128 tokens."""
 
 
 def _check_amounts(what: str, holder: object, most: float = 1e15) -> None:
@@ -58,14 +60,14 @@ def _check_amounts(what: str, holder: object, most: float = 1e15) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSite:
-    """A place that can prefill, as one request finds it."""
+    """The state of a prefill site for one request."""
 
     cost: PrefillCost
-    """What a prefill takes there."""
+    """Prefill cost."""
     queue_s: float = 0.0
     """Seconds until a worker would begin with this request."""
     cached_tokens: int = 0
-    """Tokens at the beginning of the prompt whose cache is in place there."""
+    """Cached tokens at the beginning of the prompt."""
 
     def __post_init__(self) -> None:
         _check_amounts("site", self)
@@ -73,20 +75,20 @@ class PrefillSite:
 
 @dataclass(frozen=True, slots=True)
 class RouteLink:
-    """The link between both places, as one request finds it."""
+    """The state of the link for one request."""
 
     rate: float
-    """Bytes per second of payload that it is expected to carry. 0: nothing is known."""
+    """Expected payload rate, bytes per second; 0 if unknown."""
     rtt_s: float = 0.0
-    """Round trip, seconds, with the time that both ends take to handle a request."""
+    """Round trip including processing at both ends, seconds."""
     backlog_bytes: float = 0.0
     """Bytes of earlier requests that could be sent now and have not arrived."""
     live: bool = True
-    """Whether groups are sent while the rest is prefilled; if not, all are sent at the end."""
+    """Whether groups are sent during the prefill; otherwise all at the end."""
     coming: tuple[tuple[float, float, float], ...] = ()
-    """What earlier requests are still going to compute and send: from when to when, seconds, and bytes."""
+    """Pending transfers of earlier requests: start and end in seconds, and bytes."""
     bound: float | None = None
-    """Bytes per second that it surely carries, the lower bound of an estimate; None: as many as expected."""
+    """Lower bound of the rate, bytes per second; None: the expected rate."""
 
     def __post_init__(self) -> None:
         _check_amounts("link", self)
@@ -97,18 +99,18 @@ class RouteLink:
                 raise UsageError(f"link: {nbytes} bytes that are computed from {begin} to {end} s: not possible")
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds that it takes to carry bytes; infinity if nothing is known of the link."""
+        """Return the seconds to carry ``nbytes``; infinity if the rate is unknown."""
         if nbytes <= 0:
             return 0.0
         return nbytes / self.rate if self.rate > 0 else math.inf
 
     @property
     def free_s(self) -> float:
-        """Seconds until it could carry what is requested now."""
+        """Seconds until it could carry a new request."""
         return max(self.rtt_s / 2, self.seconds(self.backlog_bytes))
 
     def through(self, *own: tuple[float, float]) -> float:
-        """Return when bytes, each part ready at a time, are through behind all that earlier requests send."""
+        """Return when the last of these (time, bytes) parts has been sent after all earlier requests."""
         if self.rate <= 0:
             return math.inf if any(nbytes > 0 for _, nbytes in own) else max(at for at, _ in own)
         marks = [(at, nbytes, 0.0) for at, nbytes in own]
@@ -123,7 +125,7 @@ class RouteLink:
         now, left, pace = 0.0, self.backlog_bytes, 0.0
         for at, nbytes, more in marks:
             after = left + (pace - self.rate) * (at - now)
-            # Ours is the last in the queue: it is through when the queue is empty.
+            # This request is last in the queue, so it ends when the queue is empty.
             if now >= last and at > now and after <= 0:
                 return now + left / (self.rate - pace)
             now, left, pace = at, max(0.0, after) + nbytes, pace + more
@@ -132,14 +134,14 @@ class RouteLink:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """What a prompt's cache takes to send at the least acceptable quality."""
+    """Size of a prompt's cache on the link at the lowest acceptable quality."""
 
     per_token: float
     """Bytes per token."""
     constant: float = 0.0
-    """Bytes whatever the prompt's length: sliding windows and states, which are complete only at its end."""
+    """Bytes independent of the prompt's length: sliding windows and states, complete only at its end."""
     group_tokens: int = 128
-    """Tokens that are sent together."""
+    """Tokens per group."""
     decode_s: float = 0.0
     """Seconds to decode a token's cache, with all threads."""
     loss: float = 0.0
@@ -154,15 +156,15 @@ class CacheSize:
 
     @classmethod
     def of_catalog(cls, catalog: Catalog, most_loss: float, *, decoders: int = 1) -> Self:
-        """Return the least bytes at which a catalog's cache is expected to lose at most ``most_loss``.
+        """Return the minimum size at which a catalog's cache has an expected loss of at most ``most_loss``.
 
         Args:
-            catalog: An asset like those that will be sent.
+            catalog: A typical asset.
             most_loss: The quality floor: loss of the whole cache, nats per generated token.
-            decoders: Threads that decode.
+            decoders: Decoder threads.
 
         Raises:
-            UsageError: No mixture of the tracks is that good.
+            UsageError: No mixture of the tracks reaches the floor.
         """
         if not most_loss >= 0:
             raise UsageError(f"the quality floor is a loss of {most_loss} nats; give a number that is not negative")
@@ -184,13 +186,13 @@ class CacheSize:
         whole = sum(option.bytes for group, option in enumerate(chosen) if not _lasts(catalog, group))
         constant = sum(option.bytes for group, option in enumerate(chosen) if _lasts(catalog, group))
         if not whole:
-            # Every class is a window or a state: the bytes hardly depend on the prompt's length.
+            # Only windows and states: the size hardly depends on the prompt's length.
             whole, constant = constant, 0
         tokens = catalog.tokens
         return cls(whole / tokens, constant, catalog.spec.group_tokens, ends_s / tokens / max(1, decoders), loss)
 
     def scaled(self, factor: float) -> CacheSize:
-        """Return the size for a model whose cache has ``factor`` times as many elements."""
+        """Return the size for a model with ``factor`` times as many cache elements."""
         return replace(
             self,
             per_token=self.per_token * factor,
@@ -199,7 +201,7 @@ class CacheSize:
         )
 
     def whole_groups(self, tokens: int, prompt: int) -> int:
-        """Return how many of ``tokens`` tokens in place a prompt of ``prompt`` tokens can use."""
+        """Return how many of ``tokens`` cached tokens a prompt of ``prompt`` tokens can use."""
         return min(tokens, prompt - 1) // self.group_tokens * self.group_tokens
 
     def last_group(self, tokens: int) -> int:
@@ -208,7 +210,7 @@ class CacheSize:
 
 
 def _lasts(catalog: Catalog, group: int) -> bool:
-    """Return whether a group belongs to a class of which a play needs only the end."""
+    """Return whether a group belongs to a class that a play needs only the end of."""
     if catalog.every_token:
         return False
     return catalog.spec.parts[catalog.unit(group).part].only.kind not in ("full", "latent")
@@ -216,57 +218,57 @@ def _lasts(catalog: Catalog, group: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What would become of a request at one place."""
+    """The forecast for a request at one place."""
 
     place: Place
     ttft_s: float
-    """Expected seconds until its first token; infinity if nothing is known of the link."""
+    """Expected seconds until its first token; infinity if the link rate is unknown."""
     limit: str
-    """What takes most of the time: ``queue``, ``prefill``, ``link`` or ``decode``."""
+    """The longest part: ``queue``, ``prefill``, ``link`` or ``decode``."""
     queue_s: float
     """Seconds in a queue for prefill."""
     prefill_s: float
     """Seconds that the place's prefill worker is busy; for `BOTH` the remote one."""
     bytes: float
-    """Bytes that the link carries."""
+    """Bytes over the link."""
     front_tokens: int = 0
-    """For `BOTH`: up to where the prompt is computed here."""
+    """For `BOTH`: tokens computed here."""
     front_s: float = 0.0
-    """For `BOTH`: seconds that a local worker is busy with it."""
+    """For `BOTH`: seconds that a local worker is busy."""
     ready_s: float = 0.0
     """When the first group can be sent, seconds."""
     computed_s: float = 0.0
     """When the last group can be sent."""
     last_s: float = 0.0
-    """Seconds that the link takes for the last group."""
+    """Seconds to send the last group."""
     tail_s: float = 0.0
-    """Seconds from its being through until the first token."""
+    """Seconds from then until the first token."""
     others_s: float = 0.0
-    """Seconds that other requests are expected to wait longer for this one than for the most considerate place."""
+    """Expected extra delay of other requests compared to the most considerate place, seconds."""
     bound_s: float = math.inf
-    """Seconds until its first token if the link carries no more than its lower bound."""
+    """Seconds until its first token at the link's lower bound."""
 
     @property
     def price_s(self) -> float:
-        """Seconds that it takes from all requests."""
+        """Total cost in seconds over all requests."""
         return self.ttft_s + self.others_s
 
 
 def forecasts(
     tokens: int, local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize, *, both: bool = True
 ) -> tuple[Forecast, ...]:
-    """Return what every place that makes sense would do with a prompt; the first is local prefill.
+    """Return the forecast of every sensible place; the first is local prefill.
 
     Args:
         tokens: Length of the prompt.
         local: The decode node's own site.
         remote: The other site.
-        link: What lies between them.
-        cache: What the cache takes on it.
-        both: Whether the engine here can compute the beginning of a prompt whose end comes over the link.
+        link: The link between them.
+        cache: Size of the cache on the link.
+        both: Whether the local engine can compute the beginning of a prompt that arrives from its end.
 
     Raises:
-        UsageError: The prompt is empty, or longer than any.
+        UsageError: The prompt is empty or too long.
     """
     if not 1 <= tokens <= MAX_TOKENS:
         raise UsageError(f"a prompt of {tokens} tokens; give 1 to {MAX_TOKENS}")
@@ -276,7 +278,7 @@ def forecasts(
     found = [ways.local(), ways.remote()]
     if both and (front := ways.front()) is not None:
         split = ways.both(front)
-        if split.ttft_s <= (1 - _LEAST_GAIN) * min(one.ttft_s for one in found):
+        if split.ttft_s <= (1 - _MIN_GAIN) * min(one.ttft_s for one in found):
             found.append(split)
     if there > here:
         found.append(ways.fetch())
@@ -284,14 +286,14 @@ def forecasts(
         return tuple(replace(one, bound_s=one.ttft_s) for one in found)
     sure = replace(ways, link=replace(link, rate=link.bound, bound=None))
     late = {LOCAL: sure.local, REMOTE: sure.remote, FETCH: sure.fetch}
-    # If the link carries less, both sites meet later in the prompt.
+    # On a slower link, both sites meet later in the prompt.
     bounds = (late[one.place]() if one.place in late else sure.both(sure.front() or one.front_tokens) for one in found)
     return tuple(replace(one, bound_s=bound.ttft_s) for one, bound in zip(found, bounds, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """The ways that a prompt can go. ``here`` and ``there`` are the tokens in place that it can use."""
+    """Forecasts of each place. ``here`` and ``there`` are the usable cached tokens."""
 
     tokens: int
     here: int
@@ -329,13 +331,13 @@ class _Ways:
         )
 
     def front(self) -> int | None:
-        """Return up to where it pays to compute here what otherwise would be sent; None if it does not."""
+        """Return the number of tokens to compute here instead of sending them; None if it does not pay."""
         group = self.cache.group_tokens
         low, high = self.here, self.cache.whole_groups(self.tokens, self.tokens)
         slow_s, least_s = self._sent_s(low), self._sent_s(high)
         if slow_s <= least_s or self._front_s(low + group) >= slow_s:
             return None
-        # The more is computed here, the later that ends, and the sooner the rest is here. Search where they meet.
+        # More local computation ends later, but the rest arrives sooner. Search where they meet.
         while high - low > group:
             middle = (low + high) // (2 * group) * group
             sent_s = self._sent_s(middle)
@@ -381,15 +383,15 @@ class _Ways:
         return self.at_home.cost.seconds(self.tokens - 1, 1)
 
     def _front_s(self, front: int) -> float:
-        """Return when the prompt is computed here up to a token."""
+        """Return when the first ``front`` tokens are computed here."""
         return self.at_home.queue_s + self.at_home.cost.seconds(self.here, front - self.here)
 
     def _sent_s(self, sent: int) -> float:
-        """Return when all from a token on is computed there, sent and decoded."""
+        """Return when all tokens from ``sent`` on are computed there, sent and decoded."""
         return max(self._arrivals(sent)[0].values()) + self.link.rtt_s / 2
 
     def _arrivals(self, sent: int) -> tuple[dict[str, float], float, float]:
-        """Return when all from a token on has been sent by each limit, and when its first and last groups are ready."""
+        """Return each limit on sending all tokens from ``sent`` on, and when their first and last groups are ready."""
         tokens, there, link, cache = self.tokens, self.there, self.link, self.cache
         behind = max(sent, there)
         last, fresh = cache.last_group(tokens), min(cache.group_tokens, tokens - behind)
@@ -402,7 +404,7 @@ class _Ways:
             "link": link.through((link.rtt_s / 2, known), (first_s, rest)) + last * cache.decode_s,
             "decode": link.through((first_s, fresh * cache.per_token)) + (tokens - behind) * cache.decode_s,
         }
-        if known:  # what is in place there is decoded from its first group's arrival on
+        if known:  # the remotely cached part is decoded as it arrives
             begun_s = link.through((link.rtt_s / 2, cache.group_tokens * cache.per_token))
             ends["decode"] = max(ends["decode"], begun_s + (tokens - sent) * cache.decode_s)
         return ends, first_s, end_s

@@ -1,8 +1,7 @@
-"""What engines and stores hold of a prompt, as they tell it in KV events.
+"""The parts of a prompt cached by engines and stores, from their KV events.
 
-Publishers name blocks as they like. Here blocks are found by a chain of hashes of their tokens, and a publisher's name
-only says which block it means later. Left out are blocks that depend on more than tokens (adapters, pictures, salts)
-and those of layers with windows, which drop the beginning of a prompt.
+Publishers name blocks arbitrarily, so blocks are identified here by a hash chain of their tokens. Blocks that depend on
+more than tokens (adapters, pictures, salts) and those of sliding windows, which drop a prompt's beginning, are skipped.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from dataclasses import dataclass, field
 from kvabr.telemetry.kv_events.wire import KVBlocksRemoved, KVBlocksStored, KVEvent
 
 _KEY_BYTES = 12
-_MOST_MEDIA = 16
-_MOST_SIZES = 8
-"""Sizes of blocks of one holder."""
-_MOST_TOPICS = 256
-"""Topics of one publisher."""
+_MAX_MEDIA = 16
+_MAX_SIZES = 8
+"""Maximum block sizes per holder."""
+_MAX_TOPICS = 256
+"""Maximum topics per publisher."""
 _ROOT = b""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHolder:
-    """Whose blocks they are: a publisher, and a topic of it, since one may serve several models."""
+    """A holder of blocks: a publisher and one of its topics, since a publisher may serve several models."""
 
     publisher: str
     topic: str = ""
 
     @property
     def model(self) -> str:
-        """The model that a topic of the form ``kv@INSTANCE@MODEL`` names; empty if it names none."""
+        """Model named in a topic ``kv@INSTANCE@MODEL``; empty for other topics."""
         parts = self.topic.split("@", 2)
         return parts[2] if len(parts) == 3 else ""
 
@@ -42,35 +41,34 @@ class _Blocks:
     """Blocks of one holder."""
 
     keys: dict[int | bytes, bytes] = field(default_factory=dict)
-    """By the holder's own name of a block, its key here."""
+    """Internal keys by the holder's block names."""
     media: dict[bytes, int] = field(default_factory=dict)
-    """By key, the media that it is on, a bit each."""
+    """Bit set of media by key."""
     sizes: dict[int, None] = field(default_factory=dict)
-    """Tokens of a block."""
+    """Tokens per block."""
 
 
 class HeldPrefixes:
-    """Blocks of many holders, within a bound."""
+    """Blocks of many holders, within a limit."""
 
     def __init__(self, max_blocks: int = 1 << 20) -> None:
-        """Begin empty; of each holder at most ``max_blocks`` are known."""
+        """Begin empty; at most ``max_blocks`` per holder are stored."""
         self._max_blocks = max_blocks
         self._held: dict[PrefixHolder, _Blocks] = {}
         self._media: dict[str | None, int] = {}
         self.skipped = 0
-        """Blocks that were left out: beyond the bound, behind one that is not known, or not of text alone."""
+        """Blocks skipped: beyond the limit, after an unknown block, or not of text alone."""
 
     def __len__(self) -> int:
-        """Return how many blocks are known."""
         return sum(len(blocks.media) for blocks in self._held.values())
 
     @property
     def holders(self) -> Sequence[PrefixHolder]:
-        """Who holds anything."""
+        """Holders with at least one block."""
         return tuple(holder for holder, blocks in self._held.items() if blocks.media)
 
     def apply(self, holder: PrefixHolder, events: Iterable[KVEvent]) -> None:
-        """Take what a holder tells."""
+        """Apply events of a holder."""
         for event in events:
             if isinstance(event, KVBlocksStored):
                 self._store(self._blocks(holder), event)
@@ -81,14 +79,14 @@ class HeldPrefixes:
                 self._held.pop(holder, None)
 
     def forget(self, publisher: str) -> None:
-        """Forget all that a publisher has told."""
+        """Remove all blocks of a publisher."""
         for holder in [holder for holder in self._held if holder.publisher == publisher]:
             del self._held[holder]
 
     def cached(self, tokens: Sequence[int], model: str | None = None) -> dict[PrefixHolder, int]:
-        """Return how many tokens at the beginning of a prompt each holder has, if any.
+        """Return the number of cached tokens at the beginning of a prompt, for each holder with any.
 
-        ``model`` leaves out topics that name another one.
+        ``model`` skips topics of other models.
         """
         chains: dict[int, list[bytes]] = {}
         found: dict[PrefixHolder, int] = {}
@@ -106,9 +104,9 @@ class HeldPrefixes:
         return found
 
     def _blocks(self, holder: PrefixHolder) -> _Blocks:
-        """Return the blocks of a holder; of one topic too many, a table that nobody keeps."""
+        """Return the blocks of a holder; beyond the limit of topics, a temporary table."""
         if holder not in self._held:
-            if sum(each.publisher == holder.publisher for each in self._held) >= _MOST_TOPICS:
+            if sum(each.publisher == holder.publisher for each in self._held) >= _MAX_TOPICS:
                 return _Blocks()
             self._held[holder] = _Blocks()
         return self._held[holder]
@@ -120,7 +118,7 @@ class HeldPrefixes:
         fits = (
             size > 0
             and len(event.token_ids) == count * size
-            and (size in blocks.sizes or len(blocks.sizes) < _MOST_SIZES)
+            and (size in blocks.sizes or len(blocks.sizes) < _MAX_SIZES)
         )
         known = len(blocks.keys) + count <= self._max_blocks
         if parent is None or medium is None or not (plain and fits and known) or event.kv_cache_spec_sliding_window:
@@ -129,7 +127,7 @@ class HeldPrefixes:
         blocks.sizes[size] = None
         for name, key in zip(event.block_hashes, _chain(parent, event.token_ids, size), strict=True):
             if (before := blocks.keys.get(name, key)) != key:
-                blocks.media.pop(before, None)  # the name is another block's now
+                blocks.media.pop(before, None)  # the name now belongs to another block
             blocks.keys[name] = key
             blocks.media[key] = blocks.media.get(key, 0) | medium
 
@@ -148,13 +146,12 @@ class HeldPrefixes:
 
     def _bit(self, medium: str | None) -> int | None:
         """Return the bit of a medium; None if there are too many."""
-        if medium not in self._media and len(self._media) < _MOST_MEDIA:
+        if medium not in self._media and len(self._media) < _MAX_MEDIA:
             self._media[medium] = 1 << len(self._media)
         return self._media.get(medium)
 
 
 def _chain(parent: bytes, tokens: Sequence[int], size: int) -> Iterable[bytes]:
-    """Yield the key of each whole block."""
     parent = parent or hashlib.blake2b(size.to_bytes(4, "little"), digest_size=_KEY_BYTES).digest()
     for first in range(0, len(tokens) - size + 1, size):
         data = parent + struct.pack(f"<{size}I", *tokens[first : first + size])
@@ -163,5 +160,5 @@ def _chain(parent: bytes, tokens: Sequence[int], size: int) -> Iterable[bytes]:
 
 
 def _extra(keys: object) -> bool:
-    """Return whether any block depends on more than its tokens."""
+    """Return whether a block depends on more than its tokens."""
     return keys is not None and not (isinstance(keys, list) and not any(keys))

@@ -1,7 +1,7 @@
-"""From which length on it pays to prefill elsewhere: the crossing of two forecasts, in closed form.
+"""The prompt length at which remote prefill becomes faster, in closed form.
 
-`remote_lengths` solves ``local`` and ``remote`` of `kvabr_lab.route.forecast` for the length n of a prompt: with
-nothing in place and no queue this is the length n*(C) from which on remote prefill is sooner.
+`remote_lengths` solves ``local`` = ``remote`` of `kvabr_lab.route.forecast` for the prompt length n: without cached
+tokens or queues, remote prefill is faster above n*(C).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Interval = tuple[float, float]
 
 
 def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> tuple[Interval, ...]:
-    """Return the lengths for which remote prefill is sooner than local prefill, in tokens beyond what is cached.
+    """Return the lengths for which remote prefill is faster than local prefill, in tokens beyond the cached ones.
 
-    Both sites must have the same tokens in place; where they differ, the fewer count for both. Of earlier requests only
-    ``backlog_bytes`` count. The intervals are those
-    of whole groups: between them the last group is smaller, and remote prefill a little sooner. With a live link they
-    are exact, as every condition is a quadratic inequality; the usual answer is one interval from n*(C) to infinity.
+    Both sites must have the same tokens cached; if they differ, the smaller number counts. Of earlier requests only
+    ``backlog_bytes`` count. The intervals apply to whole groups: between them the last group is smaller, and remote
+    prefill slightly faster. With a live link they are exact, since every condition is a quadratic inequality; usually
+    there is one interval from n*(C) to infinity.
     """
     before = min(local.cached_tokens, remote.cached_tokens) // cache.group_tokens * cache.group_tokens
     if link.rate <= 0:
@@ -56,16 +56,16 @@ def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cac
 
 
 def break_even_tokens(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> float:
-    """Return n*(C): the least length from which on remote prefill is sooner; infinity if there is none.
+    """Return n*(C), the minimum length at which remote prefill is faster; infinity if there is none.
 
-    It counts the tokens that are cached nowhere; see `remote_lengths`.
+    It counts tokens cached at neither site; see `remote_lengths`.
     """
     intervals = remote_lengths(local, remote, link, cache)
     return intervals[0][0] if intervals else math.inf
 
 
 def _positive(square: float, linear: float, constant: float) -> tuple[Interval, ...]:
-    """Return where a polynomial is positive, from 0 on."""
+    """Return the intervals from 0 on in which a polynomial is positive."""
     roots = sorted({max(0.0, root) for root in _roots(square, linear, constant)} | {0.0})
     ends = [*roots, math.inf]
     found = []
@@ -82,7 +82,7 @@ def _roots(square: float, linear: float, constant: float) -> Iterable[float]:
     under = linear * linear - 4 * square * constant
     if under < 0:
         return []
-    # The usual formula would subtract two nearly equal numbers where attention costs little.
+    # The usual formula would subtract nearly equal numbers if attention is cheap.
     half = -(linear + math.copysign(math.sqrt(under), linear)) / 2
     return [half / square, *([constant / half] if half else [])]
 

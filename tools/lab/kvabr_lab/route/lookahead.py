@@ -1,13 +1,12 @@
-"""What a decision costs the requests that come after it.
+"""The cost of a decision to later requests.
 
-A prefill that is put into a queue makes later requests wait, unless they can go elsewhere. How long depends on who
-comes next, which nobody knows; but requests come much as they came lately. A `Lookahead` remembers what lately came:
-how long each request would have kept either site and the link. For every place that a request may go, it lets stretches
-of that past happen again, from the queues as they would then be, and sends each of those requests where it has its
-first token soonest. What they wait longer than after the most considerate place is the price of the others.
+A queued prefill delays later requests unless they can go elsewhere. `Lookahead` remembers recent requests: the time
+that each would have occupied either site and the link. For every place of a new request, it replays stretches of that
+past from the resulting queues, sending each request where its first token is soonest. Their extra delay compared to the
+most considerate place is the price.
 
-This is a rollout: one step of policy improvement over the selfish rule (Bertsekas). Unlike a formula of queueing
-theory, it needs no assumption about arrivals or lengths, counts any number of workers, and lets others evade.
+This is a rollout: one step of policy improvement over the selfish rule (Bertsekas). Unlike queueing formulas, it
+assumes nothing about arrivals or lengths, handles any number of workers, and lets other requests evade.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from heapq import heapify, heapreplace
 
 from kvabr_lab.route.forecast import BOTH, FETCH, LOCAL, REMOTE, Forecast
 
-_ALIKE = 8
-"""A choice makes no difference any more once this many requests in a row wait the same, whichever was taken."""
+_EQUAL_REQUESTS = 8
+"""After this many consecutive requests with equal delays, a choice has no further effect."""
 _SAME_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """What a request of the past would have taken, if it had met no queue."""
+    """Resource use of a past request without queues."""
 
     at_s: float
     local_s: float
     remote_s: float
     bytes: float
     last_s: float
-    """Seconds that the link takes for the last group, which is computed last."""
+    """Seconds on the link for the last group, which is computed last."""
     tail_s: float
     """Seconds from then until the first token."""
     fetch_s: float
-    """Seconds of prefill here after fetching; infinity if there was nothing to fetch."""
+    """Seconds of local prefill after fetching; infinity without anything to fetch."""
     fetch_bytes: float
     both: bool
     """Whether both sites could work on it."""
 
 
 class Queues:
-    """When workers and the link will be free, in seconds of the router's clock."""
+    """When workers and the link become free, in seconds of the router's clock."""
 
     def __init__(self, here: Sequence[float], there: Sequence[float], link: float) -> None:
         self.here, self.there, self.link = list(here), list(there), link
@@ -53,7 +52,7 @@ class Queues:
         heapify(self.there)
 
     def put(self, one: Forecast, now: float, byte_s: float) -> None:
-        """Let a request go where a forecast says."""
+        """Add a request as in a forecast."""
         if one.place in (LOCAL, FETCH):
             begin = max(self.here[0], now)
             if one.place == FETCH:
@@ -68,7 +67,7 @@ class Queues:
             heapreplace(self.here, max(self.here[0], now) + one.front_s)
 
     def serve(self, one: _Demand, now: float, byte_s: float) -> float:
-        """Let a request go where it has its first token soonest; return the seconds until then."""
+        """Serve a request where its first token is soonest; return the seconds until then."""
         here, there = self.here, self.there
         here_s = max(now, here[0])
         there_s = max(now, there[0])
@@ -85,7 +84,7 @@ class Queues:
                 heapreplace(here, fetch_end)
                 return fetch_end - now
         if one.both and here_s < remote_end and there_s < local_end:
-            # Both work on it, and end together: each does its share of the whole at its own rate.
+            # Both work on it and end together, each at its own rate.
             carry_s = one.bytes * byte_s
             start = max(there_s, self.link)
             meets = (1 + here_s / one.local_s + start / carry_s) / (1 / one.local_s + 1 / carry_s)
@@ -103,26 +102,26 @@ class Queues:
         return remote_end - now
 
     def idle(self, now: float) -> bool:
-        """Return whether nothing is left to do."""
+        """Return whether no work is left."""
         return self.link <= now and max(self.here) <= now and max(self.there) <= now
 
 
 class Lookahead:
-    """Remembers requests, and lets them come again."""
+    """Remembers and replays requests."""
 
     def __init__(self, *, kept: int = 256, stretches: int = 40, ahead: int = 24) -> None:
-        """Know nothing.
+        """Begin without requests.
 
         Args:
-            kept: Requests that are remembered.
-            stretches: Stretches of the past that are let happen again for each decision.
-            ahead: Requests in each of them.
+            kept: Remembered requests.
+            stretches: Stretches of the past replayed per decision.
+            ahead: Requests per stretch.
         """
         self._kept: deque[_Demand] = deque(maxlen=kept)
         self._most, self._ahead = stretches, ahead
 
     def note(self, options: Sequence[Forecast], now: float, *, both: bool = True) -> None:
-        """Remember a request by what each place would have done with it, or both sites together."""
+        """Remember a request by its forecasts at each place, or at both sites together."""
         by = {one.place: one for one in options}
         local, remote, fetch = by[LOCAL], by[REMOTE], by.get(FETCH)
         if not math.isfinite(remote.ttft_s):
@@ -150,14 +149,14 @@ class Lookahead:
         rate: float,
         now: float,
     ) -> tuple[Forecast, ...]:
-        """Return forecasts with what each place costs others.
+        """Return forecasts with their cost to other requests.
 
         Args:
-            options: What every place would do.
-            here: When each local worker will be free.
-            there: When each remote worker will be free.
-            link: When the link has carried all that earlier requests send.
-            rate: Bytes per second that it carries.
+            options: The forecast of every place.
+            here: When each local worker becomes free.
+            there: When each remote worker becomes free.
+            link: When the link has sent everything of earlier requests.
+            rate: Link rate, bytes per second.
             now: The time, on the same clock.
         """
         stretches = self._stretches() if rate > 0 and len(options) > 1 else []
@@ -178,7 +177,7 @@ class Lookahead:
         return tuple(replace(one, others_s=(wait - least) / len(stretches)) for one, wait in pairs)
 
     def _stretches(self) -> list[tuple[float, Sequence[_Demand]]]:
-        """Return what may come after now: when each stretch began, and who came then."""
+        """Return possible futures: the start of each stretch, and its requests."""
         kept = list(self._kept)
         ahead = min(self._ahead, len(kept) // 2)
         if ahead < 1:
@@ -196,7 +195,7 @@ class Lookahead:
         alike = 0
         for one in stretch:
             at_s = one.at_s + later_s
-            if alike >= _ALIKE or all(state.idle(at_s) for state in states):
+            if alike >= _EQUAL_REQUESTS or all(state.idle(at_s) for state in states):
                 return
             least, most = math.inf, 0.0
             for index, state in enumerate(states):

@@ -1,16 +1,15 @@
-"""A router's memory: how fast the link is, what goes on at both sites, and who comes.
+"""A router's memory: link rate, queues at both sites, and past requests.
 
-`Router` keeps what one request cannot know: an estimate of the link, fed by what arrives over it; when workers will be
-free, and what earlier requests are still going to send, from its own decisions; and a `Lookahead`.
+`Router` keeps an estimate of the link, fed by received bytes; the times at which workers become free and the bytes that
+earlier requests will send, from its own decisions; and a `Lookahead`.
 
-Transfers may be minutes apart and last minutes. `LinkMemory` therefore mixes what the link has carried in the last
-seconds with what it usually carries: the older the last sample and the longer the transfer, the more the usual rate
-counts. How fast trust in the last seconds fades, it learns from how well they would have foretold the rate before.
-Otherwise a single bad minute would close the link for good, since nothing more is sent over it.
+Transfers may last minutes and be minutes apart. `LinkMemory` therefore mixes the rate of the last seconds with the
+usual rate: the older the last sample and the longer the transfer, the more the usual rate counts. It learns the
+half-life of that trust from past prediction errors. Otherwise a single bad minute would close the link for good,
+because no further transfers would measure it.
 
-A link over which little is sent is little known. `Router.probe` therefore says when a small transfer is due that only
-measures the idle link. A sample that ends a silence stands for up to two seconds of it, so that such probes show what
-the link carries as well as use does.
+A rarely used link needs probes: `Router.probe` requests a small transfer when one is due. A sample that ends a silence
+represents up to two seconds of it, so that probes measure the link as well as transfers do.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ from kvabr_lab.route.lookahead import Lookahead
 from kvabr_lab.route.rule import Route, choose
 
 LATELY_S = 1.0
-"""Half-life of the mean of what a link has carried lately, seconds of a busy link."""
+"""Half-life of the mean recent rate, seconds of a busy link."""
 RECENT_S = (16.0, 4.0, 64.0)
-"""Half-lives of the trust in that mean, seconds: of these, the one that lately was right."""
-_FORETOLD_S = 8.0
-"""How long before it a rate is to be foretold, seconds."""
-_KEEP = 0.98
-"""What an error still counts after the next one."""
+"""Candidate half-lives of the trust in that mean, seconds; the best recent predictor is used."""
+_PREDICTION_S = 8.0
+"""Prediction horizon for judging half-lives, seconds."""
+_ERROR_DECAY = 0.98
+"""Decay of past errors per sample."""
 USUAL_S = 300.0
-"""Half-life of the memory of what it usually carries, seconds of a busy link."""
+"""Half-life of the usual rate, seconds of a busy link."""
 PROBE_S = 2.0
-"""Silence after which an idle link is probed, and for which the sample that ends it stands at most, seconds."""
+"""Silence before an idle link is probed, and the maximum that a sample represents, seconds."""
 PROBE_BYTES = 65_536
 """Bytes of a probe."""
 PROBE_WAIT_S = 1.0
-"""Seconds after which a probe counts with what has come of it."""
+"""Maximum duration of a probe, seconds."""
 _HORIZON_S = 60.0
-"""Horizon of the estimate of the link: as long as a long transfer."""
+"""Horizon of the link estimate, seconds: a long transfer."""
 
 
 class LinkMemory:
-    """What a link carries: lately, and usually. An estimator says how sure that is."""
+    """Recent and usual rate of a link. An estimator provides the uncertainty."""
 
     def __init__(
         self,
@@ -60,24 +59,24 @@ class LinkMemory:
         recent_s: tuple[float, ...] = RECENT_S,
         usual_s: float = USUAL_S,
     ) -> None:
-        """Know nothing.
+        """Begin without samples.
 
         Args:
-            estimator: Its lower bound, as a share of its rate, is that of the expected rate.
-            lately_s: Half-life of the mean of what it carries lately, seconds of a busy link.
+            estimator: The ratio of its lower bound to its rate applies to the expected rate.
+            lately_s: Half-life of the mean recent rate, seconds of a busy link.
             recent_s: Half-lives of the trust in that mean, seconds; of equally good ones the first counts.
             usual_s: Half-life of the usual rate, seconds of a busy link.
         """
         self.estimator = estimator
         self._errors = dict.fromkeys(recent_s, 0.0)
-        """How wrong each half-life would have been, as a decaying sum of shares of the usual rate."""
+        """Decaying sum of each half-life's errors, as shares of the usual rate."""
         self._past: deque[tuple[float, float, float]] = deque(maxlen=64)
-        """When a sample ended, and both means then."""
+        """End of each sample, with both means then."""
         self._lately, self._usual = DecayingMean(lately_s), DecayingMean(usual_s)
         self._heard_s = -math.inf
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """Note that ``nbytes`` came over the busy link within ``seconds``, ending at ``now``."""
+        """Record ``nbytes`` received over the busy link within ``seconds``, ending at ``now``."""
         if not (0 <= nbytes < math.inf and 0 < seconds < math.inf):
             return
         self.estimator.sample(nbytes, seconds, now)
@@ -90,30 +89,27 @@ class LinkMemory:
 
     @property
     def heard_s(self) -> float:
-        """When the last sample ended; minus infinity before the first one."""
+        """End of the last sample; minus infinity before the first one."""
         return self._heard_s
 
     @property
     def recent_s(self) -> float:
-        """Half-life of the trust in what the link carried lately, seconds."""
+        """Half-life of the trust in the recent rate, seconds."""
         return min(self._errors, key=self._errors.__getitem__)
 
     def _judge(self, rate: float, middle_s: float) -> None:
-        """Note how well each half-life would have foretold a rate some seconds before."""
-        before = [one for one in self._past if one[0] <= middle_s - _FORETOLD_S]
+        """Update the prediction errors of each half-life."""
+        before = [one for one in self._past if one[0] <= middle_s - _PREDICTION_S]
         if not before or not self._usual.value():
             return
         at_s, lately, usual = before[-1]
         for half_life_s, error in self._errors.items():
             trust = 0.5 ** ((middle_s - at_s) / half_life_s)
             wrong = abs(trust * lately + (1 - trust) * usual - rate) / usual if usual else 0.0
-            self._errors[half_life_s] = _KEEP * error + (1 - _KEEP) * wrong
+            self._errors[half_life_s] = _ERROR_DECAY * error + (1 - _ERROR_DECAY) * wrong
 
     def rates(self, nbytes: float, now: float) -> tuple[float, float]:
-        """Return the rate that is expected while the link carries ``nbytes`` from now on, and a lower bound.
-
-        Both are 0.0 if nothing is known.
-        """
+        """Return the expected rate for a transfer of ``nbytes`` from now on, and a lower bound; 0.0 if unknown."""
         usual = self._usual.value()
         if not usual:
             return 0.0, 0.0
@@ -126,12 +122,12 @@ class LinkMemory:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """A request, and what it finds."""
+    """A request and the state of both sites."""
 
     tokens: int
     """Length of the prompt."""
     cached: tuple[int, int] = (0, 0)
-    """Tokens at its beginning whose cache is in place, locally and remotely."""
+    """Cached tokens at its beginning, locally and remotely."""
     queue_s: tuple[float, float] = (0.0, 0.0)
     """Seconds until a worker is free, locally and remotely."""
     backlog_bytes: float = 0.0
@@ -141,7 +137,7 @@ class RouteRequest:
 
 
 class Router:
-    """Decides request by request where to prefill. It reads no clock and does no I/O."""
+    """Decides for each request where to prefill. It reads no clock and does no I/O."""
 
     def __init__(
         self,
@@ -161,41 +157,41 @@ class Router:
         """Create a router for a local and a remote site.
 
         Args:
-            local: Cost of a prefill at the decode node's own site.
-            remote: Cost of a prefill at the other site.
-            cache: What a cache takes on the link; see `CacheSize.of_catalog`.
+            local: Prefill cost at the decode node's own site.
+            remote: Prefill cost at the other site.
+            cache: Size of a cache on the link; see `CacheSize.of_catalog`.
             rtt_s: Round trip between the sites, seconds.
-            workers: Prefills that run at a time, locally and remotely.
-            live: Whether the remote site sends groups while it prefills.
-            both: Whether the engine here can compute the beginning of a prompt whose end comes over the link.
-            estimator: How sure the link's rate is; see `LinkMemory` (default: a new `tracking`).
-            margin_s: Another place than the local one must be better by this much.
-            lookahead: What remembers requests (default: a new one).
-            considerate: Whether the wait of other requests counts.
+            workers: Concurrent prefills, locally and remotely.
+            live: Whether the remote site sends groups during the prefill.
+            both: Whether the local engine can compute the beginning of a prompt that arrives from its end.
+            estimator: Uncertainty of the link's rate; see `LinkMemory` (default: a new `tracking`).
+            margin_s: Minimum advantage of a place over the local one.
+            lookahead: Memory of requests (default: a new one).
+            considerate: Whether the delay of other requests counts.
 
         Raises:
             UsageError: An argument is out of range.
         """
         if not 0 <= rtt_s < math.inf:
             raise UsageError(f"router: a round trip of {rtt_s} s; give a finite time")
-        if not all(1 <= each <= _MOST_WORKERS for each in workers):
-            raise UsageError(f"router: {workers[0]} and {workers[1]} workers; give 1 to {_MOST_WORKERS} for each site")
+        if not all(1 <= each <= _MAX_WORKERS for each in workers):
+            raise UsageError(f"router: {workers[0]} and {workers[1]} workers; give 1 to {_MAX_WORKERS} for each site")
         self.cache = cache
         self.memory = LinkMemory(_tracking() if estimator is None else estimator)
         self._costs, self._rtt_s, self._live, self._both = (local, remote), rtt_s, live, both
         self._margin_s, self._considerate = margin_s, considerate
         self._lookahead = Lookahead() if lookahead is None else lookahead
         self._free = ([-math.inf] * workers[0], [-math.inf] * workers[1])
-        """When each worker will be free, as far as it was told."""
+        """When each worker should be free."""
         self._coming: list[tuple[float, float, float]] = []
-        """What is still to be computed and sent: from when to when, and bytes."""
+        """Pending computation and transfer: start, end, and bytes."""
         self._probed_s = -math.inf
 
     def probe(self, now: float) -> int:
-        """Return how many bytes to fetch now, only to see what the link carries; 0 while it has been heard of lately.
+        """Return the number of bytes to fetch as a probe; 0 if none is due.
 
-        Ask about twice a second. Time the bytes from the first one to the last, wait `PROBE_WAIT_S` at most, and tell
-        `arrived` how many came, even if none did. The next probe is due after two more seconds of silence.
+        Call about twice a second. Time the bytes from first to last for at most `PROBE_WAIT_S`, and report them to
+        `arrived`, even if none arrived. The next probe is due after two more seconds of silence.
 
         Args:
             now: The time, seconds, on the clock of `route`.
@@ -206,15 +202,15 @@ class Router:
         return PROBE_BYTES
 
     def arrived(self, nbytes: float, seconds: float, now: float) -> None:
-        """Note that ``nbytes`` came over the busy link within ``seconds``, ending at ``now``."""
+        """Record ``nbytes`` received over the busy link within ``seconds``, ending at ``now``."""
         self.memory.sample(nbytes, seconds, now)
 
     def route(self, request: RouteRequest, now: float) -> Route:
-        """Decide where a prompt is prefilled, and count on its being done.
+        """Decide where to prefill a prompt, and reserve the resources.
 
         Args:
-            request: The prompt, and what it finds.
-            now: The time, seconds, on any clock that does not go back.
+            request: The prompt and the state of both sites.
+            now: The time, seconds, on any monotonic clock.
 
         Raises:
             UsageError: A number is out of range.
@@ -225,9 +221,9 @@ class Router:
         return found
 
     def options(self, request: RouteRequest, now: float) -> tuple[Forecast, ...]:
-        """Return what every place would do with a prompt, and what that costs others.
+        """Return the forecast of every place, with the cost to other requests.
 
-        A caller that chooses by itself tells with `take` what it chose.
+        A caller that chooses itself reports its choice to `take`.
 
         Raises:
             UsageError: A number is out of range.
@@ -248,7 +244,7 @@ class Router:
         return self._lookahead.priced(found, here, there, free_s, rate, now)
 
     def take(self, options: Sequence[Forecast], chosen: Forecast, now: float) -> None:
-        """Count on a request's being done as one of its options says, and remember it."""
+        """Reserve the resources of an option, and remember the request."""
         self._lookahead.note(options, now, both=self._both)
         here, there = self._free
         if chosen.place in (LOCAL, FETCH):
@@ -259,7 +255,7 @@ class Router:
             self._coming.append((now + chosen.ready_s, now + chosen.computed_s, chosen.bytes))
 
     def _still_coming(self, now: float) -> tuple[tuple[float, float, float], ...]:
-        """Return what is computed from now on, in seconds from now."""
+        """Return pending computation, in seconds from now."""
         self._coming = [one for one in self._coming if one[1] > now]
         found = []
         for begin, end, nbytes in self._coming:
@@ -268,19 +264,19 @@ class Router:
         return tuple(found)
 
 
-_MOST_WORKERS = 4096
+_MAX_WORKERS = 4096
 
 
 def _correct(free: list[float], now: float, queue_s: float) -> None:
-    """Move the times at which workers will be free so that the first one is free after ``queue_s``."""
+    """Shift the times at which workers become free so that the first is free after ``queue_s``."""
     least = max(now, min(free))
     for index, at in enumerate(free):
-        # More was put before them than this router knows, or what it knows took less long than expected.
+        # The router missed some work, or work ended early.
         free[index] = max(at, now + queue_s) if now + queue_s >= least else at - (least - now - queue_s)
 
 
 def _give(free: list[float], now: float, after_s: float, work_s: float) -> None:
-    """Let the worker that is free first do something."""
+    """Assign work to the worker that is free first."""
     if work_s > 0:
         index = min(range(len(free)), key=free.__getitem__)
         free[index] = max(free[index], now + after_s) + work_s

@@ -1,13 +1,12 @@
-"""The rule: of all places, the one that gives the first token soonest; with a reason.
+"""The rule: choose the place with the earliest first token, and give a reason.
 
 Remote prefill wins if::
 
-    queue here + prefill here  >  queue there + RTT + max(prefill there, n b / C) + tail
+    local queue + local prefill  >  remote queue + RTT + max(remote prefill, n b / C) + tail
 
-where the cache is sent while it is computed (`kvabr_lab.route.forecast` has the exact terms, with prefixes in place on
-either side and bytes that are under way). ``C`` is the rate that the link is expected to have. Whether a deadline is
-met is judged by the lower bound of the estimate: a prefill elsewhere cannot be taken back. To the time of a request is
-added what it makes others wait, as far as a `Router` knows.
+with sending during the prefill (`kvabr_lab.route.forecast` has the exact terms, including cached prefixes and pending
+bytes). ``C`` is the link's expected rate. Deadlines are judged by its lower bound, because a remote prefill cannot be
+undone. A `Router` adds the delay of other requests.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ _LIMITS = {"queue": "mostly the queue", "prefill": "mostly prefill", "link": "mo
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes, and why."""
+    """The chosen place for a request, and the reason."""
 
     place: Place
     ttft_s: float
     """Expected seconds until the first token."""
     met: bool | None
-    """Whether the deadline is met even if the link carries no more than its lower bound; None without a deadline."""
+    """Whether the deadline is met at the link's lower bound; None without a deadline."""
     reason: str
-    """In words."""
+    """The reason as text."""
     options: tuple[Forecast, ...]
-    """What every place would have done; the first is local prefill."""
+    """Forecasts of all places; the first is local prefill."""
 
     @property
     def chosen(self) -> Forecast:
-        """The forecast of the place; for `BOTH` it has how many tokens are computed here."""
+        """Forecast of the place; for `BOTH` including the number of tokens computed here."""
         return next(one for one in self.options if one.place == self.place)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; a time that is infinite becomes None."""
+        """Return plain JSON values, with None for infinity."""
         return {
             "place": self.place,
             "front_tokens": self.chosen.front_tokens,
@@ -95,20 +94,20 @@ def decide(
     margin_s: float = 0.0,
     both: bool = True,
 ) -> Route:
-    """Decide where a prompt is prefilled.
+    """Decide where to prefill a prompt.
 
-    The places that surely meet the deadline come before those that do not; among equals, the one that takes least of
-    everybody's time wins. If none surely meets it, the one is chosen that is surely soonest, and the reason says so.
+    Places that meet the deadline at the lower bound go first; among equals, the lowest total time of all requests wins.
+    If no place does, the one that is soonest at the lower bound is chosen, and the reason reports it.
 
     Args:
         tokens: Length of the prompt.
         local: The decode node's own site.
         remote: The other site.
-        link: What lies between them.
-        cache: What the cache takes on the link.
-        deadline_s: Seconds until the first token is due; None: there is no deadline.
-        margin_s: Another place than the local one must be better by this much.
-        both: Whether the engine here can compute the beginning of a prompt whose end comes over the link.
+        link: The link between them.
+        cache: Size of the cache on the link.
+        deadline_s: Seconds until the first token is due; None: no deadline.
+        margin_s: Minimum advantage of a place over the local one.
+        both: Whether the local engine can compute the beginning of a prompt that arrives from its end.
 
     Raises:
         UsageError: An argument is out of range.

@@ -135,7 +135,6 @@ def _coder_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _stage_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the stages of tracks with native stages."""
     from kvabr.cli.display import table
 
     cells = [

@@ -229,7 +229,6 @@ def _check(args: argparse.Namespace) -> CalibrationPlan | None:
 
 
 def _texts(args: argparse.Namespace) -> dict[str, str]:
-    """Return the texts by domain."""
     from kvabr_lab.bench.contexts import check_unseen, chosen, read_texts
     from kvabr_lab.bench.repeated_texts import repeated_texts
 
