@@ -87,10 +87,6 @@ class Decision:
         return Decision("deliver", reason)
 
 
-_ALIKE = 1e-4
-"""Nats per token by which a longer tail must be better than a shorter one: the estimates are rough."""
-
-
 class Division(NamedTuple):
     """How the rest of a play is divided between network and engine, and what that is expected to take."""
 
@@ -164,7 +160,7 @@ class Policy(ABC):
             offers: from no tail to the longest.
             costs: what a play with each should cost at the prices of time and engine, nats per token.
         """
-        good = min(costs) + _ALIKE
+        good = min(costs)
         return next(index for index, cost in enumerate(costs) if cost <= good)
 
     @property

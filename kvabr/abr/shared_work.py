@@ -19,6 +19,8 @@ from kvabr.types.cost import MISS_PENALTY
 
 Array = npt.NDArray[np.float64]
 
+_EXCESS = 10.0
+"""Cost of a cache that loses more than it may, nats per token: more than that of a play without one."""
 _SAME_S = 1e-9
 """Seconds that are no difference."""
 
@@ -56,7 +58,7 @@ class SharedWork:
         """When the network must be through for the deadline, by stop."""
         self.lacking: npt.NDArray[np.bool_] = stops > view.solid if view.front_first else stops < view.groups
         """Whether the network has to bring anything, by stop."""
-        self._wait_s = 0.0 if view.in_flight else view.ttfb_s
+        self._wait_s = max(0.0, view.ttfb_s - view.outstanding_bytes / rate)
         self._decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
         self.first_s = self._wait_s + self._decode_s
         """Seconds until the first thing is here, besides its bytes."""
@@ -121,7 +123,17 @@ class SharedWork:
         late_s = ends_s - self._view.time_left
         late = late_s > _SAME_S
         missed = late * (MISS_PENALTY + late_s / self._view.deadline_s)
-        return Divisions(lost + self._inherited + self._view.time_price * ends_s + missed, network_s, late)
+        lost = lost + self._inherited
+        paid = self._view.time_price * ends_s + missed + excess(lost, self._view)
+        return Divisions(lost + paid, network_s, late)
+
+
+def excess(lost: Array | float, view: View) -> Array:
+    """Return what it costs to lose more than `View.max_loss`: more than anything else."""
+    if math.isinf(view.max_loss):
+        return np.zeros(np.shape(lost))
+    over: Array = np.asarray(lost) - view.max_loss
+    return np.where(over > 0.0, _EXCESS * (1.0 + over / max(view.max_loss, _EXCESS**-1)), 0.0)
 
 
 def better(one: Divisions, other: Divisions) -> Divisions:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import permutations
 
+from kvabr.abr.belief import LEAST_WAIT_S, LOADS, SPARE
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.errors import UsageError
@@ -25,11 +26,8 @@ MOST_TAIL = 512
 MAX_TAIL = 1 << 20
 """Tokens of a tail or a question that make any sense."""
 _MOST_OFFERS = 8
-_LEAST_S, SPARE = 1e-3, 1.25
 _BLIND_SHARE = 0.02
 """Share of the time left that a tail may take while no rate is known: all of it may come in a moment."""
-LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Rates that are considered while none is known: shares of the exact cache that come by the deadline."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ def tail_costs(
         computed_s: seconds in which the engine computes all of the prefix, if it may also compute the front of it, or
             everything, while the network loads the rest; infinite: it does not.
     """
-    left_s = max(_LEAST_S, left_s)
+    left_s = max(LEAST_WAIT_S, left_s)
     whole = offers[0].catalog
     rates = [rate]
     if rate <= 0:  # as long as nothing is known, the link is trusted to carry the base in time

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.shared_work import Divisions, SharedWork, better, with_mixtures
+from kvabr.abr.belief import Belief
+from kvabr.abr.shared_work import Divisions, SharedWork, better, excess, with_mixtures
 from kvabr.abr.view import Transfer, View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.loss import factors_behind, inherited_behind
@@ -29,19 +30,23 @@ _FREE_LEVELS = (0.25, 0.0)
 _ENGINE_LEVELS, _DEADLINE_LEVELS = (0.2,), (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
 """Prices of time that are tried to divide work, as multiples of the real one, if the engine may take longer, and if the
 deadline comes sooner."""
+_FINER_LEVELS = (0.1, 0.01, 1e-3, 0.0)
+"""Prices of time, alike, if a cache may lose only so much."""
 _FEW_SHARES: Array = np.array([1.0, 0.6, 0.3, 0.0])
 _TWO_SHARES: Array = np.array([1.0, 0.4])
-_MOST_PRICE, _HALVINGS = 1e3, 8
-"""Most price of a second to keep to a deadline, nats per token, and the steps in which the price is found."""
 _LEAST_PRICE = 1e-4
 """What these are multiples of at least, nats per second."""
 _WASTE = 6.0
 """Price of a byte that is replaced, as a multiple of that of a byte to request: others could have used it."""
-_DISCARD = 1.0
-"""Least price of replacing everything, as a share of that of the deadline: on fast links bytes cost next to none."""
-_MOST_PARTS = 128
-"""Parts of a long prompt that get a track each, where work is divided."""
-_NEVER = 1e9
+MAX_PARTS = 128
+"""Parts of a long prompt that get a track each where work is divided, and places at which an engine may stop."""
+_LATE = 1e3
+"""Price of a second after the deadline, nats per token: what ends in time is preferred."""
+_ALIKE = 16.0
+"""Factor within which upgrades save alike."""
+_FREE = 1e-18
+"""Price that is as good as none, nats."""
+NEVER = 1e9
 """Loss of an option that is not to be had, nats."""
 
 
@@ -62,6 +67,8 @@ class TimePlan(NamedTuple):
     """Nats per byte."""
     decode_price: float
     """Nats per second of decoding."""
+    second_price: float
+    """Nats per second of the play, so that both are in time."""
 
 
 class _Options(NamedTuple):
@@ -69,8 +76,8 @@ class _Options(NamedTuple):
 
     loss: Array
     bytes: Array
-    moves: Array
-    """1.0 where an option must be decoded."""
+    work: Array
+    """Seconds that a thread takes to decode it, less those that it spares."""
     waste: Array
     """Bytes that an option makes useless."""
 
@@ -105,14 +112,12 @@ class TimePlanner:
         """Bytes that a step makes useless, alike."""
         self._stacks = {name: frozenset(view.ladder.stacks[name]) for name in self.names}
         """Each track with the layers below it."""
-        self._offers: Array = np.full((len(states), *shape), _NEVER)
+        self._offers: Array = np.full((len(states), *shape), NEVER)
         """Loss of what can be had from a state, alike."""
         self._weigh(view, states)
         self._bytes: Array = self._steps[-1].copy()
         self._loss: Array = self._offers[-1].copy()
-        """Loss of what can be requested now, by track and group."""
-        self._later: Array = self._loss.copy()
-        """The same of what can be requested once what is in flight has arrived."""
+        """Loss of what can be requested once what is in flight has arrived, by track and group."""
         self._waste: Array = np.zeros(shape)
         self._moves: Array = np.ones(shape)
         """1.0 where an option must be decoded."""
@@ -124,7 +129,7 @@ class TimePlanner:
         """How many entries of that have been read; and how many were unavailable."""
         self._whole = float(self._steps[-1].sum(axis=1).max())
         """Bytes of the largest track, with the layers below it."""
-        self._stay: Array = np.full(groups, _NEVER)
+        self._stay: Array = np.full(groups, NEVER)
         """Loss of each group if nothing more is requested for it."""
         self._lost, self._unplayed = 0.0, groups
         """Sum of these, without those of groups that would be missing; and how many these are."""
@@ -159,7 +164,7 @@ class TimePlanner:
             for number, track in enumerate(tracks):
                 self._steps[state, number] = sum(sizes[layer] for layer in view.layers(track.name, current))
                 better = np.ones(groups, bool) if current is None else self.losses[number] < self.losses[state]
-                self._offers[state, number] = np.where(better, self.losses[number], _NEVER)
+                self._offers[state, number] = np.where(better, self.losses[number], NEVER)
             if current is not None:
                 self._steps[state, state] = 0.0
                 for number, track in enumerate(tracks):
@@ -176,15 +181,13 @@ class TimePlanner:
             self._moves[:, group], self._waste[:, group] = 1.0, 0.0
             if computed or track is not None:  # the engine has it: nothing to fetch, whatever is chosen
                 self._bytes[:, group] = self._loss[:, group] = self._moves[:, group] = 0.0
-            self._later[:, group] = self._loss[:, group]
-            self._stays_at(group, 0.0 if computed or track is not None else _NEVER)
+            self._stays_at(group, 0.0 if computed or track is not None else NEVER)
             return
         state = self._state[group] = self._number[track]
         self._bytes[:, group], self._moves[:, group] = self._steps[state, :, group], 1.0
         self._waste[:, group] = self._discards[state, :, group]
-        self._later[:, group] = self._offers[state, :, group]
-        self._loss[:, group] = _NEVER if flying else self._offers[state, :, group]
-        self._loss[state, group], self._moves[state, group] = self.losses[state, group], 0.0
+        self._loss[:, group] = self._offers[state, :, group]
+        self._moves[state, group] = 0.0
         self._stays_at(group, float(self.losses[state, group]))
         if flying:
             self._flying[group] = state
@@ -224,7 +227,7 @@ class TimePlanner:
     def _stays_at(self, group: int, loss: float) -> None:
         """Note what a group loses if nothing more is requested for it."""
         for value, sign in ((float(self._stay[group]), -1), (loss, 1)):
-            if value < _NEVER:
+            if value < NEVER:
                 self._lost += sign * value
             else:
                 self._unplayed += sign
@@ -240,14 +243,8 @@ class TimePlanner:
     def lost(self) -> float:
         """Return the loss if nothing more is requested, nats per generated token."""
         if self._cut is None:
-            return self._lost + self._unplayed * _NEVER
+            return self._lost + self._unplayed * NEVER
         return float(self._staying()[: self._cut].sum())
-
-    def saves(self, group: int, current: str, target: str) -> float:
-        """Return the loss that an upgrade spares, nats per generated token."""
-        tracks = [self._number[current], self._number[target]]
-        before, after = self._lost_behind(self.losses[tracks, group], tracks)
-        return float(before - after)
 
     def _lost_behind(self, loss: Array, tracks: list[int] | npt.NDArray[np.intp] | slice) -> Array:
         """Return what is lost on some tracks if the engine computes the rest: one loss for each, or a row."""
@@ -257,7 +254,7 @@ class TimePlanner:
         if loss.ndim > factor.ndim:
             factor, even = factor[:, None], even[:, None]
         behind: Array = factor * loss + even
-        return np.where(loss < _NEVER, behind, loss)
+        return np.where(loss < NEVER, behind, loss)
 
     def _staying(self) -> Array:
         """Return the loss of each group if nothing more is requested for it, as it is with what is computed behind."""
@@ -265,15 +262,78 @@ class TimePlanner:
             return self._stay
         return np.where(self._state < 0, self._stay, self._lost_behind(self._stay, self._state))
 
+    def rank(
+        self, view: View, plan: TimePlan, belief: Belief, computed: range, *, sure: bool
+    ) -> list[tuple[float, int, int]]:
+        """Return the upgrades that are worth their price, the first to request last: saving per price, group and track.
+
+        Args:
+            view: the play.
+            plan: what every group should get in the end.
+            belief: rates with which what is requested now may come.
+            computed: groups that are left to the engine.
+            sure: the whole plan will be carried out.
+        """
+        base = self._number[view.ladder.cheapest]
+        here, coming = self._flying < 0, self._flying == base
+        coming &= plan.second_price > view.time_price  # where time is short, layers follow a base that is in flight
+        groups = np.flatnonzero((self._stay < NEVER) & (self._state >= 0) & (here | coming))
+        groups = groups[(groups < computed.start) | (groups >= computed.stop)] if computed else groups
+        if not groups.size:
+            return []
+        loss = self._lost_behind(self._loss, slice(None))[:, groups]
+        saving = np.maximum(0.0, self._staying()[groups] - loss) * (self._moves[:, groups] > 0)
+        decode = self._work(view, self._moves)[:, groups]
+        nbytes = np.maximum(1.0, self._bytes[:, groups])
+        price = max(plan.byte_price, _FREE)
+        discard = max(_WASTE * price, plan.second_price * view.deadline_s / self._whole)
+        cost = price * nbytes + discard * self._waste[:, groups] + plan.decode_price * decode + _FREE
+        columns, left_s = np.arange(groups.size), self._left_s(view)
+        if self.lost() > view.max_loss:
+            left_s = math.inf  # what loses too much is not delivered at the deadline either
+        comes = np.zeros(nbytes.shape)
+        for one, weight in zip(belief.rates, belief.weights, strict=True):
+            begins_s = max(view.ttfb_s, view.outstanding_bytes / one)
+            decoded_s = 0.0 if view.decodes_last else decode
+            comes += weight * (begins_s + nbytes / one + decoded_s <= left_s)
+        worth = comes * saving / np.maximum(cost, price * nbytes)
+        net = comes * saving - cost
+        picks, least = net.argmax(axis=0), 1.0
+        if not view.growing:
+            # Where the deadline leaves time for some groups only, those get what saves most per price.
+            picks = np.where(net.max(axis=0) > 0.0, picks, worth.argmax(axis=0))
+            least = min(1.0, view.time_price / max(plan.second_price, _FREE))
+        apart = np.array([view.ladder.cheapest not in self._stacks[name] for name in self.names])
+        gains = np.where(apart[picks] & coming[groups], 0.0, worth[picks, columns])
+        worthy = np.flatnonzero(gains > max(_FREE, least))
+        # Gains within a factor of `_ALIKE` count alike. Of those, tracks that take longer to decode than to arrive go
+        # first, so that the decoders have work until the end.
+        level = np.floor(np.log(gains[worthy]) / math.log(_ALIKE)) * (not sure)
+        spare = nbytes[picks, columns][worthy] / max(view.rate, _FREE) - decode[picks, columns][worthy] / view.decoders
+        order = np.lexsort((-gains[worthy], np.minimum(0.0, spare), -level))[::-1]
+        return [(float(gains[column]), int(groups[column]), int(picks[column])) for column in worthy[order]]
+
+    @staticmethod
+    def _finer(view: View) -> tuple[float, ...]:
+        """Return the prices of time to try, as multiples of the real one, if the cache may lose only so much."""
+        return _FINER_LEVELS if math.isfinite(view.max_loss) else ()
+
+    @staticmethod
+    def _left_s(view: View) -> float:
+        """Return the seconds in which an upgrade must arrive: to the deadline, or until the last group is published."""
+        if view.time_left <= 0 and math.isfinite(view.max_loss):
+            return math.inf  # a cache that loses too much is not delivered
+        return min(view.time_left, view.ends_s - view.now) if view.coming else view.time_left
+
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
         """Return the upgrade that pays best: its group and track, what it saves and what it costs, in nats.
 
         None if nothing can be improved.
         """
         loss = self._lost_behind(self._loss, slice(None))
-        savings = np.where(self._moves > 0.0, self._staying() - loss, -_NEVER)
+        savings = np.where(self._moves > 0.0, self._staying() - loss, -NEVER)
         if self._cut is not None:
-            savings[:, self._cut :] = -_NEVER
+            savings[:, self._cut :] = -NEVER
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
         prices = view.time_price * seconds
@@ -290,25 +350,9 @@ class TimePlanner:
             return
         for number, name in enumerate(self.names):
             if track in self._stacks[name] and self._moves[number, group]:
-                self._loss[number, group] = self._later[number, group] = _NEVER
+                self._loss[number, group] = NEVER
 
-    def plan_by(self, view: View, rate: float, by_s: float, computed: range, computed_s: float) -> TimePlan:
-        """Return the best plan that ends within ``by_s`` seconds, or the one that ends soonest; else see `plan`."""
-        plan, low, high = self.plan(view, rate, computed, computed_s), 1.0, _MOST_PRICE / view.time_price
-        for _ in range(_HALVINGS if plan.ends_s > by_s else 0):
-            level = math.sqrt(low * high)
-            found = self.plan(view, rate, computed, computed_s, pressed=level)
-            if found.ends_s > by_s:
-                low = level
-            else:
-                high = level
-            if found.ends_s <= by_s or found.ends_s < plan.ends_s:
-                plan = found
-        return plan
-
-    def plan(
-        self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0, *, pressed: float = 1.0
-    ) -> TimePlan:
+    def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
         """Return the best plan at a rate.
 
         Args:
@@ -317,42 +361,52 @@ class TimePlanner:
             computed: groups that the engine is to compute: nothing is planned for them.
             computed_s: seconds until it is done with what it does and with these. Until then network and decoders are
                 for nothing else, so what ends sooner costs no time.
-            pressed: price of time, as a multiple of the play's.
         """
-        price = view.time_price * pressed
+        price = max(view.time_price, _LEAST_PRICE)
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
-        for free in _FREE_LEVELS if computed_s > 0 else ():
+        for more in _DEADLINE_LEVELS:
+            share, level = np.append(share, _TWO_SHARES), np.append(level, np.full(len(_TWO_SHARES), more))
+        for free in (*(_FREE_LEVELS if computed_s > 0 else ()), *self._finer(view)):
             share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), free))
         loss = self._lost_behind(self._loss, slice(None))
-        now = _Options(loss, self._bytes, self._moves, self._waste)
-        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now, self._share)
+        now = _Options(loss, self._bytes, self._work(view, self._moves), self._waste)
+        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now)
         outside = np.ones(len(self._missing))
         outside[computed.start : computed.stop] = 0.0
         nbytes = picked.bytes @ outside
         works = picked.work * outside
-        wait_s = (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
+        wait_s = (nbytes > 0) * max(0.0, view.ttfb_s - view.outstanding_bytes / rate)
         arrives_s = (view.outstanding_bytes + nbytes) / rate + wait_s
         # What comes last is decoded after it has come, in a batch at least.
         batch_s = max(map(view.decode_latency_s, self.names))
         worked_s = works.sum(axis=1)
         last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
         ends_s = np.maximum(last_s, np.maximum(wait_s, self._queued_s(view)) + worked_s) + batch_s
-        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s)
-        best = int(totals.argmin())
+        lost = picked.loss @ outside
+        totals = lost + view.time_price * np.maximum(ends_s, computed_s) + excess(lost, view)
+        left_s = self._left_s(view)
+        late_s = np.maximum(0.0, ends_s - left_s)
+        # A higher price of time is for what would be late otherwise.
+        usual = np.append(late_s[level <= 1.0], np.inf).min() <= 0.0
+        best = int((totals + _LATE * late_s + np.where(usual & (level > 1.0), NEVER, 0.0)).argmin())
         idle = np.inf
         if not (self._missing * outside).any():
-            idle = float(self._staying() @ outside) + price * max(
-                view.outstanding_bytes / rate, view.decode_backlog_s + self._flying_s(view), computed_s
+            staying = float(self._staying() @ outside)
+            idle = (
+                staying
+                + float(excess(staying, view))
+                + view.time_price
+                * max(view.outstanding_bytes / rate, view.decode_backlog_s + self._flying_s(view), computed_s)
             )
         paid = price * float(level[best])
         return TimePlan(
             picked.tracks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
-            paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders,
+            paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders, paid,
         )  # fmt: skip
 
     def _later_options(self, view: View) -> _Options:
         """Return what can be chosen once what is in flight has arrived, and upgrades in flight may also be dropped."""
-        loss, nbytes, moves, waste = self._later, self._bytes, self._moves, self._waste
+        loss, nbytes, moves, waste = self._loss, self._bytes, self._moves, self._waste
         if view.in_flight.upgrades:
             loss, nbytes, moves, waste = loss.copy(), nbytes.copy(), moves.copy(), waste.copy()
         flying: dict[int, list[Transfer]] = {}
@@ -369,13 +423,12 @@ class TimePlanner:
                 for number, name in enumerate(self.names):
                     if transfer.track in self._stacks[name]:
                         nbytes[number, group] -= transfer.bytes - transfer.remaining
-        return _Options(loss, nbytes, moves, waste)
+        return _Options(loss, nbytes, self._work(view, moves), waste)
 
-    def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options, share: Array) -> _Picked:
+    def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options) -> _Picked:
         """Return the cheapest track of each group at several prices of a second of link and decoders."""
-        decode: Array = np.array([view.decode_s(name) for name in self.names]) / view.decoders
-        work = decode[:, None] * share * options.moves
-        discard = _DISCARD * (link + decoding)[:, None, None] * view.deadline_s / self._whole
+        work = options.work / view.decoders
+        discard = (link + decoding)[:, None, None] * view.deadline_s / self._whole
         link = link[:, None, None] / rate
         cost = (
             options.loss
@@ -387,37 +440,48 @@ class TimePlanner:
         groups = np.arange(picks.shape[1])
         return _Picked(picks, options.bytes[picks, groups], work[picks, groups], options.loss[picks, groups])
 
+    def _work(self, view: View, moves: Array) -> Array:
+        """Return the seconds to decode each option, less those of what it replaces before that is decoded."""
+        decode: Array = np.array([view.decode_s(name) for name in self.names])
+        waiting = np.where(self._flying >= 0, decode[self._flying], 0.0)
+        for group in view.undecoded:
+            if (state := self._state[group]) >= 0:
+                waiting[group] = decode[state]
+        work: Array = (decode[:, None] - waiting) * self._share * moves
+        return work
+
     def _flying_s(self, view: View) -> float:
         """Return the seconds that decoding what is in flight takes."""
         flying = self._flying[self._flying >= 0]
         if not flying.size:
             return 0.0
-        decode: Array = np.array([view.decode_s(name) for name in self.names]) / view.decoders
-        return float(decode[flying].sum())
+        decode: Array = np.array([view.decode_s(name) for name in self.names])
+        spared = sum(bool(self._flying[group] >= 0) for group in view.undecoded) * view.decode_s(view.ladder.cheapest)
+        return max(0.0, float(decode[flying].sum()) - spared) / view.decoders
 
     def _queued_s(self, view: View) -> float:
         return view.decode_backlog_s + self._flying_s(view)
 
-    def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[_Options, Array, Array]:
+    def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[_Options, Array]:
         """Return what can be chosen for the parts of a prompt that begin at some groups, and what is in flight of them.
 
-        The second array is each part's share in decoding; the third has bytes and requests, by part.
+        The second array has bytes and requests, by part.
         """
-        options, share, held = self._later_options(view), self._share, np.zeros((2, len(self._missing)))
+        options, held = self._later_options(view), np.zeros((2, len(self._missing)))
         for transfer in view.in_flight.required.values():
             held[:, transfer.group] += transfer.remaining, 1
         if len(starts) == len(self._missing):
-            return options, share, held
+            return options, held
         # Of groups that are taken together some may have better tracks already, and keep them.
-        stay = (options.loss >= _NEVER) & (self._stay < _NEVER)
+        stay = (options.loss >= NEVER) & (self._stay < NEVER)
         together = _Options(
             np.add.reduceat(np.where(stay, self._stay, options.loss), starts, axis=1),
             *(
                 np.add.reduceat(np.where(stay, 0.0, each), starts, axis=1)
-                for each in (options.bytes, options.moves * share, options.waste)
+                for each in (options.bytes, options.work, options.waste)
             ),
         )
-        return together, np.ones(len(starts)), np.add.reduceat(held, starts, axis=1)
+        return together, np.add.reduceat(held, starts, axis=1)
 
     @staticmethod
     def _ready_s(view: View, stops: npt.NDArray[np.intp]) -> Array:
@@ -455,10 +519,10 @@ class TimePlanner:
             ramp: in slow start, the rate that the link begins with, and the seconds in which that doubles.
         """
         groups = len(self._missing)
-        edges, apart = np.arange(groups + 1), groups // _MOST_PARTS
+        edges, apart = np.arange(groups + 1), groups // MAX_PARTS
         if apart > 1:
             edges = np.union1d(np.append(stops, first), edges[:groups:apart])
-        options, share, held = self._parts(view, starts := edges[edges < groups])
+        options, held = self._parts(view, starts := edges[edges < groups])
         work = SharedWork(view, rate, ramp, stops, engine_s, inherited, np.searchsorted(edges, [first, *stops]))
         flying, requests = work.brought(held)
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
@@ -478,7 +542,7 @@ class TimePlanner:
             """Return the best divisions with what groups get at some prices of time and shares of the link in them."""
             link = np.concatenate([price * shares for price, shares in prices])
             decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
-            picked = self._pick(view, rate, link, decoding, options, share)
+            picked = self._pick(view, rate, link, decoding, options)
             sums = work.brought(np.array((picked.work, picked.bytes, picked.loss)))
             if behind is not None:
                 used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
@@ -494,6 +558,7 @@ class TimePlanner:
             return work.least(lost, np.maximum(network_s, ready_s), begun)
 
         prices = [(view.time_price, _FEW_SHARES)]
+        prices += [(level * max(view.time_price, _LEAST_PRICE), _TWO_SHARES) for level in self._finer(view)]
         if not view.front_first:  # where the engine takes longer, the network's time is worth less
             prices += [(level * view.time_price, _FEW_SHARES) for level in _ENGINE_LEVELS]
         found = divided(prices)
@@ -501,11 +566,3 @@ class TimePlanner:
             least = max(view.time_price, _LEAST_PRICE)
             found = better(divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found
-
-    def bytes_to(self, group: int, number: int) -> float:
-        """Return the bytes that a group still needs for a track."""
-        return float(self._bytes[number, group])
-
-    def stays(self, group: int, number: int) -> bool:
-        """Return whether a track is the one that a group has."""
-        return not self._moves[number, group]

@@ -309,6 +309,8 @@ class View:
     """Price of a second of engine time, in nats per token."""
     time_price: float = 0.0
     """Price of a second before the first token, in nats per generated token."""
+    max_loss: float = float("inf")
+    """Expected loss above which no cache is delivered, nats per generated token; infinite: any is."""
     decoders: int = 1
     """Groups that are decoded at the same time."""
     oracle: Future | None = None
@@ -459,6 +461,11 @@ class View:
         """Return the layers that ``track`` needs above ``current``, lowest first; all if it does not refine it."""
         layers = self.ladder.stacks[track]
         return layers[layers.index(current) + 1 :] if current in layers else layers
+
+    def extends(self, group: int, track: str) -> bool:
+        """Return whether a track adds layers to the one that is in flight for a group."""
+        current = self.track_of[group]
+        return current != track and current in self.ladder.stacks[track] and group in self.in_flight.groups
 
     def best_track(self, group: int, max_bytes: float) -> str:
         """Return the track of least loss with at most ``max_bytes`` for this group; the cheapest track if none fits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvabr.abr.compute_planner import computed_before_a_lookup, computed_on_any_link
+from kvabr.abr.planner import computed_before_a_lookup, computed_on_any_link
 from kvabr.abr.plugins import policy_class
 from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.client.options import PlayOptions, guard_s

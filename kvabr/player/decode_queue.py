@@ -333,5 +333,7 @@ class DecodeQueue:
         """Return whether what has arrived of a group has waited for what is in flight long enough."""
         longest_s, progress = self._longest_s, self._progress[group]
         came_s = min(one.done_s or 0.0 for one in progress.arrived)
+        if progress.arrived[-1].track not in self._view.ladder.stacks[progress.flying[-1].track]:
+            return now - came_s >= _WAITS * longest_s  # what comes replaces it, and decoding it would be for nothing
         asked_s = max(one.requested_s for one in progress.flying)
         return now - max(came_s, min(asked_s, came_s + _WAITS * longest_s)) >= longest_s

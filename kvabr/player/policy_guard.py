@@ -117,7 +117,8 @@ class PolicyGuard(PolicyCalls):
         current = view.track_of[group]
         if decision.kind == "fetch" and group not in view.missing:
             return f"asked to fetch group {group}, which is not missing (it has {current})"
-        if decision.kind == "upgrade" and (group not in view.settled or current == track):
+        settled = (group in view.settled and current != track) or view.extends(group, track)
+        if decision.kind == "upgrade" and not settled:
             return f"asked to upgrade group {group} to {track}: it is not settled, or has that track (it has {current})"
         return None
 

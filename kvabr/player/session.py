@@ -89,6 +89,11 @@ from kvabr.types.events import (
 
 _PLAN_AFTER = 0.1
 """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
+_DECIDED = 0.9
+"""The same for policies that divide the work themselves: this is for what they did not expect."""
+_LONGEST_PLAY = 4.0
+"""Time that a play takes at most, as a multiple of that of computing everything; half as much measures rates twice as
+often."""
 _SLOW_START = 0.5
 """Share of the deadline that slow start takes at most, as far as what is left to an engine is concerned."""
 _ASKED = 64
@@ -132,6 +137,7 @@ class Session:
             front_first=cost is not None and mode == "suffix",
             gpu_price=config.gpu_price,
             time_price=config.time_price,
+            max_loss=config.max_loss,
             decoders=config.decoders,
             oracle=oracle,
             decode_seconds=None if decode_rates is None else decode_rates.seconds,
@@ -145,9 +151,12 @@ class Session:
         self.groups = Groups(self.view, records)
         self.events = EventLog(log, self.view)
         self.guard = PolicyGuard(policy, self.view)
-        self.tick_s = self.next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
+        horizon_s = deadline_s
+        if cost is not None and config.time_price > 0:  # a long deadline is not what a play with an engine takes
+            horizon_s = min(deadline_s, _LONGEST_PLAY * cost.seconds(0, ladder.catalog.tokens))
+        self.tick_s = self.next_tick_s = min(horizon_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
-        self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)
+        self._sampler = SourceSamplers(estimators, horizon_s, self.events.limited, chunked=config.chunked)
         self.view.told_rate = self._sampler.told_rate
         self._best_rate = 0.0
         self.sources = Sources(self._sampler, self.view, offers, round_trips)
@@ -401,7 +410,7 @@ class Session:
                 if now - transfer.requested_s >= LEAST_SILENCE_S:
                     self._not_local(transfer)
         self.look(now)
-        if self.guard.policy.abandons:
+        if self.guard.policy.abandons and not self.record.late_for_loss:
             self._abandon(now)
         self._move(now)
         if self._stalls is not None:
@@ -644,9 +653,9 @@ class Session:
         """Re-plan what is left to the engine, and start what it can compute now."""
         alone = self.guard.policy.computes
         after = 1.0 if alone else _PLAN_AFTER
-        if self.guard.policy.divides and not self.view.front_first and math.isfinite(self.config.gpu_price):
+        if self.guard.policy.divides and math.isfinite(self.config.gpu_price):
             # In slow start such a policy knows better than what it brings so far.
-            after = max(after, _SLOW_START * (self.view.growing or self.view.rate <= 0))
+            after = max(after, _SLOW_START if self.view.growing or self.view.rate <= 0 else _DECIDED)
         dead = not alone and self._dead(now)
         if dead or now >= after * self.view.deadline_s:
             dead = dead or lane.overdue(now, self.groups.absent)
@@ -730,6 +739,13 @@ class Session:
                 break
             *below, top = queue.begin(group, self.record.groups[group].track)
             self._actions.append(Decode(top.request, group, top.track, tuple(one.request for one in below)))
+
+    def compute_all(self, now: float) -> bool:
+        """Leave all groups to the engine; False: there is none."""
+        if self.engine is None:
+            return False
+        self._leave_to_engine(range(self.catalog.groups), now, asked=True)
+        return True
 
     def engine_done(self, begun_s: float, now: float) -> None:
         """Count what the engine has done since then. It does one thing after the other, whatever it was asked when."""

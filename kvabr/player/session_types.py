@@ -127,6 +127,9 @@ class PlayerConfig:
     """Whether groups stay compressed, and are decoded when the play has ended; see `View.decodes_last`."""
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per generated token. Zero: only the deadline counts."""
+    max_loss: float = math.inf
+    """Expected loss above which no cache is delivered, nats per generated token: the play computes more, cuts the
+    prefix, or misses the deadline. Infinite: any loss is accepted."""
     chunked: bool = False
     """Whether bytes are reported as they are read from a transport, in chunks, rather than as they flow."""
     stalled_after: float | None = None
@@ -141,6 +144,8 @@ class PlayerConfig:
         if not self.gpu_price >= 0:
             raise UsageError(f"the price of engine time is {self.gpu_price}; it must be zero or more nats per second")
         check_decoders(self.decoders)
+        if not self.max_loss >= 0:
+            raise UsageError(f"max_loss is {self.max_loss:g}; it must be zero or more nats per token")
         if not 0 <= self.time_price < math.inf:
             raise UsageError(f"the price of time is {self.time_price}; it must be zero or more nats per second, finite")
 
@@ -377,6 +382,8 @@ class PlayRecord:
     all before the first one that is missing."""
     gave_up: str | None = None
     """Why the play was given up."""
+    late_for_loss: bool = False
+    """Whether a complete cache missed the deadline since it lost more than `PlayerConfig.max_loss`."""
     live: LiveRecord | None = None
     """None if the asset was complete when the play began."""
     blend: BlendRecord | None = None

@@ -33,7 +33,7 @@ def test_upgrades_replace_only_what_is_worse_and_stop_at_the_deadline():
     assert upgrade.priority >= 128
     play.timer(0.96)
     decode_all(play, play.actions(), 0.96)
-    assert play.record.groups[0].source == "upgraded"
+    assert play.record.groups[0].track not in {None, "AC-5x"}
     play.timer(1.0)
     actions = play.actions()
     assert [cancel.request for cancel in of(actions, Cancel)] == [upgrade.request]

@@ -101,7 +101,7 @@ def fetches_until_quiet(play, fails, share):
     return asked
 
 
-@pytest.mark.parametrize("policy", ["cheapfirst", "anytime"])
+@pytest.mark.parametrize("policy", ["cheapfirst"])
 def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_others(policy):
     play = Session(
         Ladder(catalog(3, layered=True)),
@@ -118,7 +118,7 @@ def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_oth
     assert [group.track == "base" for group in play.record.groups] == [True, False, False]
 
 
-@pytest.mark.parametrize("policy", ["cheapfirst", "anytime:waste=0.01"])
+@pytest.mark.parametrize("policy", ["cheapfirst"])
 def test_damage_on_one_track_leaves_a_group_the_other_tracks(policy):
     offer = catalog(3, layered=True)
     play = Session(Ladder(offer), 5.0, load_policy(policy)(), HarmonicMean(), config=PlayerConfig(time_price=0.0))

@@ -103,11 +103,11 @@ def test_a_replacement_that_arrives_while_the_old_track_is_decoded_is_not_lost()
     play.done(fetch.request, 0.1)
     actions = play.actions()
     (better,) = of(actions, FetchGroup)
-    play.timer(0.5)  # it has waited long enough for the replacement
+    play.timer(1.5)  # it has waited long enough for the replacement
     (decode,) = of([*actions, *play.actions()], Decode)
-    play.done(better.request, 0.6)
-    play.decoded(decode.request, 0.7)
-    assert of(decode_all(play, play.actions(), 0.7), Deliver)
+    play.done(better.request, 1.6)
+    play.decoded(decode.request, 1.7)
+    assert of(decode_all(play, play.actions(), 1.7), Deliver)
     assert play.record.groups[0].track == "FP16"
 
 

@@ -1,77 +1,49 @@
-"""``anytime``: the base of every group, then enhancements in the order of loss saved per byte.
+"""``anytime``: the base of every group first, then what saves most, as the planner says.
 
 With tracks that nest as layers, the best cache for every number of bytes is a prefix of one fixed sequence. A player
-that fetches in that order needs no prediction to match one that knows the future, except for the end: what it requests
-must still arrive. What remains to decide is how much to keep in flight.
+that fetches in that order needs no prediction to match one that knows the future. The planner
+(`kvabr.abr.planner`) decides what the engine computes and which track every group should end on; this policy decides
+in which order that is requested.
 
-- The base is requested at once, and the rest is sent behind it. Groups that gain most from an enhancement go first, or
-  the earliest if the engine discards everything behind a miss, or the last while an engine comes from the front, or may
-  come once the rate is known better. If decoding the base takes most of the time, it is
-  requested little by little, on the track that completes soonest.
-- Enhancements are requested just before the link runs dry: requests in flight cannot be reordered. One is requested if
-  it arrives by the deadline at the lower bound of the rate. With nothing in flight, more than the expected rate may be
-  assumed, because an idle link wastes no bytes. One that saves very much is requested in any case.
-- An engine with spare time computes what costs it less than it costs the network, see `kvabr.abr.compute_planner`.
-- While a cache is being prefilled, the publisher pushes the base of each group that it publishes, and what is idle
-  until the last group exists goes to enhancements of those before it.
-- A track that replaces another pays for the group a second time. It is chosen where no layer is left to add, as long as
-  all such tracks together save a noticeable amount; or instead of a layer, where it pays even at half the rate.
+- The base of every group is requested at once. An undecoded base is replaced for next to nothing, and with it in place
+  nothing can go wrong any more. If the base is a large part of all that is planned, groups are requested on their
+  final tracks, as long as everything should come in time at the low end of the belief.
+- Then upgrades follow, just before the link runs dry: on the planned track if the whole plan should come in time at the
+  low end of the belief, and otherwise by the layer that saves most per byte among those that should arrive.
+- The play ends once nothing more is worth its wait. In an outage it waits as long as that costs less than what is lost.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping
-from heapq import heappop, heappush
-from itertools import accumulate, islice
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
-from kvabr.abr.policies.time_saver import TimeSaver
+from kvabr.abr.belief import RECOVERED, SLOW, LinkBelief
+from kvabr.abr.estimator import WINDOW
 from kvabr.abr.policy import Decision, Division, Parameter, Policy
 from kvabr.abr.view import View
-from kvabr.types.catalog import Track
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from kvabr.abr.compute_planner import ComputePlanner
+    from kvabr.abr.planner import ComputePlanner
+    from kvabr.abr.time_planner import TimePlan
 
 _LEAST_FLYING = 2
-"""Minimum number of requests in flight while there is something to request."""
-_FIRST_FLYING = 4
-"""Requests in flight while no rate is known and decoding is slow."""
-_LOOKED_AT = 8
-"""Maximum number of upgrades examined to find one that fits the remaining time."""
-_BLIND = 0.25
-"""Spare bytes, as a share of the base, that price bytes for the engine while no rate is known."""
-_RICH = 0.5
-"""Share of the rate that must suffice to skip a layer in favour of a track that replaces the group."""
-_SKIPPED = 0.1
-"""Share of ``waste`` that such a track must save on one group, beyond its last layer."""
-_DECODED_SHARE = 0.6
-"""Share of the time left that decoding what has arrived may take, before other tracks replace it."""
-_SOONER = 0.5
-"""Share of the base's decode time that such a track may take."""
-_LAST_ARRIVED = 64
-"""Groups that arrived last which are looked at for one to replace."""
-_SLOW = 0.8
+"""Requests in flight at least while there is something to request; half starves the link between two events."""
+_GROWING_TTFB = 4.0
+"""Times to a first byte that the bytes in flight last at the rate so far, in slow start."""
+_AHEAD_SHARE = 0.01
+"""Share of the deadline that the bytes in flight last, beyond round trips."""
+_SAME_RATE, _SAME_TIME, _FOLLOWED_SHARE = 0.05, 0.01, 1 / 16
+"""A plan holds until the rate has changed by this share, for this share of the deadline, and for so many groups."""
+_CHEAP_BASE = 0.05
+"""Share of the planned bytes up to which the base of every group comes first."""
+_SPARE = 2.0
+"""How many times a plan must fit into the time left, on a link that earlier plays know, to need no base first."""
+_HOPE = 0.6
+"""Share of what a play loses that it spends on waiting for a link to recover."""
+_SLOW_BASE = 0.8
 """Share of the deadline beyond which decoding the base counts as slow."""
-
-
-class _Offer(NamedTuple):
-    """One upgrade of one group; better ones sort first."""
-
-    rank: float
-    """Loss saved per byte, negated."""
-    number: int
-    """Creation order; of equal offers, the older one sorts first."""
-    group: int
-    below: str
-    """The track that it builds on or replaces."""
-    track: Track
-    saving: float
-    replaces: bool
 
 
 class Anytime(Policy):
@@ -83,84 +55,32 @@ class Anytime(Policy):
     divides: ClassVar[bool] = True
     parameters: ClassVar[Mapping[str, Parameter]] = {
         "ahead_ttfb": Parameter(0.5, 4.0, 1.5),
-        "ahead_share": Parameter(0.005, 0.1, 0.02, log=True),
-        "hope": Parameter(0.5, 2.0, 1.25),
-        "stake": Parameter(1e-4, 1e-1, 2e-3, log=True),
-        "waste": Parameter(1e-6, 1e-1, 5e-4, log=True),
-        "sure": Parameter(0.1, 1.0, 0.6),
     }
 
-    def __init__(
-        self,
-        *,
-        ahead_ttfb: float = 1.5,
-        ahead_share: float = 0.02,
-        hope: float = 1.25,
-        stake: float = 2e-3,
-        waste: float = 5e-4,
-        sure: float = 0.6,
-    ) -> None:
-        """Set the policy's parameters.
-
-        Args:
-            ahead_ttfb: target of bytes in flight: this many times the time to first byte,
-            ahead_share: plus this share of the deadline.
-            hope: with nothing in flight, an upgrade may assume this multiple of the expected rate.
-            stake: an upgrade that saves this many nats per token is tried whatever its estimated arrival.
-            waste: nats per token that all replacing tracks together must be able to save before any group is paid for
-                twice.
-            sure: groups are requested on their final track at once if everything should come within this share of the
-                time left, at the lower bound of the rate.
-        """
-        self._ahead_ttfb, self._ahead_share = ahead_ttfb, ahead_share
-        self._hope, self._stake, self._waste = hope, stake, waste
-        self._sure = sure
+    def __init__(self, *, ahead_ttfb: float = 1.5) -> None:
+        """Set the policy's parameter: times to first byte for which the bytes in flight last."""
+        self._ahead_ttfb = ahead_ttfb
 
     def start(self, view: View) -> None:
-        """Work out what builds on what, and the order of the base."""
-        catalog, groups = view.catalog, range(view.groups)
-        self._tracks = catalog.by_name
-        base = self._base = self._tracks[view.ladder.cheapest]
-        self._above = view.ladder.above
-        alone = self._alone = [track for track in view.ladder.tracks if track is not base]
-        losses = [track.loss for track in alone] or [(0.0,) * view.groups]
-        self._least = list(map(min, zip(*losses, strict=True)))
-        """Least loss of each group on any track that replaces another."""
-        top = base
-        while top.name in self._above:
-            top = self._above[top.name][0]
-        self._gains = [max(0.0, top.loss[group] - self._least[group]) if alone else 0.0 for group in groups]
-        self._gain = sum(self._gains)
-        """Total that replacing tracks could save beyond the last layer."""
-        self._offers: list[_Offer] = []
-        self._heard = self._made = 0
-        self._mean = self._until_s = 0.0
-        self._slow = view.decode_s(base.name) * view.groups / view.decoders > _SLOW * view.deadline_s
-        self._order = list(groups) if view.front_first else self._by_gain(view)
-        self._asked = 0
-        self._spared_for = self._priced_for = 0
-        """For how many more decisions what follows holds, see `View.keeps`."""
-        self._spared_s = 0.0
-        """Seconds of decoding that are spared by what is in flight for groups that have arrived."""
-        self._priced: list[int] = []
-        """Bytes of the upgrades on offer up to each, the best first."""
-        self._worths: list[float] = []
-        """Loss that each of them saves per byte."""
-        self._spent = 0
-        """Bytes of all upgrades requested."""
-        self._byte_price = 0.0
-        """Value of a byte, nats per token."""
-        self._planner: ComputePlanner | None = None
-        self._saver: TimeSaver | None = None
-        if view.time_price > 0 or view.cost is not None:
-            from kvabr.abr.compute_planner import ComputePlanner  # noqa: PLC0415  # they load NumPy, slowly
-            from kvabr.abr.time_planner import TimePlanner  # noqa: PLC0415
+        """Set up the planner."""
+        from kvabr.abr.planner import ComputePlanner  # noqa: PLC0415  # they load NumPy, slowly
+        from kvabr.abr.time_planner import TimePlanner  # noqa: PLC0415
 
-            times = TimePlanner(view)
-            if view.time_price > 0:
-                self._saver = TimeSaver(base, times, ahead_ttfb=self._ahead_ttfb, sure=self._sure)
-            if view.cost is not None:
-                self._planner = ComputePlanner(view, times, self._cost)
+        self._base = view.ladder.tracks[0]
+        self._times, self._link = TimePlanner(view), LinkBelief()
+        self._planner: ComputePlanner | None = None
+        if view.cost is not None:
+            self._planner = ComputePlanner(view, self._times, self._link)
+        self._plan: TimePlan | None = None
+        self._planned: tuple[object, ...] = ()
+        self._planned_rate = self._planned_s = 0.0
+        self._followed = self._settled = 0
+        self._ranked: list[tuple[float, int, int]] = []
+        """Upgrades on offer, the first to request last: what they save per price, group and track."""
+        self._over = False
+        self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > _SLOW_BASE * view.deadline_s
+        losses = self._base.loss
+        self._order = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
 
     def decide(self, view: View) -> Decision:
         """Use an idle engine first, then request the base of every group, then upgrades."""
@@ -179,23 +99,13 @@ class Anytime(Policy):
         return decision if decision.kind == "wait" else Decision.wait("the engine computes the rest")
 
     def _decide(self, view: View) -> Decision:
-        self._listen(view)
-        missing, saver = bool(view.missing_groups), self._saver
+        missing = bool(view.missing_groups)
+        self._link.look(view, saved=False)
         if (planner := self._planner) is not None:
-            spend = self._to_spend(view, view.rate, planner.reserved) if view.rate else _BLIND * self._base.total_bytes
-            self._byte_price = view.ladder.price(spend)
             planner.plan(view)
             if (decision := planner.next(view)) is not None:
                 return decision
             missing = planner.outside(view)
-            if saver is not None:
-                saver.share(view, planner.reserved, max(0.0, planner.until_s - view.now), advances=planner.advances)
-        if view.coming and not missing:
-            return self._upgrade(view)  # what comes before the last group exists costs no time
-        if not missing and (sooner := self._hasten(view)) is not None:
-            return sooner
-        if saver is not None and (sooner := saver.request(view) if missing else saver.upgrade(view)) is not None:
-            return sooner
         return self._fetch(view) if missing else self._upgrade(view)
 
     @property
@@ -205,283 +115,187 @@ class Anytime(Policy):
 
     def will_replace(self, view: View, group: int) -> bool:
         """Return whether the plan has another track for a group."""
-        return self._saver is not None and self._saver.will_replace(view, group)
+        plan = self._plan
+        if plan is None or self._over or view.rate <= 0:
+            return False
+        return self._times.names[plan.targets[group]] != view.track_of[group]
 
-    # ---------------------------------------------------------- what bytes cost
+    # ------------------------------------------------------------------- plans
 
-    def _to_spend(self, view: View, rate: float, reserved: range = range(0)) -> float:
-        """Return the bytes available for all upgrades at ``rate`` until the deadline, past upgrades included."""
-        base = max(0, len(view.missing_groups) - len(reserved)) * self._base.total_bytes / view.groups
-        return self._spent + rate * view.time_left - view.outstanding_bytes - base
+    def _computed(self, view: View) -> tuple[range, float]:
+        """Return the groups that the engine computes, and the seconds until it is done."""
+        if self._planner is None:
+            return range(0), 0.0
+        return self._planner.reserved, max(0.0, self._planner.until_s - view.now)
 
-    def _cost(self, group: int, current: str | None) -> float:
-        """Return the cost of leaving a group to the network: its final loss plus the value of the bytes it takes."""
-        price = self._byte_price
-        if current is None:
-            current, spent = self._base.name, price * self._base.bytes[group]
-        else:
-            spent = 0.0
-        least = self._tracks[current].loss[group]
-        if price == float("inf"):
-            return spent + least
-        for layer in self._above.get(current, ()):
-            least = min(least, self._layered(group, layer, price))
-        instead = (price * track.bytes[group] + track.loss[group] for track in self._alone)
-        return min(spent + least, min(instead, default=float("inf")))
+    def _plan_for(self, view: View) -> TimePlan:
+        """Return the plan at the present rate; it is kept while little changes."""
+        computed, computed_s = self._computed(view)
+        case = (
+            bool(view.missing_groups),
+            view.growing,
+            view.added // (view.keeps + 1),
+            bool(computed),
+            ((computed.start if view.front_first else computed.stop) // (view.keeps + 1)),
+        )
+        plan, settled = self._plan, len(view.settled.history)
+        if (
+            plan is None
+            or case != self._planned
+            or abs(view.rate - self._planned_rate) > _SAME_RATE * self._planned_rate
+            or view.now - self._planned_s > _SAME_TIME * view.deadline_s
+            or self._followed > _FOLLOWED_SHARE * view.groups
+            or (settled - self._settled > view.keeps and not view.missing_groups)
+        ):
+            rate = view.rate or self._link.best_rate * RECOVERED or self._base.total_bytes / max(view.time_left, 1e-3)
+            if view.rate < SLOW * self._link.best_rate:
+                rate = max(rate, RECOVERED * self._link.best_rate) if self._hopes(view) else rate
+            self._times.sync(view)
+            self._times.cut_at(computed.start if view.front_first and computed else None)
+            plan = self._times.plan(view, self._link.grown(view, rate), computed, computed_s)
+            self._plan, self._planned, self._over = plan, case, False
+            self._planned_rate, self._planned_s = view.rate, view.now
+            self._followed, self._settled = 0, settled
+            arrivals, sure = self._link.arrivals(view, rate), self._sure(view, plan)
+            self._ranked = self._times.rank(view, plan, arrivals, computed, sure=sure)
+        return plan
+
+    def _enough(self, view: View, first: int = _LEAST_FLYING) -> bool:
+        """Return whether the bytes in flight last until a new request begins to arrive."""
+        if view.rate <= 0:
+            return len(view.in_flight) >= first
+        round_trips = _GROWING_TTFB if view.growing else self._ahead_ttfb
+        ahead_s = round_trips * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
+        return len(view.in_flight) >= _LEAST_FLYING and view.outstanding_bytes > view.rate * ahead_s
 
     # ---------------------------------------------------------------- the base
 
     def _fetch(self, view: View) -> Decision:
         name = self._base.name
-        if self._slow:
-            if self._enough(view, _FIRST_FLYING):
+        if self._slow_base:
+            if self._enough(view):
                 return Decision.wait("enough is in flight, and decoding is slow")
             name = view.soonest_track()
-        if view.prefix and self._saver is not None and self._saver.enough(view):
+        if view.rate > 0 and (final := self._final(view)) is not None:
+            return final
+        if view.prefix and self._enough(view):
             return Decision.wait("enough is in flight, and the play may be cut before the rest")
-        missing, order = view.missing_groups, self._order
-        if view.front_first and len(missing) == 1 and (found := self._last_with_more(view)) is not None:
-            return found
-        if self._planner is not None and view.in_order and not self._planner.reserved:
-            return Decision.fetch(next(iter(missing)), name, "the base comes first, in the order of the prompt")
-        if self._planner is not None and self._planner.advances and not view.front_first:
-            group = next(reversed(missing))  # the engine comes from the front
-            return Decision.fetch(group, name, "the base comes first, from the back")
-        group = next(iter(missing))  # the first missing group; if it was requested before, it was lost
-        if view.rate > 0 and not view.growing and view.slack_s() < 0:
-            # Of an incomplete cache, what comes before the first missing group can be used.
-            return Decision.fetch(group, name, "not all may come in time: the earliest groups come first")
-        while self._asked < len(order):
-            self._asked += 1
-            if order[self._asked - 1] in missing:
-                group = order[self._asked - 1]
-                break
-        return Decision.fetch(group, name, "the base of every group comes first")
+        return Decision.fetch(self._next_group(view), name, "the base of every group comes first")
 
-    def _last_with_more(self, view: View) -> Decision | None:
-        """Request the last missing group with its next layer at once, if no upgrade on offer saves more per byte.
+    def _final(self, view: View) -> Decision | None:
+        """Request a group on its planned track, or wait; None: the base comes first.
 
-        An upgrade is on offer once its group is in place, which may be too late for a group that comes last.
+        It does so unless it is too dear, or a link that is as fast as earlier plays said is still in slow start.
         """
-        group = next(iter(view.missing_groups))
-        if view.rate <= 0 or (more := self._best(view, group, self._base.name)) is None or more.replaces:
+        plan, left = self._plan_for(view), len(view.missing_groups)
+        if view.growing or view.outstanding_bytes + plan.bytes > view.lower_bound * view.time_left:
             return None
-        nbytes = more.track.bytes[group]
-        if (self._offers and self._offers[0].rank <= more.rank) or nbytes > view.lower_bound * view.slack_s():
+        base = plan.byte_price * self._base.total_bytes / view.groups
+        base += plan.decode_price * view.decode_s(self._base.name)
+        window = WINDOW * 2.0 ** min(64.0, view.now / max(view.ttfb_s, 1e-3))
+        ramps = view.told_rate > 0 and window < view.rate * view.ttfb_s
+        sure = self._sure(view, plan)
+        if base * left <= _CHEAP_BASE * plan.second_price * plan.ends_s and not (ramps or sure):
             return None
-        if not self._pays(view, more):
+        group = self._next_group(view, least=True)
+        track = self._times.names[plan.targets[group]]
+        if self._base.name in view.ladder.stacks[track] and not sure:
             return None
-        self._spent += nbytes
-        return Decision.fetch(group, more.track.name, "the last base, with the layer that saves most per byte")
+        if self._enough(view):
+            return Decision.wait("enough is in flight")
+        self._follow(group, track)
+        return Decision.fetch(group, track, f"cheapest in the end; everything takes {plan.ends_s:.2f} s more")
 
-    def _hasten(self, view: View) -> Decision | None:
-        """Replace what waits to be decoded by what is decoded sooner, if all of it would take too long."""
-        left_s = _DECODED_SHARE * view.time_left
-        if view.decode_backlog_s <= left_s or view.rate <= 0 or self._enough(view):
-            return None
-        self._spared_for -= 1
-        if self._spared_for <= 0:
-            flying = {one.group: one.track for one in view.in_flight.values() if one.group in view.undecoded}
-            base_s, self._spared_for = view.decode_s(self._base.name), view.keeps
-            self._spared_s = sum(max(0.0, base_s - view.decode_s(track)) for track in flying.values()) / view.decoders
-        if view.decode_backlog_s - self._spared_s <= left_s:
-            return None
-        arrives_s = max(view.ttfb_s, view.outstanding_bytes / view.rate)
-        for group in islice(reversed(view.undecoded), _LAST_ARRIVED):  # they have to wait anyway
-            current = view.track_of[group]
-            if group not in view.settled or current not in self._tracks:
-                continue
-            most_s = _SOONER * view.decode_s(current)
-            found = [one for one in self._alone if (group, one.name) not in view.unavailable]
-            found = [one for one in found if view.decode_s(one.name) <= most_s]
-            track = min(found, key=lambda one: one.bytes[group], default=None)
-            if track is None:
-                continue
-            if arrives_s + track.bytes[group] / view.rate > view.decode_backlog_s:
-                return None
-            return Decision.upgrade(group, track.name, "what has arrived would be decoded too late, and this sooner")
-        return None
+    @staticmethod
+    def _sure(view: View, plan: TimePlan) -> bool:
+        """Return whether the link is as fast as in earlier plays, and the plan would bear a long outage."""
+        return 0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate and _SPARE * plan.ends_s < view.time_left
+
+    def _next_group(self, view: View, *, least: bool = False) -> int:
+        """Return the missing group to request: that which loses most, unless an engine needs or computes the front.
+
+        ``least``: that which loses least, as it is the smallest, and so is decoded while the others come.
+        """
+        missing = view.missing_groups
+        late = view.rate > 0 and not view.growing and view.slack_s() < 0
+        if view.front_first or view.in_order or late:
+            return next(iter(missing))  # of an incomplete cache, what comes before the first missing group can be used
+        if self._planner is not None and self._planner.advances:
+            return next(reversed(missing))  # the engine comes from the front
+        order = self._order
+        while order:
+            if order[-1 if least else 0] in missing:
+                return order[-1 if least else 0]
+            if least:
+                order.pop()
+            else:
+                order.popleft()
+        return next(iter(missing))  # what was requested before and lost
+
+    def _follow(self, group: int, track: str) -> None:
+        self._followed += 1
+        self._times.follow(group, track)
 
     # ------------------------------------------------------------ the upgrades
 
-    def _enough(self, view: View, first: int = 0) -> bool:
-        """Return whether the bytes in flight last until a new request begins to arrive."""
-        flying = len(view.in_flight)
-        if view.rate <= 0:
-            return flying >= first
-        if flying < _LEAST_FLYING:
-            return False
-        return view.outstanding_bytes > view.rate * (
-            self._ahead_ttfb * view.ttfb_s + self._ahead_share * view.deadline_s
-        )
-
     def _upgrade(self, view: View) -> Decision:
-        """Request the upgrade that saves most per byte among those that arrive in time and are worth it."""
-        if view.now > self._until_s:
-            self._mean += (view.rate - self._mean) * (view.now - self._until_s) / view.now
-            self._until_s = view.now
-        # Until the next group is published an idle link costs nothing, and what is pushed may be too little to measure.
-        blind = view.coming and view.rate <= 0 and not view.in_flight
-        enough = self._enough(view) and not blind
-        rate = view.lower_bound if view.in_flight else self._hope * max(view.rate, self._mean)
-        if blind:
-            rate = float("inf")
-        offer = self._in_time(view, rate, staking=enough)
-        if offer is not None and not self._pays(view, offer):
-            heappush(self._offers, offer)
-            return Decision.wait("no upgrade is worth its wait")
-        if offer is None:
-            if enough:
-                return Decision.wait("enough is in flight")
-            return Decision.wait("no upgrade would arrive in time" if self._offers else "there is nothing to add")
-        offer = self._instead(view, offer)
-        self._spent += offer.track.bytes[offer.group]
-        kilobytes = offer.track.bytes[offer.group] / 1e3
-        reason = f"saves {offer.saving:.2e} nats with {kilobytes:.0f} kB, the most per byte"
-        return Decision.upgrade(offer.group, offer.track.name, reason)
+        if view.rate <= 0 and view.in_flight:
+            return Decision.wait("no rate is known")
+        if view.rate <= 0 and not (view.time_left > 0 and (self._hopes(view) or view.coming)):
+            if view.missing_groups:
+                return Decision.wait("no rate is known, and the engine computes the rest")
+            return Decision.finish("no rate is known, and nothing is worth a try")
+        plan = self._plan_for(view)
+        if self._over:
+            return Decision.wait("the play is over")
+        scarce = plan.second_price > view.time_price  # then a plan is for whole groups, and part of it may do
+        if plan.objective >= plan.idle_objective and not (scarce or view.coming or self._hopes(view)):
+            return self._end(view)
+        if self._enough(view):
+            return Decision.wait("enough is in flight")
+        while self._ranked:
+            gain, group, number = self._ranked.pop()
+            track = self._times.names[number]
+            settled = group in view.settled and view.track_of[group] != track
+            if (settled or view.extends(group, track)) and (group, track) not in view.unavailable:
+                self._follow(group, track)
+                return Decision.upgrade(group, track, f"saves {min(gain, 1e6):.1f} times its price")
+        if view.in_flight or view.coming:
+            return Decision.wait("all that is worth the wait is in flight")
+        return self._end(view)
 
-    def _pays(self, view: View, offer: _Offer) -> bool:
-        """Return whether an upgrade is worth its time, if that costs anything."""
-        if self._saver is None or view.coming:
-            return True
-        return self._saver.pays(view, offer.track, offer.group, -offer.rank)
+    def _hopes(self, view: View, flying: float = 0.0) -> bool:
+        """Return whether to wait for a slow link to recover; ``flying``: the loss that what is in flight will spare."""
+        lost, spent = self._times.lost() + flying, view.time_price * (view.now - self._link.fast_s)
+        return _HOPE * lost > spent > 0.0 or (view.rate <= 0 and _HOPE * lost > view.time_price * view.time_left)
 
-    def _instead(self, view: View, offer: _Offer) -> _Offer:
-        """Return a track that replaces the group instead, if the link should carry enough for it in the end."""
-        if offer.replaces or self._gains[offer.group] < _SKIPPED * self._waste:
-            return offer
-        rate = _RICH * min(view.lower_bound, self._mean)
-        group, lost, most = offer.group, self._tracks[offer.below].loss[offer.group], float("inf")
-        if view.ends_s > 0:
-            # What was spent before the last groups existed could not have been spent on them.
-            most = rate * self._left_s(view) - view.outstanding_bytes
-            price = self._price_left(view, most - offer.track.bytes[group])
-        else:
-            price = view.ladder.price(self._to_spend(view, rate))
-        least, best = self._layered(group, offer.track, price), offer.track
-        for track in self._alone:
-            total = price * track.bytes[group] + track.loss[group]
-            if total < least and track.bytes[group] <= most and (group, track.name) not in view.unavailable:
-                least, best = total, track
-        if best is offer.track:
-            return offer
-        return offer._replace(track=best, saving=lost - best.loss[group], replaces=True)
+    def _end(self, view: View) -> Decision:
+        """End the play, or wait for what is in flight if that is worth it."""
+        if not view.in_flight:
+            self._over = True
+            if (found := self._times.next_best(view) if view.rate > 0 else None) is None:
+                return Decision.finish("nothing can be improved")
+            group, track, saving, price = found
+            what = f"{track} of group {group} would save {saving:.1e} nats and cost {price:.1e}"
+            return Decision.finish(f"nothing is worth the wait: {what}")
+        if not view.arrived:
+            return Decision.wait("what is missing is on its way")
+        saves = self._saved_in_flight(view)
+        waited_s = max(0.0, view.outstanding_bytes / view.rate - self._computed(view)[1])  # the engine is waited for
+        if saves >= view.time_price * waited_s:
+            return Decision.wait("nothing more is worth the wait")
+        if self._hopes(view, saves):
+            return Decision.wait("the link carries next to nothing; what is in flight shows when it recovers")
+        self._over = True
+        return Decision.deliver("what is in flight is not worth the wait")
 
-    def _price_left(self, view: View, spare: float) -> float:
-        """Return the loss per byte that is left to save once ``spare`` bytes are spent on the upgrades on offer."""
-        self._priced_for -= 1
-        if self._priced_for <= 0:
-            settled, track_of = view.settled, view.track_of
-            here = [one for one in sorted(self._offers) if one.group in settled and track_of[one.group] == one.below]
-            self._worths, self._priced_for = [-offer.rank for offer in here], view.keeps
-            self._priced = list(accumulate(offer.track.bytes[offer.group] for offer in here))
-        index = bisect_right(self._priced, spare)
-        return self._worths[index] if index < len(self._worths) else 0.0
-
-    def _layered(self, group: int, layer: Track, price: float) -> float:
-        """Return the least cost of a group with one or more further layers; bytes already in place are free."""
-        total = price * layer.bytes[group]
-        above = (self._layered(group, further, price) for further in self._above.get(layer.name, ()))
-        return total + min(layer.loss[group], *above, float("inf"))
-
-    def _in_time(self, view: View, rate: float, *, staking: bool) -> _Offer | None:
-        """Pop the best offer that arrives in time at ``rate``, or is worth trying anyway (``staking``: only those)."""
-        offers, settled, track_of, left_s = self._offers, view.settled, view.track_of, self._left_s(view)
-        if not offers or (staking and offers[0].saving < self._stake):
-            return None
-        begins_s = max(view.ttfb_s, view.outstanding_bytes / rate) if rate > 0 else float("inf")
-        decoded_s = view.decode_backlog_s + view.flying_decode_s() / view.decoders
-        too_late: list[_Offer] = []
-        reserved = range(0) if self._planner is None else self._planner.reserved
-        found: _Offer | None = None
-        while found is None and offers and len(too_late) < _LOOKED_AT:
-            if staking and offers[0].saving < self._stake:
-                break
-            offer = heappop(offers)
-            group, track = offer.group, offer.track
-            if group not in settled or track_of[group] != offer.below:
-                continue  # already taken; what builds on it is offered once it is in place
-            if offer.replaces and self._gain < self._waste:
-                continue
-            if group in reserved:
-                too_late.append(offer)  # unless the engine does not come to it
-                continue
-            if offer.saving >= self._stake:
-                arrives_s = 0.0  # the minimum time to first byte says little where all requests queue
-            else:
-                arrives_s = begins_s + (track.bytes[group] / rate if rate > 0 else 0.0)
-            if view.decoded_by(arrives_s, decoded_s) + view.last_decode_s(track.name) <= left_s:
-                found = offer
-            else:
-                too_late.append(offer)
-        for offer in too_late:
-            heappush(offers, offer)
-        return found
-
-    @staticmethod
-    def _left_s(view: View) -> float:
-        """Return the seconds in which an upgrade must arrive: to the deadline, or until the last group is published."""
-        return min(view.time_left, view.ends_s - view.now) if view.coming else view.time_left
-
-    def _listen(self, view: View) -> None:
-        """Queue offers for the groups that have settled since the last call."""
-        history = view.settled.history
-        for group in history[self._heard :]:
-            current = view.track_of[group]
-            if current in self._tracks:
-                if self._planner is not None:
-                    self._planner.settled(group, current, self._tracks[current].loss[group])
-                if (offer := self._best(view, group, current)) is not None:
-                    heappush(self._offers, offer)
-        self._heard = len(history)
-
-    def _by_gain(self, view: View) -> list[int]:
-        """Return the groups in the order in which their best upgrade of the base saves per byte, see `_best`."""
-        import numpy as np  # noqa: PLC0415  # slow to load
-
-        lost, none = np.array(self._base.loss, float), np.zeros(view.groups)
-
-        def worth(track: Track, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-            found: npt.NDArray[np.float64] = (lost - np.array(track.loss)) / nbytes
-            found[[group for group, name in view.unavailable if name == track.name]] = 0.0
-            return found
-
-        layered, reachable = none, [(layer, none) for layer in self._above.get(self._base.name, ())]
-        for layer, below in reachable:  # grows during the loop
-            nbytes = below + np.array(layer.bytes)
-            layered = np.maximum(layered, worth(layer, nbytes))
-            reachable.extend((above, nbytes) for above in self._above.get(layer.name, ()))
-        replacing = np.max([none, *(worth(track, np.array(track.bytes)) for track in self._alone)], axis=0)
-        gains = np.where(replacing > 0, lost - np.array(self._least), 0.0)
-        self._gains = np.where(layered > 0, self._gains, gains).tolist()
-        self._gain = sum(self._gains)
-        # Of equal gains the later group goes first: the engine computes from the front.
-        ranks = -np.where(layered > 0, layered, replacing)
-        return list(map(int, np.lexsort((-np.arange(view.groups), ranks))))
-
-    def _best(self, view: View, group: int, current: str) -> _Offer | None:
-        """Return a group's best upgrade per byte: the next layer (judged with those above it), else another track."""
-        lost = self._tracks[current].loss[group]
-        self._made += 1
-        rank, number = 0.0, self._made
-        best: Track | None = None
-        reachable = [(layer, layer, 0) for layer in self._above.get(current, ())]
-        for first, layer, below in reachable:  # grows during the loop
-            if (group, layer.name) in view.unavailable:
-                continue
-            nbytes = below + layer.bytes[group]
-            if (worth := (lost - layer.loss[group]) / nbytes) > -rank:
-                rank, best = -worth, first
-            reachable.extend((first, above, nbytes) for above in self._above.get(layer.name, ()))
-        if best is not None:
-            return _Offer(rank, number, group, current, best, lost - best.loss[group], replaces=False)
-        for track in self._alone:
-            worth = (lost - track.loss[group]) / track.bytes[group]
-            if worth > -rank and (group, track.name) not in view.unavailable:
-                rank, best = -worth, track
-        gain = 0.0 if best is None else lost - self._least[group]
-        self._gain += gain - self._gains[group]
-        self._gains[group] = gain
-        if best is None:
-            return None
-        return _Offer(rank, number, group, current, best, lost - best.loss[group], replaces=True)
+    def _saved_in_flight(self, view: View) -> float:
+        """Return the loss that the upgrades in flight will spare, nats per generated token."""
+        losses, saved, seen = view.catalog.by_name, 0.0, set()
+        for transfer in view.in_flight.values():
+            current = view.track_of[transfer.group]
+            if current in losses and transfer.group not in seen:  # not what an engine has computed meanwhile
+                seen.add(transfer.group)
+                below = losses[transfer.track].refines or self._base.name
+                saved += max(0.0, losses[below].loss[transfer.group] - losses[current].loss[transfer.group])
+        return saved

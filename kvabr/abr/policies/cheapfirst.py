@@ -13,8 +13,6 @@ from kvabr.abr.view import View
 
 _GOOD_ENOUGH = 1e-4
 """Total saving in nats per token below which upgrades end: nobody could notice."""
-_OPTIMISM = 1.25
-"""Multiple of the expected rate at which an upgrade must arrive in time: a failed try costs bytes, not time."""
 
 
 class _Upgrade(NamedTuple):
@@ -50,8 +48,7 @@ class CheapFirst(Policy):
 
     def _upgrade(self, view: View) -> Decision:
         """Request the upgrade that saves most per byte among those that arrive in time."""
-        reach = _OPTIMISM * view.rate
-        budget = view.budget_bytes(reach, view.decode_backlog_s)
+        budget = view.budget_bytes(view.rate, view.decode_backlog_s)
         self._ranked_for -= 1
         if self._ranked_for <= 0:
             self._rank(view)
@@ -59,7 +56,7 @@ class CheapFirst(Policy):
             return Decision.wait(f"upgrades could save only {self._saving:.1e} nats")
         while self._ranked:
             _, _, group, best = self._ranked.pop()
-            in_time = best.bytes + reach * best.decode_s <= budget
+            in_time = best.bytes + view.rate * best.decode_s <= budget
             if in_time and group in view.settled and best in self._offers(view, group):
                 reason = f"saves {best.saving:.2e} nats with {best.bytes / 1e3:.0f} kB, the most per byte"
                 return Decision.upgrade(group, best.track, reason)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy.fft  # noqa: F401  # here, and not while the first play waits for it
 
-import kvabr.abr.compute_planner  # as above
+import kvabr.abr.planner  # as above
 import kvabr.abr.time_planner  # noqa: F401
 from kvabr import __version__
 from kvabr.client.async_client import AsyncClient

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from kvabr.player.goals.whole import Playing, WholeAim
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
+from kvabr.types.loss import predicted_loss
+
+_MOST_CUTS = 64
+"""Places at which a prefix that loses too much may be cut; with half as many the cut is twice as coarse."""
 
 
 class PrefixAim(WholeAim):
@@ -21,14 +28,14 @@ class PrefixAim(WholeAim):
             raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
 
     def cuts(self, now: float) -> bool:
-        """See `WholeAim.cuts`: not while the rest should come sooner than computed, for another deadline at most."""
+        """See `WholeAim.cuts`: not while the rest should come sooner than computed."""
         play, view = self.play, self.play.view
         play.look(now)
         assert view.cost is not None  # noqa: S101  # there is an engine
         before = play.catalog.tokens_before(view.solid)
         computed_s = view.cost.added_s(before, play.catalog.tokens_before(view.groups) - before)
         late_s = now - view.deadline_s
-        return late_s >= view.deadline_s or late_s + view.base_s() >= computed_s
+        return late_s + view.base_s() >= computed_s
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
         """See `WholeAim.computes`."""
@@ -36,6 +43,19 @@ class PrefixAim(WholeAim):
         what = f"group {first} is" if last == first + 1 else f"groups {first} to {last - 1} are"
         self.deliver(now, cut=why or f"{what} better computed than fetched")
         return False
+
+    def deliver(self, now: float, *, cut: str | None = None) -> None:
+        """See `WholeAim.deliver`; the prefix is cut where it loses no more than it may."""
+        play, most = self.play, self.play.view.max_loss
+        if math.isfinite(most):
+            here = used = play.view.solid if play.record.used is None else play.record.used
+            tracks, groups = [play.record.groups[group].track or "" for group in range(used)], play.catalog.groups
+            while used and predicted_loss(play.catalog, [*tracks[:used], *(RECOMPUTED,) * (groups - used)]) > most:
+                used = play.catalog.cut(max(0, used - 1 - here // _MOST_CUTS))
+            if used < here:
+                play.record.used = used
+                cut = f"more of it would lose more than max_loss, {most:g} nats per token"
+        super().deliver(now, cut=cut)
 
     def wait(self, now: float, *, complete: bool, stopped: bool) -> None:
         """See `WholeAim.wait`; all that may be left is to wait for the moment at which the engine would start."""

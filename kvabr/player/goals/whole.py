@@ -6,11 +6,13 @@ own. A goal knows of the session what `Playing` lists.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer, View
+from kvabr.player.blend_plan import delivered_loss
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.groups import Groups
 from kvabr.player.policy_guard import PolicyGuard
@@ -59,6 +61,7 @@ class Playing(Protocol):
     def decode(self, now: float) -> None: ...
     def act(self, action: Action) -> None: ...
     def engine_done(self, begun_s: float, now: float) -> None: ...
+    def compute_all(self, now: float) -> bool: ...
     def hand_over(self, now: float, cut: str | None = None) -> None: ...
     def give_up(self, now: float, reason: str) -> None: ...
 
@@ -106,15 +109,28 @@ class WholeAim:
         That takes no decision, and waits for nothing that is being decoded.
         """
         play, complete = self.play, self.play.groups.complete
-        if now >= play.view.deadline_s and complete:
+        if now >= play.view.deadline_s and complete and self._within(now):
             play.look(now)
             self.deliver(now)
         elif now >= play.view.deadline_s and self.cuts(now):
             self.deliver(now, cut="the deadline has come")
-        elif not complete and now >= self.patience_s():
+        elif now >= self.patience_s():
             play.look(now)
-            play.give_up(now, play.lacking())
+            play.give_up(now, self._excess() if complete else play.lacking())
         return play.closed
+
+    def _within(self, now: float) -> bool:
+        """Return whether a complete cache loses no more than it may."""
+        play = self.play
+        if math.isinf(play.view.max_loss) or delivered_loss(play.catalog, play.record) <= play.view.max_loss:
+            return True
+        play.record.late_for_loss = now >= play.view.deadline_s
+        return False
+
+    def _excess(self) -> str:
+        """Return by how much a complete cache loses more than it may, in words."""
+        loss, most = delivered_loss(self.play.catalog, self.play.record), self.play.view.max_loss
+        return f"the cache would lose {loss:.2g} nats per token, and max_loss is {most:g}"
 
     def cuts(self, now: float) -> bool:
         """Return whether a part of the cache is to be delivered now that the deadline has come."""
@@ -134,8 +150,11 @@ class WholeAim:
         stopped = play.stopped is not None
         idle = not play.waiting() and not (play.engine is not None and play.engine.busy)
         if play.content and idle and (complete or stopped or not play.view.coming):
-            if complete:
+            if complete and self._within(now):
                 self.deliver(now)
+            elif complete:
+                if not play.compute_all(now):
+                    play.give_up(now, self._excess())
             elif stopped and not play.view.missing:
                 self.fall_short(now)
             else:
@@ -157,7 +176,7 @@ class WholeAim:
 
     def stop(self, now: float, reason: str) -> None:
         """End the play: its owner wants nothing more."""
-        if self.play.groups.complete:
+        if self.play.groups.complete and self._within(now):
             self.deliver(now)
         else:
             self.play.give_up(now, reason)

@@ -18,7 +18,7 @@ the decode time per token, ``g`` the tokens per group. ``h`` and ``r`` are the c
   meet, so k is a plan.
 - ``fetch``: fetch the remotely cached part beyond h, and prefill n - r tokens here.
 
-`kvabr.abr.compute_planner` divides the work of a player with a catalog, on tracks chosen per group. A router has no
+`kvabr.abr.planner` divides the work of a player with a catalog, on tracks chosen per group. A router has no
 catalog, only the size at the quality floor, while the planner ignores queues and remote prefill, so each has its own
 formulas. With equal knowledge (one track, all remotely cached, idle engines) they agree within 3 %, over five engines
 and links from a thirtieth to thirty times the engine's speed (``tests/lab/route/test_forecast.py``).

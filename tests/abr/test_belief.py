@@ -1,0 +1,72 @@
+"""What a play takes a link to carry."""
+
+import math
+
+import pytest
+
+from kvabr.abr import Ladder, View
+from kvabr.abr.belief import Belief, LinkBelief
+from kvabr.types.errors import PolicyError
+from tests.catalogs import catalog
+
+
+def view(now=0.0, rate=0.0, **changes):
+    made = View(Ladder(catalog(8)), 2.0)
+    made.now, made.rate, made.lower_bound = now, rate, 0.7 * rate
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize("rates", [(), (0.0,), (-1.0,), (math.inf,), (math.nan,), ("fast",), (None,)])
+def test_rates_that_are_none_are_refused(rates):
+    with pytest.raises(PolicyError):
+        Belief.of(rates)
+
+
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (math.nan, 1.0), (math.inf, 1.0), (1.0,)])
+def test_weights_that_make_no_sense_are_refused(weights):
+    with pytest.raises(PolicyError):
+        Belief.of((1e6, 2e6), weights)
+
+
+def test_an_unknown_link_may_have_very_different_rates():
+    belief = LinkBelief().look(view(), saved=True)
+    assert belief.state == "unknown"
+    assert max(belief.rates) > 40 * min(belief.rates)
+    assert sum(belief.weights) == pytest.approx(1.0)
+    assert belief.learns_s > 0
+
+
+def test_slow_start_rules_out_what_it_has_passed():
+    link = LinkBelief()
+    belief = link.look(view(0.1, 5e6, growing=True, ttfb_s=0.02), saved=True)
+    assert belief.state == "growing"
+    assert min(belief.rates) > 5e6
+
+
+def test_a_rate_that_has_held_is_known_and_turns_faster_less_and_less_likely():
+    link = LinkBelief()
+    for step in range(1, 40):
+        now = 0.05 * step
+        belief = link.look(seen := view(now, 5e6, ttfb_s=0.02), saved=True)
+        if step == 4:
+            early = link.surprise(seen, 0.2)
+    assert (belief.state, belief.rates, belief.learns_s) == ("known", (5e6,), 0.0)
+    assert 0 < link.surprise(seen, 0.2) < early < link.surprise(seen, 1e3) < 1
+    assert link.surprise(view(2.0, 5e6, told_rate=5e6), 0.2) < link.surprise(seen, 0.2)
+
+
+def test_a_link_that_was_faster_may_recover():
+    link = LinkBelief()
+    for step in range(1, 11):
+        link.look(view(0.05 * step, 1e7, ttfb_s=0.02), saved=True)
+    belief = link.look(view(0.6, 1e5, ttfb_s=0.02), saved=True)
+    assert belief.state == "slow"
+    assert belief.rates == (1e5, 5e6)
+
+
+@pytest.mark.parametrize("lower", [0.0, 1e9])
+def test_an_estimator_that_knows_no_lower_bound_is_taken_to_be_off_by_half(lower):
+    belief = LinkBelief.arrivals(view(1.0, 1e6, lower_bound=lower), 1e6)
+    assert min(belief.rates) == 5e5

@@ -1,0 +1,51 @@
+"""A bound on the loss of what is delivered: simulated, with and without an engine."""
+
+import math
+
+import pytest
+
+from kvabr.player.session_types import PlayerConfig
+from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from tests.catalogs import catalog
+from tests.replay.worlds import world
+
+OFFER = catalog(16, layered=True)
+ENGINE = PrefillCost(0.02, 0.5 / OFFER.tokens)
+
+
+def played(load, max_loss, cost=None, *, mode="hole", prefix=False, policy="anytime"):
+    """Play over a link that carries a share of the exact cache by the deadline of two seconds."""
+    link = world("flat", [load * OFFER.fp16_bytes / 2.0])
+    options = ReplayOptions(2.0, 0.02, None, cost, mode, prefix=prefix, config=PlayerConfig(max_loss=max_loss))
+    return Experiment(OFFER, options).play(link, 0.0, policy).run
+
+
+@pytest.mark.parametrize("max_loss", [-1.0, math.nan])
+def test_a_bound_that_makes_no_sense_is_refused(max_loss):
+    with pytest.raises(UsageError):
+        PlayerConfig(max_loss=max_loss)
+
+
+def test_a_slow_link_misses_the_deadline_rather_than_the_bound():
+    free, bound = played(0.1, math.inf), played(0.1, 0.001)
+    assert free["met"]
+    assert free["loss"] > 0.001 >= bound["loss"]
+    assert not bound["met"]
+    assert bound["ttft_s"] > 2.0
+
+
+@pytest.mark.parametrize(("mode", "prefix"), [("hole", False), ("suffix", False), ("suffix", True)])
+@pytest.mark.parametrize("max_loss", [0.0, 0.001, 0.01])
+def test_an_engine_computes_what_would_lose_too_much(mode, prefix, max_loss):
+    run = played(0.05, max_loss, ENGINE, mode=mode, prefix=prefix)
+    assert run["met"]
+    assert run["loss"] <= max_loss
+
+
+def test_a_policy_that_cannot_do_better_is_given_up_or_has_everything_computed():
+    assert played(10.0, 1e-4, policy="fixed:Int4")["ttft_s"] is None
+    run = played(10.0, 1e-4, ENGINE, policy="fixed:Int4")
+    assert run["loss"] == 0.0
+    assert run["ttft_s"] is not None
