@@ -78,12 +78,10 @@ async def test_all_of_it(library, spec, skip):
 
 
 @virtual
-async def test_a_link_that_is_too_slow_ends_at_another_deadline_at_most(library, spec):
-    """While the rest should come sooner than an engine computes it, it is waited for."""
+async def test_a_late_prefix_is_waited_for_while_an_engine_would_take_longer(library, spec):
     total = library.assets[0].catalog.to_play.track("FP16").total_bytes
     played = await prefix(library, spec, rate=total / 4)
     check(played, spec)
-    assert played.tokens < 150
     assert played.seconds <= 4.1
     if spec is INDEXED:
         assert played.tokens >= 16

@@ -290,7 +290,7 @@ async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda data: data.replace(b'"group":2', b'"group":3'), "group 3 came, 2 is next"),
+        (lambda data: data.replace(b'"group":2', b'"group":3'), "received group 3, expected 2"),
         (lambda data: data.replace(b"0123456789abcdef", b"0123456789abcdee"), "another production"),
         (lambda _: b"nonsense", "edge message"),
         (lambda _: b"", ""),  # nothing comes: it is asked for again

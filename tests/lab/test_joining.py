@@ -157,7 +157,7 @@ def test_another_packages_command_is_a_command(theirs, capsys, monkeypatch):
 
 def test_a_broken_command_of_another_package_fails_alone(theirs, capsys):
     assert main(["broken"]) == 1
-    assert "`kvabr broken` belongs to the package theirs (theirs_broken:add)" in capsys.readouterr().err
+    assert "`kvabr broken` of the package theirs (theirs_broken:add)" in capsys.readouterr().err
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert "_shtab_kvabr_hello_option_strings=(-h --help --times)" in script

@@ -179,7 +179,7 @@ def test_the_command_replays_a_prompt_of_passages(passages, trace, tmp_path, cap
     assert [each["args"]["tokens"] for each in shown] == [14]  # of 90
     assert "tokens of passages, computed again" in page.read_text()
     for wrong, words in (
-        ([*how, "--asset", names[0]], "takes the place of --asset"),
+        ([*how, "--asset", names[0]], "replaces --asset"),
         ([*how, "--exact", "0"], "at least 1"),
         ([*how, "--share", "2"], "give 0 to 1"),
         ([*how, "--recompute-mode", "suffix"], "mode 'hole'"),

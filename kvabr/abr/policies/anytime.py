@@ -147,9 +147,13 @@ class Anytime(Policy):
             or self._followed > _FOLLOWED_SHARE * view.groups
             or (settled - self._settled > view.keeps and not view.missing_groups)
         ):
-            rate = view.rate or self._link.best_rate * RECOVERED or self._base.total_bytes / max(view.time_left, 1e-3)
+            rate = view.rate or self._link.best_rate * RECOVERED
+            if rate <= 0:  # between groups that are published a link is idle, and free to try
+                rate = view.catalog.fp16_bytes if view.coming else self._base.total_bytes / max(view.time_left, 1e-3)
             if view.rate < SLOW * self._link.best_rate:
                 rate = max(rate, RECOVERED * self._link.best_rate) if self._hopes(view) else rate
+            if view.coming:  # until the last group is published, upgrades delay nothing
+                computed_s = max(computed_s, view.ends_s - view.now)
             self._times.sync(view)
             self._times.cut_at(computed.start if view.front_first and computed else None)
             plan = self._times.plan(view, self._link.grown(view, rate), computed, computed_s)
