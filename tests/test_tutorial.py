@@ -103,7 +103,7 @@ def test_a_policy_that_knows_its_link_beats_the_default(folder):
 def test_plays_that_cannot_be_told_apart(folder, capsys):
     assert main(line("lab traces")) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"anytime leads with [^;]*; \./patient\.py:Patient(, cheapfirst)? cannot be told from it", out)
+    assert re.search(r"\./patient\.py:Patient [^A-Za-z]*cheapfirst", out)
     assert "a hundred plays cannot tell the two apart" in SAID
     assert main(line("report")) == 0
 
