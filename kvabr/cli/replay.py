@@ -18,7 +18,7 @@ from kvabr.cli.options import Deadline, load
 from kvabr.player.play_choices import PlayChoices
 from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import MISS_PENALTY, PrefillCost
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.fields import Heading, Part, Shown
 from kvabr.types.words import counted
@@ -61,7 +61,7 @@ class ReplayCommand:
     play: Annotated[
         PlayChoices,
         Part(
-            only=("estimator", "patience", "time_price", "gpu_price"),
+            only=("estimator", "patience", "time_price", "gpu_price", "max_loss"),
             defaults=(("patience", PlayerConfig().give_up_after),),
         ),
     ]
@@ -76,8 +76,6 @@ class ReplayCommand:
     """Tokens of the text before them (default: 32)."""
     share: Annotated[float | None, Shown("--share X", needs="passages")] = None
     """Share of their tokens to compute again (default: as much as pays)."""
-    max_loss: Annotated[float | None, Shown("--max-loss X", needs="passages")] = None
-    """Give up above this expected loss (default: 0.5)."""
 
     the_link: ClassVar = Heading("the link")
     load: Annotated[float | None, Shown("--load X")] = None
@@ -238,7 +236,7 @@ def _joined(args: ReplayCommand, console: Console) -> Catalog:
     if args.asset is not None or args.verify:
         raise UsageError("--passages replaces --asset, and is for simulations")
     exact = EXACT if args.exact is None else args.exact
-    limit = MISS_PENALTY if args.max_loss is None else args.max_loss
+    limit = args.play.joined_loss_limit
 
     def computed(number: int, reason: str) -> None:
         from kvabr.cli.display import say
@@ -254,7 +252,7 @@ def _blend(args: ReplayCommand) -> BlendGoal | None:
     from kvabr.replay.passages import QUESTION
 
     question = QUESTION if args.question is None else args.question
-    return BlendGoal(args.share, question, MISS_PENALTY if args.max_loss is None else args.max_loss)
+    return BlendGoal(args.share, question, args.play.joined_loss_limit)
 
 
 def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
@@ -293,7 +291,10 @@ def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
         cold=args.cold,
         estimator=args.play.estimator,
         config=PlayerConfig(
-            gpu_price=args.play.gpu_price, time_price=args.play.time_price, give_up_after=args.play.patience
+            gpu_price=args.play.gpu_price,
+            time_price=args.play.time_price,
+            max_loss=args.play.loss_limit,
+            give_up_after=args.play.patience,
         ),
         sharing=_sharing(args),
         blend=_blend(args),

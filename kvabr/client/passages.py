@@ -128,7 +128,7 @@ class PassagePrompt:
     @property
     def goal(self) -> BlendGoal:
         """What a session is to do with it."""
-        return BlendGoal(self.share, len(self.question), self.options.max_loss)
+        return BlendGoal(self.share, len(self.question), self.options.joined_loss_limit)
 
     def recompute(self, catalog: Catalog, engine: Engine | None) -> TokenRecompute | None:
         """Return what computes tokens of a play again; None: nothing does."""
@@ -146,7 +146,7 @@ class PassagePrompt:
         passages, salt = [part for part in self.parts if isinstance(part, Passage)], self.options.salt
         found = await find_passages(origin, passages, self.spec, salt=salt, refused=self._refused)
         catalogs = {passage: one.catalog for passage, one in found.items()}
-        usable = joinable(catalogs, self.options.max_loss, self._refused)
+        usable = joinable(catalogs, self.options.joined_loss_limit, self._refused)
         catalog = join(self.parts, usable, self.spec)
         told = "".join(one.sha256 for passage, one in found.items() if passage in usable)
         joined = None if catalog is None else Found(catalog, hashlib.sha256(told.encode()).hexdigest())

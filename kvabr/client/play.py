@@ -150,6 +150,7 @@ async def _run(
                 LIVE,
                 gpu_price=options.gpu_price,
                 time_price=options.time_price,
+                max_loss=options.loss_limit,
                 decoders=call.decoders,
                 together=assembler.together,
                 decodes_last=assembler.coded,

@@ -39,10 +39,10 @@ class PlayChoices:
     wait_for_producer_s: Annotated[float, Ge(0), Lt(math.inf), Shown("--wait-for-producer S")] = 0.0
     """If nothing of a prompt is cached, seconds to wait for a producer to start, which count against the deadline.
     An engine that must begin to be in time begins."""
-    max_loss: Annotated[float, Ge(0)] = MISS_PENALTY
-    """Expected loss above which a prompt in parts is not joined from passages but computed, nats per generated
-    token. By default the price of a missed deadline. Infinite: passages whose fusion loss nobody has measured are
-    joined, too."""
+    max_loss: Annotated[float | None, Ge(0), Shown("--max-loss NATS")] = None
+    """Maximum expected loss, nats per generated token (default: any, and 0.5 for a prompt in parts). To stay below it,
+    a play computes more, cuts the prefix or misses the deadline. inf also joins passages without a measured fusion
+    loss."""
     selector: str = DEFAULT_SELECTOR
     """Chooses the tokens of passages that are computed again: a name that `kvabr selectors` lists, or
     ``FILE.py:CLASS``."""
@@ -58,6 +58,16 @@ class PlayChoices:
     after: Annotated[float | None, Gt(0)] = None
     """Seconds for which upgrades continue after the cache was handed over, see `Upgrades`; `math.inf`: until there
     is nothing to upgrade; None: no upgrades."""
+
+    @property
+    def loss_limit(self) -> float:
+        """Maximum expected loss of a prompt's own cache."""
+        return math.inf if self.max_loss is None else self.max_loss
+
+    @property
+    def joined_loss_limit(self) -> float:
+        """Maximum expected loss of a prompt in parts: by default the price of a missed deadline."""
+        return MISS_PENALTY if self.max_loss is None else self.max_loss
 
     def __post_init__(self) -> None:
         check_fields(self)

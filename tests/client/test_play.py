@@ -10,7 +10,7 @@ from kvabr.client import profiles
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.shared_bandwidth import PeerHistory
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import NotFoundError, PolicyError, UsageError
+from kvabr.types.errors import NotFoundError, PlayError, PolicyError, UsageError
 from kvabr.types.events import PlayStarted
 from kvabr.types.naming import TrackNamespace
 from tests.client import live
@@ -45,6 +45,17 @@ async def test_a_play_by_name(origin, short):
             await play_asset(link, TrackNamespace("test/model", "00" * 32), deadline=2.0)
         with pytest.raises(UsageError, match="not those of"):
             await play_asset(link, short.namespace, deadline=2.0, tokens=TOKENS[::-1])
+
+
+@virtual
+async def test_no_cache_that_would_lose_more_than_the_bound_is_delivered(origin):
+    how = {"deadline": 2.0, "policy": "fixed:Int4", "max_loss": 1e-9}
+    async with origin() as link:
+        with pytest.raises(PlayError, match="max_loss is 1e-09"):
+            await play(link, TOKENS, **how)
+        played = await play(link, TOKENS, **how, engine=ToyModel(), prefill_cost=COST)
+    assert played.loss == 0.0
+    assert close(played.kv, error=1e-5)
 
 
 @virtual
