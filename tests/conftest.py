@@ -114,7 +114,6 @@ def _no_profiles() -> None:
 
 @pytest.fixture(scope="session")
 def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    """A real S3 server; see `seaweed`."""
     from tests.seaweed import Seaweed
 
     server = Seaweed(tmp_path_factory.mktemp("seaweed"))

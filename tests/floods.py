@@ -54,7 +54,6 @@ class RawTls:
         self._hash, self._key_bytes = "sha384" if name.endswith("384") else "sha256", bits // 8
 
     def data(self, data: bytes) -> bytes:
-        """Return a record of application data."""
         return self._record(_APPLICATION_DATA, data)
 
     def key_update(self, *, answer: bool, padding: int = 0) -> bytes:
@@ -86,7 +85,6 @@ class RawTls:
 
 
 def client_context() -> ssl.SSLContext:
-    """Return what a client has that trusts everybody."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["qmux-01.moqt-19", "moqt-19"])
@@ -135,7 +133,6 @@ class Flooder:
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and wait for that."""
         self._over.set()
         self._thread.join()
 

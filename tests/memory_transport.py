@@ -123,7 +123,6 @@ class _Sending:
         return self.transfer.over
 
     def begin(self, fault: Fault) -> None:
-        """Send the request."""
         self._fault = fault
         self._opening = self._link.loop.call_later(self._link.path.rtt_s + fault.first_byte_s, self._open)
 
@@ -232,7 +231,6 @@ class _Sending:
         self.transfer.fail(error)
 
     def stop(self) -> None:
-        """Send no more."""
         self._forget()
         for timer in (self._opening, self._pace):
             if timer is not None:
@@ -313,7 +311,6 @@ class MemoryConnection(PeerConnection):
         """See `Carrier.reprioritise`: the link looks whenever it is free."""
 
     def drop(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.drop`."""
         for sending in [one for one in self._sending if one.transfer is transfer]:
             sending.stop()
             if self._carried is not None and self._carried.sending is sending:
@@ -327,12 +324,10 @@ class MemoryConnection(PeerConnection):
 
     @property
     def closed(self) -> bool:
-        """Whether it was lost or closed."""
         return self._lost is not None
 
     @property
     def going_away(self) -> bool:
-        """Whether `go_away` was called."""
         return self._going_away
 
     @property
@@ -342,15 +337,12 @@ class MemoryConnection(PeerConnection):
 
     @property
     def requests(self) -> int:
-        """Number of requests so far."""
         return self._requests
 
     def go_away(self) -> None:
-        """Send GOAWAY."""
         self._going_away = True
 
     def lose(self, reason: str = "the connection was lost") -> None:
-        """Lose the connection, now."""
         if self._lost is not None:
             return
         self._lost = ConnectionLostError(reason)
@@ -366,7 +358,6 @@ class MemoryConnection(PeerConnection):
             one.fail(self._lost)
 
     async def close(self) -> None:
-        """End everything."""
         self.lose("this side closed the connection")
 
     # ---------------------------------------------------------------- the link

@@ -21,7 +21,6 @@ LOG = structlog.get_logger()
 
 @contextlib.asynccontextmanager
 async def origin(root, *, grants=None, limits=None, port=0, tls=None):
-    """A kvabr origin, with its fingerprint."""
     tls = tls or development()
     server = Server(PublishedAssets(root, grants), "127.0.0.1", port, tls, limits or ServerLimits(), LOG, Metrics())
     server.fingerprint = check(tls).fingerprint
@@ -30,14 +29,12 @@ async def origin(root, *, grants=None, limits=None, port=0, tls=None):
 
 
 def options(server, **more):
-    """How to reach it."""
     return DialOptions(
         "localhost", **{"timeout_s": 300.0, "port": server.address[1], "fingerprint": server.fingerprint} | more
     )
 
 
 async def dialled(server, **more):
-    """A connection to it."""
     return await dial(options(server, **more))
 
 

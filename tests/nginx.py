@@ -47,21 +47,17 @@ class Nginx:
 
     @property
     def complaints(self) -> str:
-        """Its log of errors."""
         return (self._folder / "error.log").read_text()
 
     def requests(self) -> int:
-        """Return how many requests it got."""
         return (self._folder / "answered.log").read_text().count("\n")
 
     def stop(self) -> None:
-        """End it."""
         self._process.terminate()
         self._process.wait(60)
 
 
 def documented(folder: Path, store: str, bucket: str, slice_size: str, port: int) -> str:
-    """Return the documented configuration for this machine."""
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     temporary = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

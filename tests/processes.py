@@ -26,7 +26,6 @@ def gone(pid: int, within_s: float = LIMIT_S) -> bool:
 
 
 def ignores(pid: int, number: int) -> bool:
-    """Return whether a process ignores a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")]
     return bool(int(mask, 16) >> (number - 1) & 1)

@@ -38,7 +38,6 @@ def run_script(path: Path, *words: object, beside: Path | None = None) -> Comple
 
 
 def run_tool(name: str, *words: object) -> CompletedProcess[str]:
-    """Run a script of `tools`."""
     return run_script(ROOT / "tools" / name, *words)
 
 

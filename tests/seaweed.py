@@ -55,7 +55,6 @@ class Seaweed:
 
     @property
     def pid(self) -> int:
-        """Id of its process."""
         return self._process.pid
 
     def _wait(self) -> None:
@@ -98,7 +97,6 @@ class Seaweed:
         return {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_REGION": "us-east-1"}
 
     def stop(self) -> None:
-        """Stop the server."""
         self._process.terminate()
         try:
             self._process.wait(60)

@@ -16,8 +16,6 @@ URL = "moqt://origin.example/"
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Write the file that applies; return its path."""
-
     def write(text, name="given.toml"):
         path = tmp_path / name
         path.write_text(text)

@@ -25,12 +25,10 @@ SERVED = {"kvabr_connections", "kvabr_plays_total", "kvabr_client_plays_total"}
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """Return the YAML documents of a file."""
     return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
 def kvabr_commands() -> Iterator[list[str]]:
-    """Yield the arguments of every `kvabr` command."""
     for service in documents("compose.yaml")[0]["services"].values():
         if service["image"] == "kvabr":
             yield shlex.split(service["command"])

@@ -130,7 +130,6 @@ class Command:
             self._changed.notify()
 
     def until(self, pattern: str) -> None:
-        """Wait for a line."""
         with self._changed:
             found = self._changed.wait_for(lambda: self._over or self._has(pattern), timeout=LIMIT_S)
         assert found, "".join(self.said)
@@ -148,11 +147,9 @@ class Command:
             time.sleep(0.01)
 
     def interrupt(self) -> None:
-        """Press Ctrl-C."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def status(self) -> int:
-        """Wait for the end."""
         try:
             status = self.process.wait(LIMIT_S)
             self._reader.join(LIMIT_S)

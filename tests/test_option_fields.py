@@ -17,8 +17,6 @@ from kvabr.types.fields import Heading, Part, Shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:
-    """A part of the options."""
-
     rate: Annotated[float, Ge(0), Shown("--rate X")] = 1.0
     """Rate of something. Help leaves this out."""
     hidden: int = 3

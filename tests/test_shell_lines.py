@@ -95,7 +95,6 @@ class Reader:
         self._printed = next(printed for printed in self._server.stdout if "kvabr fetch" in printed).strip()
 
     def close(self) -> None:
-        """End the server."""
         if self._server is not None:
             self._server.terminate()
             self._server.communicate(timeout=LIMIT_S)

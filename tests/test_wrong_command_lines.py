@@ -63,7 +63,6 @@ def paths(folder):
 
 
 def right(folder, port):
-    """Return right words of every command."""
     asset, offer, text = str(folder / "assets" / "one"), str(folder / "catalog.json"), str(folder / "text")
     trace, out, model = str(TRACES / "flat.csv"), str(folder / "out"), str(folder / "nosuch-model")
     store, name = str(folder / "assets"), "one"
@@ -188,7 +187,6 @@ class Place:
         self.named["ASSET"] = folder / "assets" / "one"
 
     def line(self, text):
-        """Return the words of a line of `LINES`."""
         return [str(self.named.get(word, word)) for word in shlex.split(text)]
 
     def plain(self, said, command, option="", value=""):

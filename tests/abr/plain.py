@@ -31,7 +31,6 @@ def view(groups: int = 10, deadline: float = 10.0, tracks=TRACKS, **more) -> Vie
 
 
 def bring(seen: View, group: int, track: str, now: float) -> None:
-    """Put a group in place."""
     seen.missing_groups.discard(group)
     seen.track_of[group] = track
     seen.settled.add(group)
@@ -39,7 +38,6 @@ def bring(seen: View, group: int, track: str, now: float) -> None:
 
 
 def fly(seen: View, group: int, track: str) -> Transfer:
-    """Put a group in flight."""
     transfer = Transfer(len(seen.in_flight), group, track, seen.bytes(group, track), False, seen.now)
     seen.in_flight[transfer.request] = transfer
     seen.outstanding_bytes += transfer.bytes

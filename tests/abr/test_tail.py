@@ -83,8 +83,6 @@ def test_costs_are_finite_whatever_the_time(catalog):
 
 
 class Longest(Anytime):
-    """Takes the longest tail, or nonsense."""
-
     answer: object = None
 
     def choose_tail(self, offers: list[TailOffer], costs: list[float]) -> object:

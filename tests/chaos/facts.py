@@ -20,8 +20,6 @@ EngineKind = Literal["good", "slow", "failing"]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One play."""
-
     number: int
     """Which play of the round this is."""
     at_s: float
@@ -50,8 +48,6 @@ Outcome = Literal["complete", "incomplete", "prefix", "nothing", "refused", "err
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """One group of a cache."""
-
     track: str
     sha256: str
     """Of its numbers."""
@@ -72,8 +68,6 @@ class CacheFacts:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of an order."""
-
     number: int
     outcome: Outcome
     elapsed_s: float

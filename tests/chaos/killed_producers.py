@@ -64,7 +64,6 @@ class Production:
 
     @property
     def live(self) -> LiveCatalog:
-        """What it announces."""
         digests = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16, salt=self.salt)
         whole, unknown = self.asset.catalog, (UNKNOWN,) * GROUPS
         tracks = tuple(replace(track, digests=unknown, packs=(), measured=None) for track in whole.tracks)

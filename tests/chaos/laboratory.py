@@ -28,8 +28,6 @@ _STALE_S = 7200.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run."""
-
     seed: int = 1
     """Of the first round; each further round has the next."""
     plays: int = 10_000
@@ -47,8 +45,6 @@ class Options:
 
 
 class Laboratory:
-    """One run."""
-
     def __init__(
         self, folder: Path, options: Options, progress: Callable[[Tally, int], None] = lambda _tally, _seed: None
     ) -> None:

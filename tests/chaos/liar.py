@@ -36,13 +36,10 @@ def mood(seed: int) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
 
 
 class Liar(Child):
-    """The liar's process; its `greeting` is its address."""
-
     def __init__(self, root: Path, tls: ServerTls) -> None:
         super().__init__("liar", _main, root, tls)
 
     def lie(self, seed: int) -> None:
-        """Change what it lies about."""
         self.send(seed)
 
 
@@ -71,8 +68,6 @@ async def _serve(pipe: Connection, root: Path, tls: ServerTls) -> None:
 
 
 class _State:
-    """What the liar lies about."""
-
     share, groups, catalogs, dice = 0.0, (), (), random.Random(0)
 
     def feel(self, seed: int) -> None:
@@ -88,7 +83,6 @@ class _State:
         return None if kind is None else LIES[kind]
 
     def catalog(self, track: str, found: Publication | None) -> Publication | None:
-        """Replace a catalog, or not."""
         if found is None or not (track == CATALOG_TRACK or track.startswith(PREFIX_TRACK)):
             return found
         kind = self._lies(self.catalogs)

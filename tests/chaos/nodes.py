@@ -22,8 +22,6 @@ _BUGS = ("Traceback", "was never retrieved", "was never awaited")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process uses."""
-
     rss: int
     """Resident memory, bytes."""
     files: int
@@ -42,8 +40,6 @@ class Sample:
 
 @dataclass
 class Node:
-    """One server."""
-
     name: str
     words: tuple[str, ...]
     """Of the command line, behind `kvabr`."""
@@ -66,7 +62,6 @@ class Node:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it, unless it runs; returns at once."""
         self.check()
         if self._process is not None:
             return
@@ -87,7 +82,6 @@ class Node:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End it like `kill -9`."""
         self.check()
         if self._process is not None:
             self._process.kill()
@@ -101,7 +95,6 @@ class Node:
             self._process.send_signal(signal.SIGSTOP if on else signal.SIGCONT)
 
     def end(self) -> None:
-        """End it as an operator does."""
         self.check()
         if self._process is None:
             return
@@ -160,7 +153,6 @@ def write_grants(path: Path, *tokens: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file in one step."""
     new = path.with_suffix(".new")
     new.write_text(text)
     new.replace(path)

@@ -39,8 +39,6 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault."""
-
     kind: str
     at_s: float
     for_s: float
@@ -52,8 +50,6 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round."""
-
     seed: int
     links: dict[str, Link]
     versions: tuple[int, ...]

@@ -44,8 +44,6 @@ _UPGRADES_S = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a player knows."""
-
     url: str
     token: str
     fingerprint: str
@@ -59,8 +57,6 @@ class Seat:
 
 
 class Player(Child):
-    """A player's process."""
-
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
         super().__init__("player", _main, seat)
@@ -77,7 +73,6 @@ class Player(Child):
 
     @property
     def gone(self) -> bool:
-        """Whether the process is dead."""
         return self._pipe.closed or not self._process.is_alive()
 
     def told(self) -> tuple[int, Report | str]:
@@ -95,8 +90,6 @@ class Player(Child):
 
 @dataclass(slots=True)
 class _Course:
-    """A play on its course."""
-
     outcome: Outcome = "error"
     begun_s: float = 0.0
     ended_s: float = 0.0
@@ -116,8 +109,6 @@ def _main(pipe: Connection, seat: Seat) -> None:
 
 
 class _Plays:
-    """All plays of the process."""
-
     def __init__(self, pipe: Connection, seat: Seat) -> None:
         self._pipe, self._seat = pipe, seat
         self._clients: dict[str, AsyncClient] = {}
@@ -125,7 +116,6 @@ class _Plays:
         self._round = 0
 
     async def run(self) -> None:
-        """Obey until the pipe ends."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self._stray(_said(context)))
         threading.excepthook = lambda args: self._stray(f"thread: {_trace(args.exc_value)}")

@@ -84,8 +84,6 @@ class Prompt:
 
 @dataclass
 class Library:
-    """All prompts and their versions."""
-
     prompts: tuple[Prompt, ...]
     profile: Path
     """The codec profile of all of them."""
@@ -131,7 +129,6 @@ def place(prompt: Prompt, version: int, root: Path) -> None:
 
 
 def remove(prompt: Prompt, root: Path) -> None:
-    """Take an asset away."""
     shutil.rmtree(root / prompt.name, ignore_errors=True)
 
 

@@ -68,7 +68,6 @@ async def troubled(root: Path, dice: random.Random) -> AsyncIterator[WebServer]:
 
 
 def make_assets(folder: Path) -> None:
-    """Write the two assets."""
     profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
     toy_asset(folder / "short", ("FP16", "Int8", "Int4"))
     toy_asset(folder / "long", ("FP16", "Int4", "AC-5x"), profile=profile, tokens=LENGTHS["long"])

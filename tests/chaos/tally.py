@@ -24,8 +24,6 @@ _SLACK_FILES, _SLACK_THREADS = 16, 4
 
 @dataclass(slots=True)
 class Tally:
-    """All counts."""
-
     plays: int = 0
     rounds: int = 0
     lost: int = 0
@@ -43,7 +41,6 @@ class Tally:
     """Half-written files and folders that were left."""
 
     def play(self, seed: int, report: Report, order: Order, failures: Iterable[Failure]) -> None:
-        """Count a play."""
         self.plays += 1
         self.outcomes[report.outcome] += 1
         if report.outcome == "nothing" and order.tokens >= G:
@@ -54,7 +51,6 @@ class Tally:
             self.note(seed, failure.kind, failure.text)
 
     def note(self, seed: int, kind: str, text: str) -> None:
-        """Count a failure."""
         self.failures[kind] += 1
         self.seen.append((seed, kind, text))
 
@@ -88,7 +84,6 @@ class Tally:
         return out
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return {
             "plays": self.plays, "rounds": self.rounds, "lost": self.lost, "outcomes": self.outcomes,
             "failures": self.failures, "errors": self.errors,
@@ -98,7 +93,6 @@ class Tally:
         }  # fmt: skip
 
     def table(self) -> str:
-        """Return everything as text."""
         lines = [
             f"{self.plays:,} plays in {self.rounds:,} rounds; {self.lost:,} more were lost with a killed player",
             "",

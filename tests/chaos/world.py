@@ -273,7 +273,6 @@ class World:
             asyncio.run(_open_client(cache))
 
     def disk(self, name: str) -> Path:
-        """The folder of a small disk."""
         return self.folder / f"disk-{name}"
 
     def _fill(self, name: str, _: Fault) -> Undo:

@@ -103,7 +103,6 @@ class Computer:
         self.spec, self.calls, self._fails = spec, [], fails
 
     def prefill(self, tokens, before=None):
-        """As `Engine`."""
         return self.prefill_classes(tokens, None if before is None else (before,))[0]
 
     def prefill_classes(self, tokens, before=None):
@@ -120,7 +119,6 @@ class Computer:
         return numbers(self.spec, list(tokens))
 
     def score(self, kv, tokens):
-        """As `ScoringEngine`."""
         return self.score_classes(None if kv is None else (kv,), tokens)
 
     def score_classes(self, kv, tokens):

@@ -163,7 +163,6 @@ async def origin(producer, rate=1e6, rtt_s=0.02, **options):
 
 @asynccontextmanager
 async def working(producer, pace_s, chunks=None):
-    """A producer at work."""
     task = asyncio.ensure_future(producer.run(pace_s, chunks))
     try:
         yield

@@ -37,7 +37,6 @@ async def play(
 
 
 async def play_asset(via, asset, *, deadline, tokens=(), engine=None, peer=None, **options):
-    """Play an asset, as `play` does a prompt."""
     how = PlayOptions(**options)
     if isinstance(via, AsyncClient):
         return await via.play_asset(asset, deadline=deadline, tokens=tokens, options=how, engine=engine, peer=peer)

@@ -269,8 +269,6 @@ async def test_what_an_engine_has_computed_before_a_lookup_needs_no_peer(tmp_pat
 
 
 class Late(ToyModel):
-    """Computes once it may."""
-
     def __init__(self):
         super().__init__()
         self.may = threading.Event()

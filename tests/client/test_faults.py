@@ -155,8 +155,6 @@ class Rude(ToyModel):
 
 @dataclass
 class End:
-    """What came of a play."""
-
     result: Any
     took_s: float
     lines: list
@@ -197,7 +195,6 @@ def at_groups(fault, groups=ALL):
 
 
 def check(end, *, met=True, tokens=70, has=(), tracks=None, recomputed=None, ttft=(0.0, 9.9), lookup=None, loss=None):
-    """Expect a cache."""
     result = end.result
     assert not isinstance(result, Exception), result
     assert (result.met, result.tokens) == (met, tokens)
@@ -211,8 +208,6 @@ def check(end, *, met=True, tokens=70, has=(), tracks=None, recomputed=None, ttf
 
 
 def fails(kind, *words, missing=None, prefix=None, at_least_s=0.0):
-    """Expect an error."""
-
     def expects(end):
         assert isinstance(end.result, kind), end.result
         assert isinstance(end.result, PlayError) == issubclass(kind, PlayError)

@@ -293,7 +293,6 @@ def shot(now=0.5, **changes):
 
 
 def shown(*shots, width=90, terminal=True, trouble=None):
-    """What stands on the screen."""
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=width, color_system=None)
     with Overlay("moqt://h/ by memory", console, lambda: trouble) as overlay:

@@ -123,8 +123,6 @@ class Followed(Served):
 
 
 class Seen(list):
-    """The events of a play."""
-
     @property
     def edge(self):
         return max((event.edge for event in self if isinstance(event, GroupsPublished)), default=0)

@@ -46,7 +46,6 @@ class Dialled:
         return peer
 
     def down(self):
-        """From now on nobody answers."""
         self._fails = 10**9
         self.made[-1].lose("the origin was killed")
 

@@ -81,7 +81,6 @@ FIVE = [Passage(range(100 * n, 100 * n + 9 + n)) for n in range(5)]
 
 @pytest.fixture
 def five(tmp_path):
-    """A store with five passages."""
     for number, passage in enumerate(FIVE):
         assets.make_asset(tmp_path / f"passage-{number}", passage.ids, passage=NOTES)
     return tmp_path

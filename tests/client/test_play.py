@@ -25,7 +25,6 @@ COST = PrefillCost(0.001, 0.001)
 
 @cache
 def exact_of(tokens):
-    """The cache of the tokens."""
     return ToyModel().prefill(tokens)
 
 

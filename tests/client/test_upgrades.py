@@ -27,7 +27,6 @@ LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
 
 @pytest.fixture(scope="module")
 def layered(tmp_path_factory):
-    """An origin of one asset in layers: ``layered(rate)``."""
     folder = tmp_path_factory.mktemp("layers")
     profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
     catalog = toy_asset(folder / "asset", LAYERS, profile=profile).catalog

@@ -13,8 +13,6 @@ moved: dict[str, int] = {"there": 0, "back": 0}
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor on that device."""
-
     inner: torch.Tensor
 
     @staticmethod

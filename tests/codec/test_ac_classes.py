@@ -134,7 +134,6 @@ def test_a_profile_of_one_class_is_refused_for_another(profile):
 
 
 def rewritten(profile, change):
-    """The file with other facts."""
     data = profile.to_bytes()
     length = int.from_bytes(data[:8], "little")
     facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["kvabr"])

@@ -150,7 +150,6 @@ SIZES = st.tuples(st.integers(1, 80), st.integers(1, 16), st.integers(1, 256))
 
 
 def check(spans, first_token, tokens, size):
-    """Check what every receiver relies on."""
     assert spans[0].object_id == first_token
     assert [span.begin for span in spans] == [0, *(span.end for span in spans[:-1])]
     assert spans[-1].end == size

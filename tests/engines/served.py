@@ -14,7 +14,6 @@ from tests.client.served import LOG
 
 
 def assets_of(root):
-    """The assets in a store."""
     store = open_store(root)
     return [store.open(prompt) for prompt in store.list()]
 

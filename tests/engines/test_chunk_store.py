@@ -78,7 +78,6 @@ def test_what_loses_more_than_the_engine_may_keep_is_not_used(origin, loop, capl
 
 
 def said(caplog):
-    """What the store has logged."""
     return [record.message for record in caplog.records if record.name == "kvabr.engines.chunk_store"]
 
 

@@ -83,8 +83,6 @@ class OtherLibrary(PublishedAssets):
 
 @dataclass
 class Origin:
-    """A server in this process."""
-
     server: Server
     tls: ServerTls
     fingerprint: str
@@ -121,8 +119,6 @@ def connect(address, fingerprint, quic="aioquic", *, timeout_s=LIMIT_S, token=No
 
 @dataclass
 class Log:
-    """Events of a play."""
-
     lines: list[PlayEvent] = field(default_factory=list)
     more: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -209,14 +205,12 @@ async def running(command: str, *words) -> AsyncIterator[Process]:
 
 
 def serve_process(root, tls, *, port=0, quic="aioquic"):
-    """`kvabr serve`."""
     words = ("--cert", tls.certfile, "--key", tls.keyfile, "--bind", f"127.0.0.1:{port}", "--quic", quic)
     words += ("--drain", LIMIT_S)
     return running("serve", root, *words, "--log-json")
 
 
 def relay_process(origin, tls, *, port=0):
-    """`kvabr relay` before an origin."""
     host, upstream = origin.address
     words = ("--upstream", f"moqt://{host}:{upstream}/", "--upstream-fingerprint", origin.fingerprint)
     words += ("--cert", tls.certfile, "--key", tls.keyfile, "--bind", f"127.0.0.1:{port}")

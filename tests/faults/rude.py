@@ -47,7 +47,6 @@ class Answer:
         self.peer.transport.write(self.stream, data, fin=end)
 
     def one_object(self, payload: bytes, *, group: int | None = None, size: int | None = None, end: bool = True):
-        """Write a payload as one object."""
         at = self.group if group is None else group
         self.write(self.writer.header(at, self.first_object, len(payload) if size is None else size) + payload, end=end)
 
@@ -76,8 +75,6 @@ class LyingPeer(ClientConnection):
 
 
 class LyingServer(Server):
-    """An origin that lies."""
-
     def __init__(self, *arguments, lie: Lie, once: bool, **options) -> None:
         super().__init__(*arguments, **options)
         self.lie, self.once, self.told = lie, once, 0

@@ -138,7 +138,6 @@ async def test_a_catalog_that_vouches_for_frames_of_something_else(root, tls, fi
 
 
 async def failing(work, kind=TransportError):
-    """What an error says."""
     with pytest.raises(kind) as caught:
         async with asyncio.timeout(LIMIT_S / 2):  # long before the limit that the work itself has, where it has one
             await work

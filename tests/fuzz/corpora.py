@@ -20,15 +20,12 @@ _FAILED, _FOUND = (
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The inputs of one target."""
-
     failed: tuple[bytes, ...] = ()
     """Inputs that once failed; kept whatever they reach."""
     found: tuple[bytes, ...] = ()
 
     @property
     def inputs(self) -> tuple[bytes, ...]:
-        """All of them."""
         return self.failed + self.found
 
 

@@ -13,8 +13,6 @@ _LONG = 70_000
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """What a run has done."""
-
     inputs: int
     accepted: int
 

@@ -13,7 +13,6 @@ _MOST_STREAMS = 2 * (PARAMETERS.max_streams_bidi + PARAMETERS.max_streams_uni)
 
 
 def _fed(data: bytes, cut: int, *, client: bool, direct: bool) -> QmuxConnection:
-    """Return a connection that was fed with bytes."""
     this = end(client=client)
     for piece in chunks(data, cut):
         rest = piece

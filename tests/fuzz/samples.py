@@ -26,7 +26,6 @@ MESSAGES: tuple[m.Message, ...] = (
 
 @cache
 def control(draft: Draft) -> tuple[bytes, ...]:
-    """Messages with type and length."""
     return tuple(encode(message, draft) for message in MESSAGES)
 
 

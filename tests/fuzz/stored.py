@@ -53,7 +53,6 @@ def made(*, hybrid: bool = False) -> Catalog:
 
 
 def page_json(page: Page) -> bytes:
-    """Return a page before it is compressed."""
     return zlib.decompress(page.dumps())
 
 
@@ -163,7 +162,6 @@ def _json(text: str) -> bytes:
 
 @cache
 def live_catalog(*, hybrid: bool = False) -> LiveCatalog:
-    """Return the live catalog of `made`."""
     found = made(hybrid=hybrid)
     tracks = [replace(track, digests=(unknown(),) * len(track.digests), packs=()) for track in found.tracks]
     times = tuple(float(group + 1) for group in range(len(found.chunks)))

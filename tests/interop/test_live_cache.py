@@ -134,7 +134,6 @@ async def test_our_relay_forwards_what_its_publisher_computes(growing, tls, draf
 
 
 def group_into(track, number, data):
-    """Publish a group, in frames of 64 KiB."""
     group = track.create_group(number)
     for at in range(0, len(data), 1 << 16):
         group.write_frame(bytes(data[at : at + (1 << 16)]))

@@ -33,7 +33,6 @@ def tuned(folder, default=0.7, name="mine.py"):
 
 
 def traces():
-    """Three families of small links."""
     found = worlds()
     families = ("calm", "calm", "calm", "rough", "rough", "rough", "bursts")
     return tuple(

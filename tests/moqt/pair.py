@@ -20,8 +20,6 @@ GROUPS = {0: [b"a0", b"a1", b"a2"], 1: [b"b0"], 3: [b"d0", b"d1"]}
 
 @dataclass
 class Lane:
-    """One direction of one stream."""
-
     sent: deque[bytes | int | None] = field(default_factory=deque)
     """In flight: bytes, None for the end, or the code of a reset."""
     over: bool = False
@@ -94,7 +92,6 @@ class Pair:
         return number
 
     def cancel(self, number: int) -> None:
-        """Cancel any request of the client."""
         if number not in self.foreign:
             self.client.requester.cancel(number)
         else:
@@ -224,7 +221,6 @@ def ask(pair: Pair, start: tuple[int, int] = (0, 0), end: tuple[int, int] = (0, 
 
 
 def payload(events: Sequence[object]) -> bytes:
-    """Return the concatenated payload of `Received` events."""
     return b"".join(item for event in events for item in event.items if isinstance(item, memoryview))  # type: ignore[attr-defined]
 
 

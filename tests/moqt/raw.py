@@ -88,5 +88,4 @@ def fetch_of(number: str) -> bytes:
 
 
 def goaway_of(uri: str = "") -> bytes:
-    """A GOAWAY: URI and timeout."""
     return frame("10", f"{len(bytes.fromhex(uri)):02x}", uri, "00")

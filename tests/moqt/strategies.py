@@ -61,7 +61,6 @@ def range_filters(which: frozenset[Param]) -> st.SearchStrategy[tuple[tuple[Para
 
 
 def properties() -> st.SearchStrategy[tuple[tuple[int, int | bytes], ...]]:
-    """Properties of tracks without a defined meaning."""
     pair = st.integers(0x40, 0x3FFF).flatmap(
         lambda kind: st.tuples(st.just(kind), st.binary(max_size=20) if kind % 2 else integers())
     )

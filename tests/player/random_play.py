@@ -86,7 +86,6 @@ class World:
         check(self.play)
 
     def step(self) -> None:
-        """Let one thing happen."""
         dice, play = self.dice, self.play
         self.now += dice.choice(_STEPS_S)
         due_s = play.next_timer()

@@ -168,8 +168,6 @@ async def test_of_news_while_many_groups_wait_for_layers():
 
 
 class Waits(Policy):
-    """Wants nothing."""
-
     def decide(self, view):
         return Decision.wait("for better days")
 

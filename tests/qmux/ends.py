@@ -46,7 +46,6 @@ def record(*frames):
 
 
 def stream(number, data=b"", *, offset=0, fin=False, size=None):
-    """A STREAM frame with all its fields."""
     kind = FrameType.STREAM | 6 | fin
     return frame(kind, number, offset, len(data) if size is None else size) + data
 

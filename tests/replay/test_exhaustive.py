@@ -131,7 +131,6 @@ LADDERS = (
 
 
 def instance(dice, mode, *, tracks=None, scale=None):
-    """Draw a play."""
     names = tracks or dice.choice(LADDERS)
     groups = dice.choice([2, 3, 4] if len(names) < 3 else [2, 3])
     whole = catalog(groups, short=dice.choice([0, 40, 120]), layered=True)

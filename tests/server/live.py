@@ -41,8 +41,6 @@ async def live_origin(root, tls, *, grants=None, log=QUIET, port=0, **limits):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request."""
-
     data: bytes | None
     code: RequestCode | None = None
     reason: str = ""
@@ -83,7 +81,6 @@ class Decoder:
         return Awaited(self._subscriptions[track], track, group)
 
     def forget(self):
-        """Unsubscribe from everything."""
         for number in self._subscriptions.values():
             self.end.session.requester.cancel(number)
         self._subscriptions.clear()
@@ -121,7 +118,6 @@ class Decoder:
         return None
 
     def ending(self, number):
-        """The PUBLISH_DONE of a subscription."""
         return next(
             event.message
             for event in self.end.events

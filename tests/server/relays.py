@@ -44,7 +44,6 @@ async def relaying(upstream, tls, *, quic="aioquic", limits=None, **more):
 
 @contextlib.asynccontextmanager
 async def origin(root, tls, *, quic="aioquic", tcp="tls", grants=None, port=0, **limits):
-    """An origin."""
     arguments = PublishedAssets(root, grants), "127.0.0.1", port, tls, ServerLimits(**limits), LOG, Metrics()
     async with asyncio.timeout(LONG_S), Server(*arguments, quic=quic, tcp=tcp) as server:
         server.fingerprint = check(tls).fingerprint

@@ -36,7 +36,6 @@ def test_a_certificate_for_development_passes_and_names_its_hosts(tls):
 
 @pytest.fixture
 def state(monkeypatch, tmp_path):
-    """The user's state folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state"
 

@@ -45,8 +45,6 @@ def root(tmp_path):
 
 
 class Routers:
-    """What routers hear."""
-
     def __init__(self, endpoint):
         self._context = zmq.asyncio.Context()
         self._sub = self._context.socket(zmq.SUB)

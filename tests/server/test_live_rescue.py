@@ -116,7 +116,6 @@ def frame_of(writer, group, track):
 
 
 def damage(writer):
-    """The end of the news."""
     (path,) = live_folders(writer.store.folder)
     (path / "2").write_bytes(b"nonsense")
 

@@ -28,7 +28,6 @@ def test_sizes_that_are_none(text):
 
 
 async def log_of(relay):
-    """End it, and return its log."""
     relay.process.terminate()
     _, log = await asyncio.wait_for(relay.process.communicate(), LONG_S)
     assert relay.process.returncode == 0, log

@@ -39,15 +39,12 @@ def root(tmp_path):
 
 
 class Served:
-    """A running `kvabr serve`."""
-
     def __init__(self, process, url, fingerprint):
         self.process, self.url, self.fingerprint = process, url, fingerprint
         self.port = int(url.rsplit(":", 1)[1].strip("/"))
         self.events, self.may_fail = [], False
 
     async def event(self, name):
-        """The next log event of that name."""
         async with asyncio.timeout(300):
             while line := await self.process.stderr.readline():
                 self.events.append(json.loads(line))

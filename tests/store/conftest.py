@@ -24,7 +24,6 @@ def place(request, tmp_path):
 
 @pytest.fixture(params=["memory", "folder", "encrypted"])
 def small_place(request, tmp_path):
-    """The same without a server."""
     if request.param == "encrypted":
         return EncryptedStore(MemoryStore(), secrets.token_bytes(32))
     return f"memory://test-{secrets.token_hex(6)}" if request.param == "memory" else str(tmp_path / "objects")
@@ -32,7 +31,6 @@ def small_place(request, tmp_path):
 
 @pytest.fixture(params=["memory", "folder", pytest.param("s3", marks=pytest.mark.process)])
 def store_url(request, tmp_path):
-    """The URL of an empty store."""
     if request.param == "s3":
         return request.getfixturevalue("seaweed").url()
     return f"memory://test-{secrets.token_hex(6)}" if request.param == "memory" else f"file://{tmp_path}/objects"

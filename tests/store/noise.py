@@ -54,12 +54,10 @@ def publish(
 
 
 def names(place):
-    """The assets of a store, by their names."""
     return set(open_store(place).list())
 
 
 def objects(place, prefix=""):
-    """The names of the objects in a store."""
     store = open_store(place).store
 
     async def listed():

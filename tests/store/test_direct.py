@@ -76,7 +76,6 @@ class Peer:
 
 
 def serve(head):
-    """What a good server answers."""
     begin, last = map(int, head.partition(b"bytes=")[2].partition(b"\r\n")[0].split(b"-"))
     part = DATA[begin : last + 1]
     told = b"content-range: bytes %d-%d/%d\r\ncontent-length:%d\r\n" % (begin, last, len(DATA), len(part))

@@ -40,7 +40,6 @@ def file_of(folder, digest):
 
 
 async def written(store):
-    """Wait until everything is written or deleted."""
     while store._writes or (store.disk is not None and store.disk._deleting):  # noqa: ASYNC110  # nothing tells
         await asyncio.sleep(0.001)
 

@@ -16,15 +16,12 @@ OFFER = catalog(GROUPS, layered=True)
 
 @cache
 def simulated(rates=(3e5,), policy="anytime", engine=False):
-    """The log of one play."""
     cost = PrefillCost(0.0, 0.2 / 128) if engine else None
     experiment = Experiment(OFFER, ReplayOptions(DEADLINE_S, 0.05, None, cost))
     return experiment.play(world("flat", list(rates), 50.0 if len(rates) == 1 else 0.25), 0.0, policy, log=True).log
 
 
 class Ear(Listener):
-    """Remembers what it heard."""
-
     name = "ear"
 
     def __init__(self):

@@ -314,8 +314,6 @@ def test_the_road_of_pages():
 
 @dataclass(frozen=True)
 class Sample:
-    """A record of a test."""
-
     count: Annotated[int, Meta(ge=1, le=5)]
     names: tuple[str, ...] = ()
     inner: Quality | None = None

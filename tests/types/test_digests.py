@@ -17,7 +17,6 @@ EMPTY = {
 
 @pytest.fixture
 def without(monkeypatch):
-    """A machine without the package."""
     digests._hasher.cache_clear()
     monkeypatch.setitem(sys.modules, "blake3", None)
     yield

@@ -37,7 +37,6 @@ NAMED = {"model": SPEC.model, "tokenizer": SPEC.tokenizer}
 
 
 def passage(groups=5, *, short=40, notes=NOTES):
-    """A catalog of a passage with true digests."""
     made = catalog(groups, short=short)
     chunks = tuple(passage_chain(range(made.tokens), **NAMED))
     return replace(made, namespace=TrackNamespace(SPEC.model, chunks[-1]), chunks=chunks, passage=notes)

@@ -66,7 +66,6 @@ sys.exit(0 if len(done) == threads else 3)
 
 
 def _record_modules() -> list[str]:
-    """Return the modules that define what msgspec reads."""
     root = Path(kvabr.__file__).parent
     found = [
         path

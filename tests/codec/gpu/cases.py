@@ -33,7 +33,6 @@ def same(out, wanted):
 
 
 def cut(case, tokens):
-    """The case with fewer tokens."""
     return models.Case(case.transform, case.models, tuple(np.array(index[:, :tokens]) for index in case.indices))
 
 

@@ -13,7 +13,6 @@ NATIVE = coder.available_paths()
 
 @pytest.fixture(params=oracle.PATHS)
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test on each path in turn."""
     with oracle.taking(request.param):
         yield request.param
 

@@ -133,7 +133,6 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Coefficients per token."""
         return self.transform.structure.rows
 
     def shape(self, tokens: int | None = None) -> tuple[int, ...]:
@@ -151,7 +150,6 @@ class Case:
 
 
 def case(seed: int, *, small: bool = False, depths: int | None = None) -> Case:
-    """Return the case of this number."""
     dice = np.random.default_rng(seed)
     transform = random_transform(dice, small=small)
     tokens = int(dice.choice(TOKENS[:13] if small else TOKENS))

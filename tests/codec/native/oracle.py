@@ -93,7 +93,6 @@ def encode_indices(
     streams: int | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """Code the indices of one group."""
     index, base = check_indices(model, index, below)
     if references is not None:
         index, base = index[:, references.order], None if base is None else base[:, references.order]
@@ -190,7 +189,6 @@ def _decode_stream(
     references: References | None,
     out: Index,
 ) -> None:
-    """Decode some rows, in this order."""
     tokens = out.shape[1]
     tables = lookup(model.freqs)
     near = None if references is None else model.near
@@ -369,7 +367,6 @@ class _Reader:
         self._word = self._escape = 0
 
     def flags(self, chance: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Decode one flag per lane."""
         states = self._states[: len(chance)]
         slot = states & _SLOT
         out: NDArray[np.bool_] = slot < chance
@@ -383,7 +380,6 @@ class _Reader:
         freq: NDArray[np.int64],
         place: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Decode one symbol per lane."""
         states = self._states[: len(context)]
         slot = states & _SLOT
         found: NDArray[np.int64] = symbol[context, slot]
@@ -391,7 +387,6 @@ class _Reader:
         return found
 
     def escape(self) -> int:
-        """Return the next escaped value."""
         if self._escape == len(self._escapes):
             raise FormatError("entropy coded part: more escapes than were sent; corrupt, or of another profile")
         self._escape += 1
@@ -429,7 +424,6 @@ def _wrapped(sums: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 def analyse(it: Analysis, group: torch.Tensor, first_token: int | None) -> Coefficients:
-    """Transform a group; see `Analysis.analyse`."""
     check_cache(it.transform, group)
     bare = group.detach().cpu().float().clone()
     bare[:, 0] = rotate(bare[:, 0], it.structure.coded.rope, first_token, undo=True)

@@ -26,7 +26,6 @@ STRUCTURES = {
 
 
 def transform(structure: Structure, seed: int) -> Analysis:
-    """Random rotations, means and norms."""
     dice = torch.Generator().manual_seed(seed)
 
     def rotation(size: int) -> torch.Tensor:

@@ -17,8 +17,6 @@ from kvabr.types.kv import KVSpec
 
 @dataclass(frozen=True)
 class Case:
-    """A group."""
-
     name: str
     spec: KVSpec
     group: torch.Tensor

@@ -99,7 +99,6 @@ class Database:
     """Cuts prompts as LMCache's token database does, two tokens each: numbers stand in for hashes and keys."""
 
     def process_tokens(self, tokens=None, hashes=None, offsets=None, mask=None):
-        """Yields (first token, end, hash)."""
         if tokens is None:
             yield from ((2 * place, 2 * place + 2, one) for place, one in enumerate(hashes))
             return

@@ -76,8 +76,6 @@ def keys_of(tokens, **more):
 
 
 class Stored(L2AdapterListener):
-    """Waits for what has been stored."""
-
     def __init__(self, keys):
         self.missing, self.all = set(keys), threading.Event()
 

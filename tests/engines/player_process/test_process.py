@@ -312,7 +312,6 @@ def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
 
 
 def until(process, said):
-    """Wait for a line."""
     while said not in (line := process.stdout.readline()):
         assert line, "it has ended"
 

@@ -118,7 +118,6 @@ async def test_what_is_played_is_what_the_model_made(engine, library):
 
 
 def layers_of(*caches):
-    """The layers of two caches that keep anything."""
     places = [held_layers(cache) for cache in caches]
     assert len(set(map(len, places))) == 1
     return zip(

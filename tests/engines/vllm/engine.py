@@ -42,7 +42,6 @@ def transfer_of(extra, role="kv_both", **more):
 
 
 def all_of(connector):
-    """The connectors in one."""
     return getattr(connector, "_connectors", [connector])
 
 
@@ -113,7 +112,6 @@ class RealEngine:
                 assert time.monotonic() < end_s
 
     def forget(self):
-        """Empty vLLM's own prefix cache."""
         self.settle()
         assert self.llm.reset_prefix_cache()
 

@@ -150,7 +150,6 @@ class Bench:
             time.sleep(0.005)
 
     def steps(self):
-        """Steps until something has ended."""
         end_s = time.monotonic() + LIMIT_S
         while not any(ended := self.step()):
             assert time.monotonic() < end_s

@@ -77,7 +77,6 @@ def test_what_vllm_says_of_its_model_is_what_kvabr_publishes(config, model):
 
 
 def name_of(made, settings):
-    """The name of an engine's caches."""
     return with_facts(*_names(made.model_config, settings, facts_of(made))[:2])
 
 

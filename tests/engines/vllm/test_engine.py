@@ -162,8 +162,6 @@ def test_a_group_that_is_lost_is_computed_and_what_is_before_it_is_used(world, w
 
 
 def received(client):
-    """Bytes that came so far."""
-
     async def ask(client):
         return (await client.connect()).stats().bytes_received
 

@@ -86,7 +86,6 @@ def asking(bench, computed=0, **more):
 
 
 def played(folder, tmp_path, tokens=64):
-    """Play what was published."""
     with closing(Served(folder, tmp_path)) as served, closing(Bench(served)) as bench:
         count, _ = bench.load(request(tokens=[*TOKENS[:tokens], 1, 2]))
         assert count == tokens

@@ -56,7 +56,6 @@ class World(VllmWorld):
 
 
 def gemma_profile(folder):
-    """The codec profile of Gemma."""
     given = os.environ.get("KVABR_GEMMA_PROFILE")
     if given:
         return Path(given)

@@ -28,8 +28,6 @@ def zeroed(monkeypatch, blocks, part):
 
 
 class VllmWorld:
-    """Subclasses make `engine`."""
-
     def __init__(self, folder):
         self.assets = folder / "assets"
         self.assets.mkdir()

@@ -13,7 +13,6 @@ WAIT_S = 300.0
 
 
 def trace(rates, step=1.0, name="live/t"):
-    """A trace of rates in bytes per second."""
     times = tuple(index * step for index in range(len(rates)))
     return Trace(name, "live", times, tuple(map(float, rates)), len(rates) * step)
 
@@ -35,13 +34,11 @@ class Ends:
         self.greeting, self.back = origin.recvfrom(100)
 
     def down(self, *packets):
-        """Send to the player."""
         self.sent_s = time.monotonic()
         for packet in packets:
             self.origin.sendto(packet, self.back)
 
     def until(self, holds):
-        """Wait until the shaper's statistics are so."""
         began = time.monotonic()
         while not holds(stats := self.shaper.stats()):
             time.sleep(0.001)

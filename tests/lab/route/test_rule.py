@@ -130,7 +130,6 @@ BYTES = CacheSize(10_000.0)
 
 
 def by_place(tokens, local=None, remote=None, link=None, size=BYTES):
-    """Return the forecasts by place."""
     found = forecasts(
         tokens, local or PrefillSite(SLOW_LINK), remote or PrefillSite(FAST_LINK), link or RouteLink(5e6, 0.04), size
     )

@@ -13,7 +13,6 @@ def ranges(transfers):
 
 
 def want(lanes, sizes, *, key="s", begin=0, priority=NEEDED):
-    """Want pieces one behind the other."""
     pieces = []
     for size in sizes:
         pieces.append(lanes.want(key, begin, begin + size, priority))

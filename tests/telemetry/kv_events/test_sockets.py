@@ -27,8 +27,6 @@ SHORT, OTHER = PROMPT[:40], (1, *PROMPT)
 
 
 class Store:
-    """Prompts, and who tells them."""
-
     def __init__(self, folder):
         self.sockets = EventSockets(f"ipc://{folder}/e", f"ipc://{folder}/r")
         self.prompts, self.metrics = {}, KVEventMetrics()
@@ -44,8 +42,6 @@ def store(tmp_path):
 
 
 class Reader:
-    """What a subscriber knows."""
-
     def __init__(self, sockets, **more):
         self.held, self.forgotten, self.batches = HeldPrefixes(), [], 0
         self._changed = threading.Condition()
