@@ -16,6 +16,7 @@ import re
 import shlex
 import signal
 import socket
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -220,21 +221,25 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place():
     before = Path.cwd()
-    with pytest.MonkeyPatch.context() as patch, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken,
+        tempfile.TemporaryDirectory() as folder,  # as long a path with several pytest processes as with one
+    ):
         # Each line reads the entry points of all that is installed, which never change here.
         patch.setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))
         patch.setattr(cli, "command_parser", functools.cache(command_parser))  # a third of what a line takes
         taken.bind(("127.0.0.1", 0))
-        long = tmp_path_factory.mktemp("commands") / "longer-than-what-messages-show-of-a-value"
+        long = Path(folder) / "longer-than-what-messages-show-of-a-value"
         long.mkdir(mode=0o700)
         made = Place(long, taken.getsockname()[1])
         os.chdir(made.work)  # what a wrong word names is made there
         bucket = f"file://{made.folder}/bucket"
         assert main(["store", "copy", str(made.named["STORE"]), bucket]) == 0
         yield made
-    os.chdir(before)
+        os.chdir(before)
 
 
 def parser_of(name):

@@ -214,11 +214,17 @@ def process():
     context.set_forkserver_preload([__name__])  # for the first
 
     def start(function, *arguments):
-        started = context.Process(target=function, args=arguments)
+        started = context.Process(target=_in_environment, args=(dict(os.environ), function, *arguments))
         started.start()
         return started
 
     return start
+
+
+def _in_environment(environment, function, *arguments):
+    """Call a function with the test's environment, which has the keys of a store; the fork server has its own."""
+    os.environ.update(environment)
+    function(*arguments)
 
 
 def _publish_in_a_process(url, number, tokens):
