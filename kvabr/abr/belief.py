@@ -27,19 +27,19 @@ SPARE = 1.25
 UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
-"""Share of the best rate so far below which a link counts as slow, and the share to which it may recover."""
+"""A link below this share of its best rate so far counts as slow; and the share that it may recover to."""
 SURPRISE, _SURPRISED, _TOLD_SURPRISED = 10.0, 0.3, 0.04
-"""Factor by which a link may turn faster, and the probability of that right after its rate is known; the last one is
-the probability for a link as fast as in earlier plays."""
+"""How many times faster a link may suddenly turn; its maximum probability, reached when the rate has just become known;
+the same for a link as fast as in earlier plays."""
 _LOW, _HIGH, _WEIGHTS = 0.5, 1.25, (0.3, 0.4, 0.3)
 """Rates below and above the expected one, as shares of it, and the weights of the three. `_LOW` applies if the
 estimator has no lower bound."""
 _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
 """The same in slow start, as multiples of the rate so far."""
 GROWTH = 2.0
-"""Minimum factor from the present rate to the mean rate until the deadline, in slow start."""
+"""Minimum mean rate until the deadline, as a multiple of the present rate, in slow start."""
 _GROWTH = 1.5
-"""Minimum factor by which the rate grows before a request takes effect, in slow start."""
+"""Minimum growth factor of the rate before a request takes effect, in slow start."""
 _DOUBT, _LEAST_DOUBT = 0.7, 0.03
 """Share of the rate of earlier plays that the link has if it is slower now: at first, and at least."""
 _LATE_START, _DOUBT_SHARE = 1.5, 0.005
@@ -50,7 +50,8 @@ _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 LEAST_WAIT_S = 0.02
 """Minimum seconds until the rate is better known."""
 _SILENT_ROUNDS, _DEAD = 4.0, 1e-3
-"""Silent round trips after which a link may be dead, and the share of the base that a dead link delivers in time."""
+"""Number of silent round trips that make a link suspect, and the share of the base that a dead link delivers in
+time."""
 
 
 class Belief(NamedTuple):
@@ -61,7 +62,7 @@ class Belief(NamedTuple):
     weights: tuple[float, ...]
     """Weight of each rate; their sum is 1."""
     ramp: tuple[float, float] | None = None
-    """In slow start, the rate at which the link begins, and the seconds in which it doubles."""
+    """In slow start, the initial rate and its doubling time in seconds."""
     learns_s: float = 0.0
     """Seconds until the rate should be much better known; 0.0 if it is known."""
     state: str = "known"
@@ -128,7 +129,7 @@ class LinkBelief:
 
     @staticmethod
     def arrivals(view: View, rate: float) -> Belief:
-        """Return the rates at which new requests may arrive; ``rate``: the expected one, bytes per second."""
+        """Return the possible rates of new requests; ``rate``: the expected one, bytes per second."""
         if view.growing:
             rates = sorted((*(each * rate for each in _GROWN[:-1]), LinkBelief.grown(view, rate)))
             return Belief.of(tuple(rates), _GROWN_WEIGHTS)
@@ -186,8 +187,7 @@ class LinkBelief:
 
     @staticmethod
     def _doubt(view: View, told: float, measured_s: float) -> float:
-        """Return the share of the rate of earlier plays that the link has if it is slower now; less if slow start is
-        late."""
+        """Return the share of the earlier rate that a slower link has; less if slow start is late."""
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
         due = math.log2(max(1.0, told * round_s / WINDOW))
         late = _LATE_START * due - view.now / measured_s

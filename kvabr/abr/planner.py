@@ -1,9 +1,9 @@
 """Decide which groups the engine computes: the division of work between network and engine with the least cost.
 
-The engine continues after the groups in place. For every group at which it could stop, the rule adds the loss of the
-other groups on the tracks that the network can deliver, the price of the time until both are done, and the price of
-engine time (`TimePlanner.divide`). The least sum wins. To stop at once means to fetch everything; to continue to the
-end means to compute everything.
+The engine continues after the groups in place. For every possible stop, the rule adds the loss of the other groups on
+the tracks that the network can deliver, the price of the time until both are done, and the price of engine time
+(`TimePlanner.divide`). The least sum wins. To stop at once means to fetch everything; to continue to the end means to
+compute everything.
 
 - ``hole``: the engine computes from the front while the network fetches from the back, so the later of the two counts.
   Groups between them go to the engine if it is sooner, even if they are in flight or in place.
@@ -42,7 +42,7 @@ _SAME_RATE, _SAME_TIME, _SURE_TIME = 0.05, 0.01, 0.025
 _BUSY = 4.0
 """Factor on both limits while the engine is busy."""
 _BETTER = 0.03
-"""Share by which a new division must beat the previous one, or no computing, to replace it."""
+"""Minimum relative gain of a new division over the previous one, or over no computing."""
 _FINE = 1 / 6
 """Assumed size of a nearly lossless track, as a share of the exact cache."""
 _MOST_WAIT = 1.05
@@ -54,7 +54,7 @@ _TINY = 1e-6
 _NEAR = 8
 """Number of groups right before a call that must not have an upgrade in flight."""
 _LAST_TICKS = 1.5 / 50
-"""Share of the deadline by which a suffix engine starts before its last possible moment."""
+"""Safety margin for starting a suffix engine, as a share of the deadline."""
 _LATE = 0.25
 """Lateness, as a share of the deadline, beyond which the engine does not start the rest while the link delivers."""
 
@@ -67,7 +67,7 @@ class _Ways(NamedTuple):
 
     start: int
     stops: npt.NDArray[np.intp]
-    """Group at which the engine stops; in suffix mode, at which it begins."""
+    """Stop of the engine; in suffix mode, its start."""
     costs: Array
     """Cost by rate and stop, nats per generated token."""
     engine_s: Array
@@ -123,17 +123,17 @@ class ComputePlanner:
         self._near = np.array([sum_ / near[-1] if near[-1] > 0 else 1.0 for sum_ in near])
         """Share of a group's inherited loss that is due to the n groups right before it, by n."""
         self.reserved = range(0)
-        """Groups reserved for the engine: nothing is requested for them."""
+        """Groups reserved for the engine; they are not requested."""
         self.until_s = 0.0
         """When the engine should finish its current work and the reserved groups, seconds since the play began."""
         self._computed = 0
         """All groups before this one are computed, so that groups computed next are exact."""
         self._target = 0
-        """Group at which the engine should finally stop."""
+        """Final stop of the engine."""
         self._planned: tuple[tuple[int, int], float, float, int] | None = None
         """The plan's inputs: first missing and first inexact group, rate, time, and number of settled groups."""
         self._holds = 0
-        """Number of further decisions for which the plan holds regardless, see `View.keeps`."""
+        """Further decisions before the plan may change, see `View.keeps`."""
         self._network_s = 0.0
         """Seconds that the network has for its part."""
         self._belief = Belief.of((1.0,))
@@ -158,7 +158,7 @@ class ComputePlanner:
         self._holds -= 1
         if (last := self._planned) is not None:
             front, rate, then, heard = last
-            busy = _BUSY if view.engine_backlog_s > 0 and rate > 0 else 1.0  # the engine asks again when it is done
+            busy = _BUSY if view.engine_backlog_s > 0 and rate > 0 else 1.0  # planning repeats when the engine is done
             same = abs(view.rate - rate) <= busy * _SAME_RATE * rate
             holds_s = (_SAME_TIME if self._belief.learns_s else _SURE_TIME) * self._horizon_s(view)
             same = same and view.now - then <= busy * holds_s
@@ -284,8 +284,9 @@ class ComputePlanner:
         )
 
     def _first_call(self, view: View, way: _Ways, least: Array, shares: Array, waiting: float) -> int:
-        """Return where the next call ends, given that a later call can be decided better; its start if none should
-        begin.
+        """Return the end of the next call; its start if none should begin.
+
+        A later call can be decided better, so a short one may win.
 
         Args:
             view: the play.
@@ -369,8 +370,7 @@ class ComputePlanner:
 
     @staticmethod
     def _unsettled_before(view: View, group: int) -> bool:
-        """Return whether an upgrade is in flight right before a group; computed groups would inherit its present
-        errors."""
+        """Return whether an upgrade is in flight right before a group, which would inherit the present errors."""
         flying = view.in_flight.groups
         return bool(flying) and any(before in flying for before in range(group - _NEAR, group))
 

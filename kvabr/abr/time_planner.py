@@ -33,7 +33,7 @@ _FINER_LEVELS = (0.1, 0.01, 1e-3, 0.0)
 _FEW_SHARES: Array = np.array([1.0, 0.6, 0.3, 0.0])
 _TWO_SHARES: Array = np.array([1.0, 0.4])
 _LEAST_PRICE = 1e-4
-"""Minimum time price to which these factors apply, nats per second."""
+"""Minimum time price to multiply by these factors, nats per second."""
 _WASTE = 6.0
 """Price of a replaced byte, as a multiple of the price of a requested byte: other plays could have used it."""
 MAX_PARTS = 128
@@ -229,7 +229,7 @@ class TimePlanner:
         self._stay[group] = loss
 
     def cut_at(self, group: int | None) -> None:
-        """Set the group at which an engine begins to compute the rest, which amplifies errors right before it.
+        """Set the first group that an engine computes with the rest; this amplifies errors right before it.
 
         None: no suffix engine.
         """
@@ -265,7 +265,7 @@ class TimePlanner:
         Args:
             view: the play.
             plan: the target track of every group.
-            belief: rates at which new requests may arrive.
+            belief: possible rates of new requests.
             computed: groups left to the engine.
             sure: True if the whole plan will be carried out.
         """
@@ -315,7 +315,7 @@ class TimePlanner:
 
     @staticmethod
     def _left_s(view: View) -> float:
-        """Return the seconds in which an upgrade must arrive: to the deadline, or until the last group is published."""
+        """Return the seconds left for an upgrade: to the deadline, or until the last group is published."""
         if view.time_left <= 0 and math.isfinite(view.max_loss):
             return math.inf  # a cache above max_loss is not delivered
         return min(view.time_left, view.ends_s - view.now) if view.coming else view.time_left
@@ -507,11 +507,11 @@ class TimePlanner:
         Args:
             view: the play.
             rate: link rate, bytes per second.
-            first: the group at which the engine continues.
+            first: the group where the engine continues.
             stops: where the engine stops in hole mode, or the network in suffix mode; ascending.
             engine_s: seconds until the engine is done, by stop.
             inherited: loss of the computed groups, by stop.
-            ramp: in slow start, the initial rate of the link, and the seconds in which it doubles.
+            ramp: in slow start, the initial rate of the link and its doubling time in seconds.
         """
         groups = len(self._missing)
         edges, apart = np.arange(groups + 1), groups // MAX_PARTS

@@ -237,7 +237,7 @@ def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
 
 
 class Settled(set[int]):
-    """Groups that have arrived or are in place and have no request in flight, and the order in which they settled."""
+    """Groups in place or arrived, with no request in flight, and the order they settled in."""
 
     def __init__(self, changes: list[int]) -> None:
         super().__init__()
@@ -327,8 +327,8 @@ class View:
     groups: int = field(init=False)
     """Number of groups in the asset."""
     keeps: int = field(init=False)
-    """Number of decisions for which a policy reuses a scan of all groups; 0 up to 64 groups. The cost of a decision
-    thus does not depend on the length of the prompt, and the scan is outdated by at most 1/64 of the groups."""
+    """Number of decisions that reuse a scan of all groups; 0 up to 64 groups. The cost of a decision thus does not
+    depend on the length of the prompt, and the scan is outdated by at most 1/64 of the groups."""
     now: float = 0.0
     """Seconds since the play began."""
     rate: float = 0.0
@@ -477,7 +477,7 @@ class View:
         return chosen
 
     def soonest_track(self) -> str:
-        """Return the cheapest track, or a larger one that decodes faster and completes the missing groups sooner."""
+        """Return the cheapest track, or a larger one if it decodes faster and completes the missing groups sooner."""
         cheapest, left = self.ladder.tracks[0], len(self.missing_groups)
 
         def seconds(track: Track) -> float:

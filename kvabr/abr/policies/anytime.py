@@ -31,15 +31,14 @@ if TYPE_CHECKING:
 _LEAST_FLYING = 2
 """Minimum number of requests in flight; with one, the link is idle between two events."""
 _GROWING_TTFB = 4.0
-"""Times to first byte for which the bytes in flight last at the present rate, in slow start."""
+"""Length of the bytes in flight in slow start, in times to first byte at the present rate."""
 _AHEAD_SHARE = 0.01
-"""Share of the deadline, in addition to round trips, for which the bytes in flight last."""
+"""Length of the bytes in flight, in addition to round trips, as a share of the deadline."""
 _SAME_RATE, _SAME_TIME, _FOLLOWED_SHARE = 0.05, 0.01, 1 / 16
 """A plan holds until the rate changes by the first share, the second share of the deadline passes, or the third share
 of the groups is requested."""
 _CHEAP_BASE = 0.05
-"""Cost of the base, as a share of the cost of the time planned, up to which the base of every group is requested
-first."""
+"""Maximum cost of a base that is requested first, as a share of the price of the planned time."""
 _SPARE = 2.0
 """Number of times that a plan must fit into the time left to skip the base, if the link is as fast as in earlier
 plays."""
@@ -61,7 +60,7 @@ class Anytime(Policy):
     }
 
     def __init__(self, *, ahead_ttfb: float = 1.5) -> None:
-        """Set ``ahead_ttfb``: times to first byte for which the bytes in flight last."""
+        """Set ``ahead_ttfb``: length of the bytes in flight, in times to first byte."""
         self._ahead_ttfb = ahead_ttfb
 
     def start(self, view: View) -> None:
