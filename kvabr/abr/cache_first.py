@@ -46,7 +46,7 @@ class CacheFirst(Policy):
         """Wrap a policy; ``kept``: the stored groups of each track."""
         self._inner, self._kept = inner, kept
         self._wanted: deque[tuple[int, str]] = deque()
-        """Missing groups with their best stored track; the layers below are stored, too."""
+        """Groups not requested yet, with their best stored track; the layers below are stored, too."""
         # Present the attributes of the wrapped policy.
         for name in ("name", "estimator", "abandons", "paces", "computes"):
             vars(self)[name] = getattr(inner, name)

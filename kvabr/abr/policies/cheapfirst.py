@@ -1,7 +1,7 @@
-"""``cheapfirst``: every group on the cheapest track, then upgrades for those that gain most, until the deadline.
+"""``cheapfirst``: every group on the cheapest track, then the upgrades that save most, until the deadline.
 
-Once the cheapest cache is in place nothing can go wrong any more, so the remaining time needs no caution. Layers are
-upgrades that cost only their own bytes.
+With the cheapest cache in place the play is safe, so the remaining time needs no caution. Layers cost only their own
+bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 
 _GOOD_ENOUGH = 1e-4
-"""Total saving in nats per token below which upgrades end: nobody could notice."""
+"""Minimum total saving of upgrades, nats per token; less is not noticeable."""
 
 
 class _Upgrade(NamedTuple):
@@ -35,9 +35,9 @@ class CheapFirst(Policy):
         self._base = view.ladder.cheapest
         self._known: dict[tuple[int, str], list[_Upgrade]] = {}
         self._ranked: list[tuple[float, int, int, _Upgrade]] = []
-        """The upgrades on offer: what they save per byte, order, group; the best last."""
+        """Upgrades as (saving per byte, minus order, group, upgrade), the best last."""
         self._ranked_for, self._saving = 0, 0.0
-        """For how many more decisions that holds, see `View.keeps`; and what the best of all groups save together."""
+        """Number of further decisions that reuse the ranking, see `View.keeps`; and the total of the best savings."""
 
     def decide(self, view: View) -> Decision:
         """Fetch the base of every group first, then upgrades."""
@@ -63,7 +63,7 @@ class CheapFirst(Policy):
         return Decision.wait("no upgrade would arrive in time")
 
     def _rank(self, view: View) -> None:
-        """Work out what every upgrade saves per byte."""
+        """Rank all upgrades by saving per byte."""
         self._ranked, self._ranked_for, self._saving = [], view.keeps, 0.0
         for order, group in enumerate(view.settled):
             offers = self._offers(view, group)
@@ -75,7 +75,7 @@ class CheapFirst(Policy):
         self._ranked.sort()
 
     def _offers(self, view: View, group: int) -> list[_Upgrade]:
-        """Return what can be added to a group's track, or replace it, best first; computed once."""
+        """Return the upgrades of a group's track, best first; cached."""
         current = view.track_of[group] or self._base
         key = (group, current)
         if key not in self._known:
