@@ -1,12 +1,11 @@
-"""The belief of a play: the possible rates of its link, each with a weight.
+"""The belief of a play: possible rates of its link, each with a weight.
 
-Every decision weighs all rates of the belief, so that decisions agree. It is based on samples (an estimator's rate and
-spread), earlier plays on the path, and slow start so far:
+It combines samples (an estimator's rate and spread), earlier plays on the path, and slow start so far:
 
 - For an unknown link, rates spread over three orders of magnitude around the rate that the deadline needs.
 - In slow start, rates up to the present one are ruled out.
 - The rate of earlier plays loses trust the longer slow start takes to reach it.
-- A link that is much slower than before may be dead or recover. Dead gets more likely the longer it is silent.
+- A link much slower than before may be dead or recover; the longer it is silent, the more likely it is dead.
 - Otherwise the belief is the estimate. The longer it has held, the less likely it changes soon, see `surprise`.
 """
 
@@ -23,17 +22,17 @@ from kvabr.types.errors import PolicyError
 LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Rates of an unknown link, as shares of the exact cache delivered by the deadline."""
 SPARE = 1.25
-"""Minimum rate of an unknown link, as a multiple of the rate that delivers the base of every group by the deadline."""
+"""Minimum rate of an unknown link, as a multiple of the rate that delivers every base by the deadline."""
 UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
-"""A link below this share of its best rate so far counts as slow; and the share that it may recover to."""
+"""A link below this share of its best rate is slow; and the share that it may recover to."""
 SURPRISE, _SURPRISED, _TOLD_SURPRISED = 10.0, 0.3, 0.04
-"""How many times faster a link may suddenly turn; its maximum probability, reached when the rate has just become known;
-the same for a link as fast as in earlier plays."""
+"""Factor of a sudden speed-up; its maximum probability, when the rate has just become known; the same for a link as
+fast as in earlier plays."""
 _LOW, _HIGH, _WEIGHTS = 0.5, 1.25, (0.3, 0.4, 0.3)
-"""Rates below and above the expected one, as shares of it, and the weights of the three. `_LOW` applies if the
-estimator has no lower bound."""
+"""Rates below and above the expected one, as shares of it, and the weights of the three. `_LOW` replaces a missing
+lower bound of the estimator."""
 _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
 """The same in slow start, as multiples of the rate so far."""
 GROWTH = 2.0
@@ -41,17 +40,16 @@ GROWTH = 2.0
 _GROWTH = 1.5
 """Minimum growth factor of the rate before a request takes effect, in slow start."""
 _DOUBT, _LEAST_DOUBT = 0.7, 0.03
-"""Share of the rate of earlier plays that the link has if it is slower now: at first, and at least."""
+"""Slower alternative to the rate of earlier plays, as a share of it: at first, and at least."""
 _LATE_START, _DOUBT_SHARE = 1.5, 0.005
-"""Slow start may take this multiple of its usual time to reach that rate before trust falls; and the minimum round trip
-for this, as a share of the deadline, since rates are not measured more often."""
+"""Trust in that rate falls after this multiple of the usual slow start; and the minimum round trip for this, as a share
+of the deadline, since rates are not measured more often."""
 _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link is in slow start if its rate grew by the factor `_RAMP` within `_RAMP_ROUNDS` times to first byte."""
 LEAST_WAIT_S = 0.02
 """Minimum seconds until the rate is better known."""
 _SILENT_ROUNDS, _DEAD = 4.0, 1e-3
-"""Number of silent round trips that make a link suspect, and the share of the base that a dead link delivers in
-time."""
+"""Silent round trips that make a link suspect, and the share of the base that a dead link delivers in time."""
 
 
 class Belief(NamedTuple):
@@ -87,13 +85,11 @@ class LinkBelief:
     """Keeps the belief of one play up to date."""
 
     def __init__(self) -> None:
-        """Begin with an unknown link."""
         self._rates: deque[tuple[float, float]] = deque()
-        """Times and rates of the last round trips."""
         self._told = 0.0
         self._round_s = math.inf
         self._silent = False
-        """True if the first bytes took so long that the link may have been dead."""
+        """True if the first bytes were so late that the link may have been dead."""
         self.best_rate = 0.0
         """Best rate measured so far, bytes per second."""
         self.fast_s = 0.0
@@ -164,7 +160,7 @@ class LinkBelief:
         """Return the belief if the link is alive."""
         if slow:  # it may be slow for a moment only
             return Belief.of((view.rate or _LEAST_DOUBT * self.best_rate, RECOVERED * self.best_rate))
-        if view.ttfb_s > 0:  # the first byte after an outage says little about the round trip
+        if view.ttfb_s > 0:  # after an outage it says little about the round trip
             self._round_s = min(self._round_s, UNKNOWN_TTFB_S if self._silent else view.ttfb_s)
         round_s = self._round_s if view.ttfb_s > 0 else UNKNOWN_TTFB_S
         if view.rate > 0 and not growing:

@@ -52,7 +52,6 @@ class CacheFirst(Policy):
             vars(self)[name] = getattr(inner, name)
 
     def start(self, view: View) -> None:
-        """Find the best stored version of every group."""
         stacks = [stack(view.catalog, track) for track in view.catalog.tracks]
         for group in range(view.groups):
             costs = [
@@ -65,7 +64,6 @@ class CacheFirst(Policy):
         self._inner.start(view)
 
     def decide(self, view: View) -> Decision:
-        """Take the stored groups, then follow the wrapped policy."""
         while self._wanted:
             group, track = self._wanted.popleft()
             if group in view.missing_groups:

@@ -1,22 +1,19 @@
-"""Decide which groups the engine computes: the division of work between network and engine with the least cost.
+"""Divide the work between network and engine at the least cost.
 
-The engine continues after the groups in place. For every possible stop, the rule adds the loss of the other groups on
-the tracks that the network can deliver, the price of the time until both are done, and the price of engine time
-(`TimePlanner.divide`). The least sum wins. To stop at once means to fetch everything; to continue to the end means to
-compute everything.
+The engine continues after the groups in place. The cost of every possible stop is the loss of the other groups on
+tracks that the network can deliver, the price of the time until both are done, and the price of engine time
+(`TimePlanner.divide`). To stop at once means to fetch everything; to continue to the end, to compute everything.
 
 - ``hole``: the engine computes from the front while the network fetches from the back, so the later of the two counts.
   Groups between them go to the engine if it is sooner, even if they are in flight or in place.
 - ``suffix``: the engine needs all earlier groups in place and computes from there to the end. Both times add up, and
-  computed groups amplify the errors of the groups right before them. A prefix play is cut there, or as soon as no
-  request pays off.
+  computed groups amplify errors right before them. A prefix play is cut there, or as soon as no request pays off.
 
-While the rate is unknown, or in slow start, the rule weighs several rates. It takes the least mean cost, each cost
-relative to the least at that rate. The longer a link is silent, the more weight a dead link gets, and no wait lasts
-until the engine would be late. A call is long enough to make up for its constant cost, and otherwise short enough that
-a wrong rate can be corrected. While the rate is uncertain, a call must be worth more than waiting for a better
-estimate. The engine does not compute right after groups that have an upgrade in flight, since their present errors
-would persist.
+If the rate is unknown or in slow start, the rule takes the least mean cost over several rates, relative to the least
+cost at each. The longer a link is silent, the more likely it is dead; no wait lasts until the engine would be late.
+Calls are long enough to make up for their constant cost, and otherwise short, to allow corrections. While the rate is
+uncertain, a call must be worth more than waiting for a better estimate. The engine does not compute right after groups
+with an upgrade in flight, since their present errors would persist.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ _FINE = 1 / 6
 _MOST_WAIT = 1.05
 """Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
 _SLOW_START = 0.5
-"""Share of the cost of waiting that counts in slow start, since each round trip improves the estimate."""
+"""Share of the cost of waiting that counts in slow start, as each round trip improves the estimate."""
 _TINY = 1e-6
 """Minimum cost of a play, nats per token, so that ratios of costs stay finite."""
 _NEAR = 8
@@ -56,7 +53,7 @@ _NEAR = 8
 _LAST_TICKS = 1.5 / 50
 """Safety margin for starting a suffix engine, as a share of the deadline."""
 _LATE = 0.25
-"""Lateness, as a share of the deadline, beyond which the engine does not start the rest while the link delivers."""
+"""Lateness, as a share of the deadline, that keeps the engine from starting the rest while the link delivers."""
 
 
 Array = npt.NDArray[np.float64]
@@ -92,7 +89,7 @@ def computed_on_any_link(
 ) -> bool:
     """Return whether an engine should compute a whole prompt if the link is unknown.
 
-    Estimates the play time at each rate of an unknown link, on a track that is nearly lossless.
+    Compares the time to fetch a nearly lossless track at each rate of an unknown link.
 
     Args:
         cost: prefill cost of the engine.
@@ -113,7 +110,6 @@ class ComputePlanner:
     """Decides which groups the engine of one play computes."""
 
     def __init__(self, view: View, times: TimePlanner, link: LinkBelief) -> None:
-        """Start a play that has an engine."""
         catalog, cost = view.catalog, view.cost
         assert cost is not None  # noqa: S101  # callers check that there is an engine
         self._times, self._link, self._suffix = times, link, view.front_first
@@ -121,28 +117,26 @@ class ComputePlanner:
         self._ends = np.array(self._tokens)
         near = list(accumulate(reversed(view.ladder.tracks[0].loss), initial=0.0))
         self._near = np.array([sum_ / near[-1] if near[-1] > 0 else 1.0 for sum_ in near])
-        """Share of a group's inherited loss that is due to the n groups right before it, by n."""
+        """Share of inherited loss due to the n groups right before, by n."""
         self.reserved = range(0)
         """Groups reserved for the engine; they are not requested."""
         self.until_s = 0.0
-        """When the engine should finish its current work and the reserved groups, seconds since the play began."""
+        """When the engine should be done with these and its current work, seconds since the play began."""
         self._computed = 0
-        """All groups before this one are computed, so that groups computed next are exact."""
+        """All groups before this one are computed, so later ones will be exact."""
         self._target = 0
         """Final stop of the engine."""
         self._planned: tuple[tuple[int, int], float, float, int] | None = None
-        """The plan's inputs: first missing and first inexact group, rate, time, and number of settled groups."""
+        """Inputs of the plan: first missing and first inexact group, rate, time, number of settled groups."""
         self._holds = 0
         """Further decisions before the plan may change, see `View.keeps`."""
         self._network_s = 0.0
-        """Seconds that the network has for its part."""
         self._belief = Belief.of((1.0,))
         self._waits = False
         """True if it pays to wait for a better rate estimate."""
         self._call_to: int | None = None
-        """End of the next call while the rate is uncertain; its start if no call should begin."""
+        """End of the next call while the rate is uncertain; its start for none."""
         self.division: Division | None = None
-        """The last division and its expected times."""
 
     # ------------------------------------------------------------------- the rule
 
@@ -186,11 +180,11 @@ class ComputePlanner:
 
     @property
     def advances(self) -> bool:
-        """True if the engine should continue after the groups in place, now or once the rate is better known."""
+        """True if the engine should continue, now or once the rate is better known."""
         return self._target > self.reserved.start
 
     def _horizon_s(self, view: View) -> float:
-        """Return the maximum expected length of the play: the time to compute everything, or the deadline."""
+        """Return the maximum expected length of the play."""
         return view.deadline_s if self.division is None else min(view.deadline_s, self.division.compute_s)
 
     def outside(self, view: View) -> bool:
@@ -202,14 +196,14 @@ class ComputePlanner:
         return (first is not None and first < reserved.start) or (last is not None and last >= reserved.stop)
 
     def _front(self, view: View) -> int:
-        """Return the first group that is neither in place nor left to the engine, or the number of groups."""
+        """Return the first group neither in place nor left to the engine, or the number of groups."""
         first, track_of = view.solid, view.track_of
         while first < view.groups and track_of[first] == RECOMPUTED:
             first += 1
         return first
 
     def _exact(self, view: View) -> int:
-        """Return the first group that is neither computed nor given to the engine."""
+        """Return the first group not left to the engine."""
         while self._computed < view.groups and view.track_of[self._computed] == RECOMPUTED:
             self._computed += 1
         return self._computed
@@ -219,17 +213,14 @@ class ComputePlanner:
         return view.cost.seconds(self._tokens[first], self._tokens[stop] - self._tokens[first])
 
     def _divide(self, view: View, front: int, kept: int | None) -> tuple[int, int]:
-        """Return where the engine continues and stops; in suffix mode the second is where it begins.
+        """Return where the engine continues and stops (suffix mode: begins).
 
-        Args:
-            view: the play.
-            front: the first missing group.
-            kept: the stop of the last plan; None if the rate was unknown.
+        ``front``: the first missing group; ``kept``: the stop of the last plan, None if the rate was unknown.
         """
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
         belief = self._belief = self._link.look(view, saved=computed_s <= view.time_left)
         rates, shares = list(belief.rates), np.array(belief.weights)
-        # The engine may recompute lossy groups in place right after the exact ones.
+        # The engine may recompute lossy groups right after the exact ones.
         starts = [front] if self._suffix else sorted({front, self._exact(view)})
         ways = [self._ways(view, start, rates, belief.ramp) for start in starts]
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _TINY)
@@ -284,16 +275,10 @@ class ComputePlanner:
         )
 
     def _first_call(self, view: View, way: _Ways, least: Array, shares: Array, waiting: float) -> int:
-        """Return the end of the next call; its start if none should begin.
+        """Return the end of the next call, often short, as later calls are decided better; its start for none.
 
-        A later call can be decided better, so a short one may win.
-
-        Args:
-            view: the play.
-            way: the cost of each length, if the engine stops there.
-            least: the least cost at each rate.
-            shares: weight of each rate, by rate, or by rate and stop.
-            waiting: cost of waiting for a better rate estimate, as a multiple of the least cost.
+        ``way``: cost by length; ``least``: least cost by rate; ``shares``: weight of each rate, by rate, or by rate and
+        stop; ``waiting``: cost of waiting for a better rate estimate, as a multiple of the least cost.
         """
         again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))
         behind = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]
@@ -358,7 +343,6 @@ class ComputePlanner:
         return self._call(view) if self._target > self.reserved.start else None
 
     def _call(self, view: View) -> Decision | None:
-        """Return the next call after the groups in place."""
         first, stop = self.reserved.start, self._target
         if first > view.solid or self._unsettled_before(view, first):
             return None
@@ -370,7 +354,7 @@ class ComputePlanner:
 
     @staticmethod
     def _unsettled_before(view: View, group: int) -> bool:
-        """Return whether an upgrade is in flight right before a group, which would inherit the present errors."""
+        """Return whether an upgrade is in flight right before a group."""
         flying = view.in_flight.groups
         return bool(flying) and any(before in flying for before in range(group - _NEAR, group))
 

@@ -66,8 +66,8 @@ class Decision:
     def recompute(group: int, reason: str, last: int | None = None) -> Decision:
         """Leave a group to the engine, or all up to ``last`` (exclusive) in one call; rejected without an engine.
 
-        The group must be missing or upgradable. Requests in flight for later groups of the call are cancelled when the
-        engine begins. In suffix mode the engine computes all later groups, even those in place.
+        The group must be missing or upgradable. Requests in flight for later groups of the call are cancelled when it
+        begins. In suffix mode the engine computes all later groups, even those in place.
         """
         return Decision("recompute", reason, group, last=last)
 
@@ -118,7 +118,7 @@ class Division(NamedTuple):
 
 
 class Policy(ABC):
-    """Decides what a play requests. One object serves one play."""
+    """Decides the requests of a play. One object serves one play."""
 
     name: ClassVar[str] = ""
     """Name on the command line. A policy from a file uses its class name."""
@@ -128,12 +128,12 @@ class Policy(ABC):
     """True if the player may cancel a transfer that would be late while a cheaper one would not."""
 
     paces: ClassVar[bool] = False
-    """True if the policy limits the requests in flight. Then the player calls it until it waits or the request limit is
-    reached. Otherwise the player calls it until the bytes in flight last for a round trip."""
+    """True if the policy limits the requests in flight: the player calls it until it waits or the request limit is
+    reached. Otherwise, until the bytes in flight last for a round trip."""
 
     computes: ClassVar[bool] = False
-    """True if only the policy gives work to the engine until the deadline. Otherwise the player also leaves groups to
-    the engine that the network cannot deliver in time."""
+    """True if only the policy gives work to the engine until the deadline. Otherwise the player also leaves late groups
+    to the engine."""
 
     divides: ClassVar[bool] = False
     """True if the policy weighs computing against fetching. Then a prompt that the engine computes faster than a usual

@@ -1,14 +1,13 @@
-"""Decide early which groups the engine must compute because the network will not deliver them in time.
+"""Leave groups to the engine early enough if the network will not deliver them in time.
 
 Recomputing costs engine time but no quality. The planner assumes the lower bound of the rate and the cheapest track for
-every missing group, and leaves to the engine only groups that are late even then. Two engine modes:
+every missing group, and leaves only groups to the engine that are late even then. Two engine modes:
 
 - ``hole``: the engine can compute any group if all earlier ones are in place. The planner picks the shortest sufficient
-  run right after the groups in flight, and the network continues after the run. If the transfers in flight stall, the
-  run starts at the first group that is not in place. While the rate is unknown, no run starts that would end after the
-  deadline.
-- ``suffix``: the engine discards everything after the first missing group and computes from there to the end. The
-  planner cuts off the shortest sufficient tail, to be computed once all groups before the cut are in place.
+  run right after the groups in flight; the network continues after the run. If the transfers in flight stall, the run
+  starts at the first group not in place. While the rate is unknown, no run starts that would end late.
+- ``suffix``: the engine computes from the first missing group to the end and discards everything there. The planner
+  cuts off the shortest sufficient tail, to be computed once all groups before the cut are in place.
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ class Rest:
                 if stalled is not None and (best is None or stalled.finish < best.finish):
                     best = stalled
             other_s = self._wait_s + self._tail_s
-        # A late plan yields to a network that would be in time at its expected rate, or that may recover.
+        # A late plan yields to a network that is in time at its expected rate, or may recover.
         carried_s = self._total / view.rate if view.rate > 0 else 0.0 if view.settled else float("inf")
         on_time = view.now + other_s + carried_s <= deadline_s
         if best is None or best.finish >= self._eta_s or (not dead and best.finish > deadline_s and on_time):

@@ -1,9 +1,9 @@
-"""Cost and duration of dividing a play's work between network and engine.
+"""Cost and duration of divisions of a play's work between network and engine.
 
 All divisions are computed together, as arrays by choice and stop: for each stop of the engine, several choices of
-tracks for the network. Players change their plans during a play, so mixtures of two choices count as well: those with
-link and decoders done at the same time, and those that just meet the deadline. Without mixtures, the few choices tried
-would make the network look slower than it is.
+tracks for the network. Players change their plans during a play, so mixtures of two choices count as well, if link and
+decoders are done at the same time or the mixture just meets the deadline. Without them, the network would look slower
+than it is.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SharedWork:
         """Seconds until the first group is in place, without the transfer of its bytes."""
 
     def brought(self, each: Array) -> Array:
-        """Return the sums over the parts that the network delivers, by prices and stop."""
+        """Return the sums over the parts that the network delivers, by price and stop."""
         sums: Array = np.zeros((*each.shape[:-1], each.shape[-1] + 1))
         each.cumsum(axis=-1, out=sums[..., 1:])
         behind = sums[..., self._ends]
@@ -82,7 +82,7 @@ class SharedWork:
         return np.where(nbytes <= grown, early_s, grown_s + (nbytes - grown) / self._rate)
 
     def network_s(self, works: Array, nbytes: Array, flying: Array, queue_s: Array) -> Array:
-        """Return the seconds until everything requested and in flight has arrived and is decoded."""
+        """Return the seconds until everything has arrived and is decoded."""
         view = self._view
         wait_s = (nbytes > 0) * self._wait_s
         last_s = self.carried_s(nbytes + flying) + wait_s
@@ -96,7 +96,7 @@ class SharedWork:
 
         Args:
             lost: loss of the groups that the network delivers, by choice and stop.
-            network_s: seconds until it has delivered them, by choice and stop.
+            network_s: seconds until they are delivered, by choice and stop.
             begun: when an engine in the middle of a play can begin on the base, and the additional loss inherited then;
                 None: it begins after the network (suffix mode) or at once (hole mode).
         """
@@ -159,7 +159,7 @@ def with_mixtures(sums: Array, ahead_s: Array, first: npt.NDArray[np.intp]) -> A
 def _lost_at(limit_s: Array, ends_s: Array, lost: Array, objective: Array) -> Array:
     """Return the least loss of mixtures that end at a limit, by stop; infinite if no choice ends by the limit.
 
-    Each mixes the best choice that ends by the limit with one that ends later. The other arrays are by choice and stop.
+    Each mixes the best punctual choice with a later one. The other arrays are by choice and stop.
     """
     inside, columns = ends_s <= limit_s, np.arange(len(limit_s))
     best = np.where(inside, objective, np.inf).argmin(axis=0)

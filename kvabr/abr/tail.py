@@ -1,10 +1,9 @@
 """Choose how many of a prompt's last tokens the engine computes with the question instead of fetching them.
 
-An engine computes the tokens after the cached prefix anyway. In the same call it can compute the last tokens of the
-prefix on the coded cache, which removes most of the loss (`kvabr.types.tails`). That costs little, or no time at all if
-calls have a minimum duration, and saves bytes. The cost of each choice is estimated before a play, at the rate of
-earlier plays or over several rates of an unknown link: for the best single track, or for a mixture of two that takes
-all the time.
+An engine computes the tokens after the cached prefix anyway. The same call can compute the last tokens of the prefix on
+the coded cache, which removes most of the loss (`kvabr.types.tails`). That is cheap, or free if calls have a minimum
+duration, and saves bytes. The cost of each choice is estimated before a play, at the rate of earlier plays or over
+several rates of an unknown link: for the best single track, or a mixture of two that takes all the time.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MAX_TAIL = 1 << 20
 """Maximum of tokens in a tail or a question; more is an error."""
 _MOST_OFFERS = 8
 _BLIND_SHARE = 0.02
-"""Share of the time left that a tail may take while the rate is unknown: the whole prefix may arrive at once."""
+"""Share of the time left that a tail may take while the rate is unknown: all may arrive at once."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class TailOffer:
         times = [(max(size / rate, s / decoders), loss) for size, s, loss in self._ways]
         least = min(cost(loss, self.engine_s + seconds) for seconds, loss in times)
         if math.isfinite(computed_s) and math.isfinite(gpu_price):
-            # The engine computes the front while the rest arrives, until they meet; or everything.
+            # The engine computes the front while the rest arrives, or computes everything.
             whole_s = max(0.0, computed_s - self.engine_s)
             shares = [(1.0, 0.0), *((seconds / (seconds + whole_s), loss) for seconds, loss in times if seconds > 0)]
             fronts = ((share * whole_s, (1.0 - share) * loss) for share, loss in shares)
@@ -101,16 +100,16 @@ def tail_offers(
 ) -> list[TailOffer]:
     """Return the ways to divide a prefix, from no tail to the longest.
 
-    A tail has whole groups, since a partial group would be fetched whole, and leaves at least one group, or one of the
-    last of joined passages. If there are many, a few are offered, including the longest.
+    A tail has whole groups, since a partial group would be fetched whole. It leaves at least one group, or in joined
+    passages one of the last passage. If there are many, a few are offered, including the longest.
 
     Args:
         catalog: the cached prefix, as a play needs it (`Catalog.to_play`).
-        cost: prefill cost of the engine, counted from the first token of the prompt; None: unknown, or free.
-        following: number of tokens that the engine computes after the prefix anyway, such as a question.
+        cost: prefill cost from the first token of the prompt; None: unknown, or free.
+        following: number of tokens computed after the prefix anyway, such as a question.
         most: maximum tokens of a tail that fit into a step of the engine.
         skip: number of leading groups that need not be fetched.
-        block: the engine takes whole blocks of this many tokens.
+        block: block size of the engine in tokens; a tail begins at a block.
 
     Raises:
         UsageError: a number of tokens is negative or absurd, or everything is skipped.

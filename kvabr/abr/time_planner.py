@@ -1,9 +1,9 @@
-"""Choose each group's track if time has a price: the cheapest in link time and decoding time.
+"""Choose the cheapest track of each group in link time and decoding time.
 
 A plan minimises loss + time price x T + price of the bytes. T is when link and decoders are done, whichever is later.
-Each of the two gets a share of the time price, and each group the cheapest track at these prices. The shares of the
-best plan set the price of a byte and of a second of decoding: the link gets the whole price if decoding keeps up, the
-decoders if the link is faster. A group's options are all tracks above its present one; shared layers count once.
+The two share the time price, and each group gets the cheapest track at these prices. The best shares set the price of a
+byte and of a second of decoding: the link gets the whole price if decoding keeps up, the decoders if the link is
+faster. A group's options are all tracks above its present one; shared layers count once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvabr.types.loss import factors_behind, inherited_behind
 Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
-"""Shares of the time price that the link gets in the plans tried; the decoders get the rest."""
+"""Shares of the time price that the link gets; the decoders get the rest."""
 _FREE_LEVELS = (0.25, 0.0)
 """Factors on the time price, tried if the engine may finish last."""
 _ENGINE_LEVELS, _DEADLINE_LEVELS = (0.2,), (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
@@ -35,15 +35,15 @@ _TWO_SHARES: Array = np.array([1.0, 0.4])
 _LEAST_PRICE = 1e-4
 """Minimum time price to multiply by these factors, nats per second."""
 _WASTE = 6.0
-"""Price of a replaced byte, as a multiple of the price of a requested byte: other plays could have used it."""
+"""Price of a replaced byte, relative to a requested one: other plays could have used it."""
 MAX_PARTS = 128
-"""Maximum number of parts, each on one track, into which a division splits a long prompt; likewise of engine stops."""
+"""Maximum number of parts of a long prompt with one track each in a division; likewise of engine stops."""
 _LATE = 1e3
-"""Price of a second after the deadline, nats per token; makes plans that end in time win."""
+"""Price of a second after the deadline, nats per token; prefers plans that end in time."""
 _ALIKE = 16.0
 """Factor within which the gains of upgrades count as equal."""
 _FREE = 1e-18
-"""Price that counts as zero but avoids division by zero, nats."""
+"""Price that is practically zero, nats; avoids division by zero."""
 NEVER = 1e9
 """Loss of an unavailable option, nats."""
 
@@ -52,7 +52,7 @@ class TimePlan(NamedTuple):
     """The track of every group, and the expected outcome."""
 
     targets: list[int]
-    """Number of each group's track in the catalog."""
+    """Catalog number of each group's track."""
     objective: float
     """Loss plus priced time from now, nats per generated token."""
     idle_objective: float
@@ -70,12 +70,12 @@ class TimePlan(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """Options of each group, by track and group."""
+    """Options by track and group."""
 
     loss: Array
     bytes: Array
     work: Array
-    """Seconds that one thread takes to decode it, less the decoding it saves."""
+    """Seconds of one thread to decode it, less the decoding it saves."""
     waste: Array
     """Bytes that the option makes useless."""
 
@@ -94,7 +94,6 @@ class TimePlanner:
     """Plans the tracks of one play. The play reports every change to a group."""
 
     def __init__(self, view: View) -> None:
-        """Begin with every group missing."""
         catalog = view.catalog
         tracks, groups = catalog.tracks, catalog.groups
         self.names = [track.name for track in tracks]
@@ -108,7 +107,6 @@ class TimePlanner:
         self._discards: Array = np.zeros((len(states), *shape))
         """Bytes that the step makes useless, by state, track and group."""
         self._stacks = {name: frozenset(view.ladder.stacks[name]) for name in self.names}
-        """Each track with the layers below it."""
         self._offers: Array = np.full((len(states), *shape), NEVER)
         """Loss of the tracks reachable from a state, by state, track and group."""
         self._weigh(view, states)
@@ -121,11 +119,10 @@ class TimePlanner:
         self._missing = np.ones(groups, bool)
         self._known: list[tuple[str | None, bool]] = [(None, False)] * groups
         self._changed: set[int] = set(range(groups))
-        """Groups to check again, in addition to `View.changes` from `_read` on."""
+        """Groups to check in addition to `View.changes` from `_read` on."""
         self._read = self._ruled_out = 0
         """Number of entries read, and of unavailable tracks handled."""
         self._whole = float(self._steps[-1].sum(axis=1).max())
-        """Bytes of the largest track, with the layers below it."""
         self._stay: Array = np.full(groups, NEVER)
         """Loss of each group without further requests."""
         self._lost, self._unplayed = 0.0, groups
@@ -137,14 +134,14 @@ class TimePlanner:
         """Track in flight for each group; -1 if none."""
         self._added = 0
         self._left_out = frozenset(catalog.computed)
-        """Groups in no asset: the engine computes them from the start."""
+        """Groups in no asset, always computed."""
         self._behind, self._on_base = self._behind_engine(view)
 
     def _behind_engine(self, view: View) -> tuple[Array | None, Array | None]:
         """Return the losses if a suffix engine computes the rest; None without one.
 
-        First, by track, the factor on the loss of each earlier group and the amount added to it. Second, the loss that
-        later groups inherit if the engine begins on the base, in the middle of a play.
+        First, by track, the factor on the loss of each earlier group and the amount added to it. Second, the loss
+        inherited by later groups if the engine begins on the base, in the middle of a play.
         """
         if not view.front_first or view.cost is None:
             return None, None
@@ -168,13 +165,13 @@ class TimePlanner:
                 self._offers[state, state] = self.losses[state]
 
     def set(self, group: int, track: str | None, *, flying: bool = False, computed: bool = False) -> None:
-        """Set the track of a group, in place or in flight; None: the group is missing."""
+        """Set the track of a group, in place or in flight; None: missing."""
         self._missing[group] = track is None and not computed
         self._flying[group] = self._state[group] = -1
         if computed or track is None or track not in self._number:
             self._bytes[:, group], self._loss[:, group] = self._steps[-1, :, group], self._offers[-1, :, group]
             self._moves[:, group], self._waste[:, group] = 1.0, 0.0
-            if computed or track is not None:  # the engine has it: there is no need to fetch
+            if computed or track is not None:  # the engine has it already
                 self._bytes[:, group] = self._loss[:, group] = self._moves[:, group] = 0.0
             self._stays_at(group, 0.0 if computed or track is not None else NEVER)
             return
@@ -214,7 +211,7 @@ class TimePlanner:
                     self.without(group, name)
 
     def follow(self, group: int, track: str) -> None:
-        """Note that a group was requested on a track. `sync` corrects this if the request fails."""
+        """Note that a group was requested; `sync` corrects this if the request fails."""
         self._known[group] = (track, False)
         self._changed.add(group)
         self.set(group, track, flying=True)
@@ -229,10 +226,7 @@ class TimePlanner:
         self._stay[group] = loss
 
     def cut_at(self, group: int | None) -> None:
-        """Set the first group that an engine computes with the rest; this amplifies errors right before it.
-
-        None: no suffix engine.
-        """
+        """Set where a suffix engine computes the rest, amplifying errors right before; None: no engine."""
         self._cut = group if self._behind is not None else None
 
     def lost(self) -> float:
@@ -242,7 +236,7 @@ class TimePlanner:
         return float(self._staying()[: self._cut].sum())
 
     def _lost_behind(self, loss: Array, tracks: list[int] | npt.NDArray[np.intp] | slice) -> Array:
-        """Return the losses on some tracks if the engine computes the rest; shaped like ``loss``."""
+        """Return losses on some tracks if the engine computes the rest, shaped like ``loss``."""
         if self._behind is None or self._cut is None:
             return loss
         factor, even = self._behind[:, tracks, self._cut]
@@ -252,7 +246,7 @@ class TimePlanner:
         return np.where(loss < NEVER, behind, loss)
 
     def _staying(self) -> Array:
-        """Return the loss of each group without further requests, including errors amplified by computing the rest."""
+        """Return the loss of each group without further requests, with errors amplified by computing the rest."""
         if self._cut is None:
             return self._stay
         return np.where(self._state < 0, self._stay, self._lost_behind(self._stay, self._state))
@@ -295,14 +289,14 @@ class TimePlanner:
         net = comes * saving - cost
         picks, least = net.argmax(axis=0), 1.0
         if not view.growing:
-            # If the deadline leaves time for some groups only, those with the largest saving per price get it.
+            # If the deadline leaves time for some groups only, the largest saving per price wins.
             picks = np.where(net.max(axis=0) > 0.0, picks, worth.argmax(axis=0))
             least = min(1.0, view.time_price / max(plan.second_price, _FREE))
         apart = np.array([view.ladder.cheapest not in self._stacks[name] for name in self.names])
         gains = np.where(apart[picks] & coming[groups], 0.0, worth[picks, columns])
         worthy = np.flatnonzero(gains > max(_FREE, least))
-        # Gains within a factor of `_ALIKE` count as equal. Among equal ones, tracks that decode slower than they arrive
-        # go first, to keep the decoders busy until the end.
+        # Gains within `_ALIKE` count as equal. Then tracks that decode slower than they arrive go first, to keep the
+        # decoders busy until the end.
         level = np.floor(np.log(gains[worthy]) / math.log(_ALIKE)) * (not sure)
         spare = nbytes[picks, columns][worthy] / max(view.rate, _FREE) - decode[picks, columns][worthy] / view.decoders
         order = np.lexsort((-gains[worthy], np.minimum(0.0, spare), -level))[::-1]
@@ -321,10 +315,7 @@ class TimePlanner:
         return min(view.time_left, view.ends_s - view.now) if view.coming else view.time_left
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
-        """Return the upgrade that pays best as (group, track, saving, price), both in nats.
-
-        None if no group can be improved.
-        """
+        """Return the upgrade that pays best as (group, track, saving, price) in nats; None if there is none."""
         loss = self._lost_behind(self._loss, slice(None))
         savings = np.where(self._moves > 0.0, self._staying() - loss, -NEVER)
         if self._cut is not None:
@@ -353,9 +344,8 @@ class TimePlanner:
         Args:
             view: the play.
             rate: link rate, bytes per second.
-            computed: groups that the engine will compute; the plan skips them.
-            computed_s: seconds until the engine is done with its work and these groups. A plan that ends sooner saves
-                no time.
+            computed: groups left to the engine, not planned here.
+            computed_s: seconds until the engine is done with these and its current work; ending sooner saves no time.
         """
         price = max(view.time_price, _LEAST_PRICE)
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
@@ -400,7 +390,7 @@ class TimePlanner:
         )  # fmt: skip
 
     def _later_options(self, view: View) -> _Options:
-        """Return the options after arrival of everything in flight; upgrades in flight may also be dropped."""
+        """Return the options once everything in flight has arrived; upgrades in flight may also be dropped."""
         loss, nbytes, moves, waste = self._loss, self._bytes, self._moves, self._waste
         if view.in_flight.upgrades:
             loss, nbytes, moves, waste = loss.copy(), nbytes.copy(), moves.copy(), waste.copy()
@@ -436,7 +426,7 @@ class TimePlanner:
         return _Picked(picks, options.bytes[picks, groups], work[picks, groups], options.loss[picks, groups])
 
     def _work(self, view: View, moves: Array) -> Array:
-        """Return the seconds to decode each option, less those of replaced data that is not decoded yet."""
+        """Return the seconds to decode each option, less those of undecoded data that it replaces."""
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         waiting = np.where(self._flying >= 0, decode[self._flying], 0.0)
         for group in view.undecoded:
@@ -458,10 +448,7 @@ class TimePlanner:
         return view.decode_backlog_s + self._flying_s(view)
 
     def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[_Options, Array]:
-        """Return the options of the parts of a prompt that begin at ``starts``, and their bytes and requests in flight.
-
-        The second array has two rows, bytes and requests, by part.
-        """
+        """Return the options of the parts beginning at ``starts``, and their bytes and requests in flight."""
         options, held = self._later_options(view), np.zeros((2, len(self._missing)))
         for transfer in view.in_flight.required.values():
             held[:, transfer.group] += transfer.remaining, 1
@@ -480,7 +467,7 @@ class TimePlanner:
 
     @staticmethod
     def _ready_s(view: View, stops: npt.NDArray[np.intp]) -> Array:
-        """Return the seconds until all groups of the network are published, by stop."""
+        """Return the seconds until all groups to fetch are published, by stop."""
         if not view.coming or view.ready_s is None:
             return np.zeros(len(stops))
         last = stops if view.front_first else np.where(stops < view.groups, view.groups, 0)
@@ -499,19 +486,19 @@ class TimePlanner:
         *,
         ramp: tuple[float, float] | None = None,
     ) -> Divisions:
-        """Return the cost of each division of the work between network and engine, computed together.
+        """Return the cost of each division of the work between network and engine, all at once.
 
         In hole mode the engine computes groups ``first`` to a stop while the network delivers the others. In suffix
-        mode it computes from a stop to the end once the network has delivered the groups before it.
+        mode it computes from a stop on once the network has delivered the groups before it.
 
         Args:
             view: the play.
             rate: link rate, bytes per second.
             first: the group where the engine continues.
-            stops: where the engine stops in hole mode, or the network in suffix mode; ascending.
+            stops: ends of the engine in hole mode, of the network in suffix mode; ascending.
             engine_s: seconds until the engine is done, by stop.
             inherited: loss of the computed groups, by stop.
-            ramp: in slow start, the initial rate of the link and its doubling time in seconds.
+            ramp: in slow start, the initial rate and its doubling time in seconds.
         """
         groups = len(self._missing)
         edges, apart = np.arange(groups + 1), groups // MAX_PARTS
@@ -557,7 +544,7 @@ class TimePlanner:
         if not view.front_first:  # the time of the network is worth less if the engine takes longer
             prices += [(level * view.time_price, _FEW_SHARES) for level in _ENGINE_LEVELS]
         found = divided(prices)
-        if (found.late & (engine_s <= view.time_left)).any():  # a higher time price may bring the network in on time
+        if (found.late & (engine_s <= view.time_left)).any():  # a higher time price may make the network punctual
             least = max(view.time_price, _LEAST_PRICE)
             found = better(divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found

@@ -1,4 +1,4 @@
-"""The state of a play that a policy reads: catalog numbers, estimates, and groups in place or in flight."""
+"""The state of a play as policies read it: catalog numbers, estimates, and groups in place or in flight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvabr.types.cost import PrefillCost
 class GroupSet(MutableSet[int]):
     """A subset of the groups 0 to ``groups`` - 1, ascending, with weighted sums that need no scan.
 
-    One byte per group marks members, so that finding the next one runs at memory speed.
+    One byte per group marks members, so that searches run at memory speed.
     """
 
     __slots__ = ("_count", "_flags", "_sums", "_weights", "returned")
@@ -77,7 +77,6 @@ class GroupSet(MutableSet[int]):
         return None if group < 0 else group
 
     def add(self, group: int) -> None:
-        """Add a group."""
         if not self._flags[group]:
             self._flags[group] = 1
             self._count += 1
@@ -86,7 +85,6 @@ class GroupSet(MutableSet[int]):
                 self._sums[name] += weights[group]
 
     def discard(self, group: int) -> None:
-        """Remove a group if it is in the set."""
         if self._flags[group]:
             self._flags[group] = 0
             self._count -= 1
@@ -174,7 +172,6 @@ class InFlight(dict[int, Transfer]):
         self.pop(request)
 
     def pop(self, request: int, *default: T) -> Transfer | T:
-        """Remove and return a request, see `dict.pop`."""
         if request in self:
             transfer = super().pop(request)
             del (self.upgrades if transfer.upgrade else self.required)[request]
@@ -183,7 +180,6 @@ class InFlight(dict[int, Transfer]):
         return super().pop(request, *default)
 
     def clear(self) -> None:
-        """Remove all."""
         super().clear()
         of_sources = self.receiving, self.asked, self.left
         for counts in (self.required, self.upgrades, self._groups, self._tracks, *of_sources):
@@ -191,7 +187,7 @@ class InFlight(dict[int, Transfer]):
         self.required_bytes = self.required_floor = 0
 
     def require(self, transfer: Transfer) -> None:
-        """Turn an upgrade into a required request, after the group in place was lost."""
+        """Turn an upgrade into a required request, as the group in place was lost."""
         self.pop(transfer.request)
         transfer.upgrade = False
         self[transfer.request] = transfer
@@ -247,13 +243,11 @@ class Settled(set[int]):
         instead of scanning all groups. A group may have left the set since."""
 
     def add(self, group: int, /) -> None:
-        """Mark a group as settled, possibly again."""
         super().add(group)
         self.history.append(group)
         self._changes.append(group)
 
     def discard(self, group: int, /) -> None:  # type: ignore[override]  # only groups are in it
-        """Mark a group as not settled."""
         super().discard(group)
         self._changes.append(group)
 
@@ -274,8 +268,7 @@ class PlannedPlay(NamedTuple):
     """A whole play, planned in advance."""
 
     requests: tuple[tuple[int, str], ...]
-    """Groups and tracks to request, in order. If a group appears twice, the second track adds layers or replaces the
-    first."""
+    """Groups and tracks to request, in order; a second track of a group adds layers or replaces the first."""
     engine: range
     """Groups that the engine computes."""
 
@@ -301,7 +294,7 @@ class View:
     cost: PrefillCost | None = None
     """Prefill cost of the engine; None without an engine."""
     front_first: bool = False
-    """True if the engine must recompute everything after the first missing group, so that early groups matter most."""
+    """True if the engine must recompute everything after the first missing group."""
     prefix: bool = False
     """True if a play delivers a prefix, and the engine accepts the groups in place as they are."""
     in_order: bool = False
@@ -327,8 +320,8 @@ class View:
     groups: int = field(init=False)
     """Number of groups in the asset."""
     keeps: int = field(init=False)
-    """Number of decisions that reuse a scan of all groups; 0 up to 64 groups. The cost of a decision thus does not
-    depend on the length of the prompt, and the scan is outdated by at most 1/64 of the groups."""
+    """Number of decisions that reuse a scan of all groups; 0 up to 64 groups. Keeps decisions cheap for long prompts;
+    the scan is outdated by at most 1/64 of the groups."""
     now: float = 0.0
     """Seconds since the play began."""
     rate: float = 0.0
@@ -352,12 +345,12 @@ class View:
     in_flight: InFlight = field(init=False)
     """Requests in flight, by request number."""
     settled: Settled = field(init=False)
-    """Groups that have arrived or are in place and have no request in flight; these can be upgraded."""
+    """Groups that have arrived or are in place, with no request in flight; they can be upgraded."""
     unavailable: AbstractSet[tuple[int, str]] = frozenset()
-    """Pairs of group and track that failed too often, for example because every copy was damaged, or that a producer
-    left out or has not encoded yet."""
+    """Pairs of group and track that failed too often (for example, all copies damaged), or that a producer left out or
+    has not encoded yet."""
     added: int = 0
-    """Number of times that tracks were added to existing groups; groups that had settled have then settled again."""
+    """Number of times that tracks were added to existing groups; settled groups have settled again then."""
     edge: int = field(init=False)
     """Number of groups published so far; all unless the cache is still being prefilled."""
     ends_s: float = 0.0
@@ -385,7 +378,7 @@ class View:
 
     @property
     def missing(self) -> AbstractSet[int]:
-        """Published groups that are neither in place, in flight, nor left to the engine; ascending."""
+        """See `missing_groups`; ascending."""
         return self.missing_groups
 
     @property
@@ -405,7 +398,7 @@ class View:
 
     @property
     def tail(self) -> int:
-        """Number of tokens that the engine computes after the cache, with the question; losses assume this number."""
+        """Number of tokens computed after the cache, with the question; losses assume it."""
         return self.catalog.tail
 
     def first_missing(self) -> int | None:
@@ -449,7 +442,7 @@ class View:
         return self.decode_latency_s(track) + self.decode_s(track)
 
     def budget_bytes(self, rate: float, decode_s: float = 0.0) -> float:
-        """Return the number of bytes of new requests that would be in place by the deadline.
+        """Return the number of new bytes that would be in place by the deadline.
 
         Args:
             rate: assumed bytes per second: `rate`, or `lower_bound` if the play must commit.
@@ -490,10 +483,10 @@ class View:
         return min(self.ladder.tracks, key=seconds).name
 
     def slack_s(self) -> float:
-        """Return the time left minus the time for the remaining base, the buffer of this player, in seconds.
+        """Return the time left minus the time to complete the base, the buffer of this player, in seconds.
 
-        The remaining base is all requests in flight plus every missing group on the cheapest track, at the lower bound
-        of the rate. Negative infinity if the rate is unknown and groups are missing.
+        That is all requests in flight plus every missing group on the cheapest track, at the lower bound of the rate.
+        Negative infinity if the rate is unknown and groups are missing.
         """
         need = self.outstanding_bytes + self.floor_bytes()
         if not need:

@@ -30,14 +30,13 @@ MISS_PENALTY = 0.5
 LEAST_CALL = 5.0
 """Minimum length of an engine call, as a multiple of its constant part."""
 _Constant = Annotated[float, Meta(ge=0, le=1e100)]
-"""A constant of a prefill's cost."""
 _FAR = 0.1
 """Relative error above which a timing loses weight."""
 _FLOOR_PRICE = 3.0
 """Minimum gain in `_Fit._misfit` to accept a floor that was not known before."""
 _LIKELY, _SURPRISE_PRICE = 2.2, 8.0
-"""Maximum expected floor, as a multiple of the expected time of the smallest call, and the minimum gain for a higher
-one: more than explaining one wrong timing gains."""
+"""Maximum expected floor, as a multiple of the expected smallest call, and the minimum gain for a higher one; more than
+one wrong timing can explain."""
 _ROUNDS, _MOST_SPLITS, _SAME = 12, 8, 1e-4
 _LEAST_S, _MOST_S, _RIDGE = 1e-12, 1e9, 1e-12
 _ANCHORS = ((0, 128), (0, 1024), (0, 8192), (0, 65536), (8192, 128), (8192, 1024), (32768, 128), (32768, 2048))
@@ -134,7 +133,7 @@ class PrefillCost:
     def in_steps(self, most: int) -> PrefillCost:
         """Return the approximate total cost for an engine that computes at most ``most`` tokens per call.
 
-        This cost is then the cost of one call. Fitting takes about 10 ms.
+        This cost is that of one call. Fitting takes about 10 ms.
         """
         sizes = [1 << power for power in range(7, 17)]
         return PrefillCost.fit((before, new, self._calls_s(before, new, most)) for before in _BEFORE for new in sizes)
@@ -197,7 +196,7 @@ class PrefillCost:
 
 
 class _Fit:
-    """Finds the cost that best explains timings: the constants, and the calls limited by the floor."""
+    """Finds the constants that best explain timings, and the calls limited by the floor."""
 
     def __init__(self, before: Array, new: Array, seconds: Array, weights: Array, start: Array) -> None:
         import numpy as np  # noqa: PLC0415

@@ -115,16 +115,16 @@ def _losses(catalog: Catalog, names: Iterable[str], tail: int, groups: int) -> d
 def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> float:
     """Return the loss to promise for a cache, or for its first groups, if their losses add up to ``added``.
 
-    Groups err together: a group loses more next to others that are as coarse. Let W be the total loss of a track beyond
-    the next finer one, and s the share of W in groups on this track or a coarser one. They lose W (`ALONE` s + (1 -
-    `ALONE`) s^2) instead of W s. So a cache on one track loses the sum, an exact one loses 0, and a lower loss in a
-    group never raises the promise. The loss inherited by computed groups is in ``added`` and stays.
+    A group loses more next to others that are as coarse. Let W be the total loss of a track beyond the next finer one,
+    and s the share of W in groups on this track or a coarser one. They lose W (`ALONE` s + (1 - `ALONE`) s^2) instead
+    of W s. So a cache on one track loses the sum, an exact one 0, and a lower loss in a group never raises the promise.
+    The loss inherited by computed groups is in ``added`` and stays.
 
     If the units are not all groups of one prompt, this is unmeasured, and the sum is returned.
 
     Args:
         catalog: catalog of the cache, with the losses left after any tail.
-        tracks: tracks of its groups, or of its first groups, as for `predicted_loss`.
+        tracks: tracks of its (first) groups, as for `predicted_loss`.
         added: `predicted_loss`, or `played_loss`.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
@@ -193,12 +193,9 @@ def inherited_behind(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
 
 
 class _LossyGroups:
-    """The track of each group while a cache is assembled."""
-
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._on: dict[str, npt.NDArray[np.float64]] = {}
-        """Per track, 1.0 for each group on it."""
         self._name: list[str] = [""] * catalog.groups
         self._losses: dict[str, npt.NDArray[np.float64]] = {}
         """Per track, the loss of each group, then 0.0."""
@@ -217,19 +214,19 @@ class _LossyGroups:
             self._on[name][group] = 1.0
 
     def inherited(self, group: int) -> float:
-        """Return the loss that a recomputed group inherits from the present earlier groups."""
+        """Return the loss inherited by a recomputed group from the present earlier groups."""
         total = 0.0
         for name in sorted(self._on):
             total += self._handed_on(name, group)
         return INHERITED * total
 
     def _handed_on(self, name: str, group: int) -> float:
-        """Return the full loss that a recomputed group would inherit from earlier groups on one track."""
+        """Return the loss inherited from earlier groups on one track, before `INHERITED`."""
         losses, on = self._losses[name], self._on[name][:group]
         if not on.any():
             return 0.0
-        # Weights are the losses of the last groups, each as far from the end of the prompt as an earlier group is from
-        # this one.
+        # Weights: losses of the last groups, each as far from the end of the prompt as an earlier group is from this
+        # one.
         catalog = self._catalog
         nearness = losses[-1 - group : -1] if catalog.every_token else losses[_as_far(catalog, group)]
         everything = float(nearness.sum())
@@ -237,7 +234,7 @@ class _LossyGroups:
 
 
 def _as_far(catalog: Catalog, group: int) -> list[int]:
-    """Map each group before ``group`` to the group as far from the end of the prompt as it is from ``group``.
+    """Map each earlier group to the group as far from the end of the prompt as it is from ``group``.
 
     -1 (the last position, with loss 0.0) if there is none: the group is outside the attention window.
     """

@@ -2,20 +2,18 @@
 
 The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js). Change detection adds up how far
 samples fall below the expectation (a cumulative sum; Page, 1954), in units of their own deviation, so that a
-fluctuating link raises no alarm. When the sum passes a threshold, the link has changed, and earlier samples are
-forgotten.
+fluctuating link raises no alarm. If the sum passes a threshold, earlier samples are forgotten.
 
-The bound is the share of the estimate that the link carries at least nine times out of ten: at the end of each stretch
-of time, the delivered bytes are divided by the expected ones. Until a play has seen enough stretches, quantiles of real
-traces fill in (as in adaptive conformal inference; Gibbs and Candes, 2021).
+The bound is the share of the estimate that the link carries at least nine times out of ten: delivered over expected
+bytes, at the end of each stretch of time. Until a play has seen enough stretches, quantiles of real traces fill in (as
+in adaptive conformal inference; Gibbs and Candes, 2021).
 
-On a fast link, requested data arrives in bursts far shorter than a sample. If a burst has more bytes than the link
-should have carried since the last sample, idle time included, the link is faster than estimated, and the estimate
-restarts there.
+On a fast link, data arrives in bursts far shorter than a sample. A burst with more bytes than expected since the last
+sample, idle time included, shows that the link is faster, and the estimate restarts there.
 
-The rate of earlier plays (`prime`), if known, counts as a stretch of samples. The first sample after each start may be
-part of slow start; it may raise the estimate but not lower it. If slow start takes more than half of the deadline to
-reach that rate, the rate is ignored.
+A known rate of earlier plays (`prime`) counts as a stretch of samples. The first sample after each start may be in slow
+start; it may raise the estimate but not lower it. The earlier rate is ignored if slow start takes more than half of the
+deadline to reach it.
 """
 
 from __future__ import annotations
@@ -99,7 +97,6 @@ class Tracking(MergedSamples):
                 self._restart(prior.rate, _PRIOR_SHARE * prior.weight * horizon_s)
 
     def prime(self, prior: Prior) -> None:
-        """Start from the rate of earlier plays."""
         super().prime(prior)
         if prior.rate > 0 < prior.weight:
             self._prior = prior
@@ -148,7 +145,7 @@ class Tracking(MergedSamples):
         self._open.append((self._total_s, self._total_bytes, self.rate()))
 
     def _watch(self, rate: float, seconds: float) -> None:
-        """Detect a drop of the link, and forget earlier samples if there is one."""
+        """Detect a drop of the link, and forget earlier samples then."""
         expected = self._slow.value()
         ratio = rate / expected if expected > 0 else 1.0
         off = max(_LEAST_LOG, math.log(ratio)) if ratio > 0 else _LEAST_LOG
@@ -183,7 +180,6 @@ class Tracking(MergedSamples):
         self._share_sure = None
 
     def _quantile(self) -> float:
-        """Return the share of the estimate that the link carries nine times out of ten."""
         others = _TWICE * len(_BORROWED)
         wanted = max(1, math.ceil(_MISS * (len(self._ranked) + others)))
         lowest = heapq.merge(self._ranked[:wanted], (share for share in _BORROWED[:wanted] for _ in range(_TWICE)))

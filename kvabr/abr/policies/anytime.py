@@ -1,14 +1,14 @@
 """``anytime``: request the base of every group first, then the upgrades that save most.
 
-With nested tracks, the best cache for every number of bytes is a prefix of one fixed sequence. A player that fetches in
-that order matches a clairvoyant one without any prediction. The planner (`kvabr.abr.planner`) decides which groups the
-engine computes and the final track of every group; this policy decides the order of requests.
+With nested tracks, the best cache for every number of bytes is a prefix of one fixed sequence, so that fetching in that
+order needs no prediction. The planner (`kvabr.abr.planner`) decides which groups the engine computes and the final
+track of every group; this policy decides the order of requests.
 
-- The base of every group is requested at once. Replacing a base that is not decoded yet costs little, and with all
-  bases in place the play is safe. If the base is a large part of the planned bytes, groups are requested on their final
-  tracks, provided that everything should arrive in time at the low end of the belief.
+- The base of every group is requested at once. Replacing an undecoded base costs little, and with all bases in place
+  the play is safe. If the base is a large part of the planned bytes, groups are requested on their final tracks,
+  provided that all should arrive in time at the low end of the belief.
 - Upgrades follow just before the link would be idle: on the planned track if the whole plan should arrive in time at
-  the low end of the belief, otherwise by the layer that saves most per byte among those that should arrive.
+  the low end of the belief, otherwise by the layer with the largest saving per byte that should arrive.
 - The play ends when waiting longer would not pay off. In an outage it waits while that costs less than the present
   loss.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvabr.abr.time_planner import TimePlan
 
 _LEAST_FLYING = 2
-"""Minimum number of requests in flight; with one, the link is idle between two events."""
+"""Minimum number of requests in flight; one would leave the link idle between events."""
 _GROWING_TTFB = 4.0
 """Length of the bytes in flight in slow start, in times to first byte at the present rate."""
 _AHEAD_SHARE = 0.01
@@ -40,8 +40,7 @@ of the groups is requested."""
 _CHEAP_BASE = 0.05
 """Maximum cost of a base that is requested first, as a share of the price of the planned time."""
 _SPARE = 2.0
-"""Number of times that a plan must fit into the time left to skip the base, if the link is as fast as in earlier
-plays."""
+"""Number of times that a plan must fit into the time left to skip the base, on a link as fast as in earlier plays."""
 _HOPE = 0.6
 """Share of the play's loss that may be spent on waiting for a link to recover."""
 _SLOW_BASE = 0.8
@@ -49,7 +48,7 @@ _SLOW_BASE = 0.8
 
 
 class Anytime(Policy):
-    """Request the base first, then most loss saved per byte, with as much in flight as the link needs."""
+    """Request bases, then the most loss saved per byte, with as much in flight as the link needs."""
 
     name: ClassVar[str] = "anytime"
     paces: ClassVar[bool] = True
@@ -64,7 +63,6 @@ class Anytime(Policy):
         self._ahead_ttfb = ahead_ttfb
 
     def start(self, view: View) -> None:
-        """Set up the planner."""
         from kvabr.abr.planner import ComputePlanner  # noqa: PLC0415  # they load NumPy, slowly
         from kvabr.abr.time_planner import TimePlanner  # noqa: PLC0415
 
@@ -85,7 +83,7 @@ class Anytime(Policy):
         self._order = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
 
     def decide(self, view: View) -> Decision:
-        """Give an idle engine work first, then request the base of every group, then upgrades."""
+        """Give work to an idle engine first, then request bases, then upgrades."""
         decision = self._decide(view)
         if decision.kind not in {"wait", "finish", "deliver"}:
             return decision
@@ -191,7 +189,7 @@ class Anytime(Policy):
     def _final(self, view: View) -> Decision | None:
         """Request a group on its planned track, or wait; None: request the base first.
 
-        The base is first unless it costs too much, or a link known from earlier plays is still in slow start.
+        The base is first if it is cheap, or if a link known from earlier plays is still in slow start.
         """
         plan, left = self._plan_for(view), len(view.missing_groups)
         if view.growing or view.outstanding_bytes + plan.bytes > view.lower_bound * view.time_left:
@@ -220,7 +218,7 @@ class Anytime(Policy):
     def _next_group(self, view: View, *, least: bool = False) -> int:
         """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.
 
-        ``least``: take the smallest loss; that group is smallest, and is decoded while the others arrive.
+        ``least``: the smallest loss; its group is small and is decoded while the others arrive.
         """
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
@@ -298,7 +296,7 @@ class Anytime(Policy):
         return Decision.deliver("what is in flight is not worth the wait")
 
     def _saved_in_flight(self, view: View) -> float:
-        """Return the loss that the upgrades in flight will save, nats per generated token."""
+        """Return the loss that upgrades in flight will save, nats per generated token."""
         losses, saved, seen = view.catalog.by_name, 0.0, set()
         for transfer in view.in_flight.values():
             current = view.track_of[transfer.group]

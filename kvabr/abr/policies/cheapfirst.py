@@ -31,7 +31,6 @@ class CheapFirst(Policy):
     takes_cached: ClassVar[bool] = True
 
     def start(self, view: View) -> None:
-        """Start with the track of fewest bytes."""
         self._base = view.ladder.cheapest
         self._known: dict[tuple[int, str], list[_Upgrade]] = {}
         self._ranked: list[tuple[float, int, int, _Upgrade]] = []
@@ -40,14 +39,13 @@ class CheapFirst(Policy):
         """Number of further decisions that reuse the ranking, see `View.keeps`; and the total of the best savings."""
 
     def decide(self, view: View) -> Decision:
-        """Fetch the base of every group first, then upgrades."""
         group = view.first_missing()
         if group is not None:
             return Decision.fetch(group, view.soonest_track(), "the base of every group comes first")
         return self._upgrade(view)
 
     def _upgrade(self, view: View) -> Decision:
-        """Request the upgrade that saves most per byte among those that arrive in time."""
+        """Request the upgrade with the largest saving per byte that arrives in time."""
         budget = view.budget_bytes(view.rate, view.decode_backlog_s)
         self._ranked_for -= 1
         if self._ranked_for <= 0:
@@ -63,7 +61,6 @@ class CheapFirst(Policy):
         return Decision.wait("no upgrade would arrive in time")
 
     def _rank(self, view: View) -> None:
-        """Rank all upgrades by saving per byte."""
         self._ranked, self._ranked_for, self._saving = [], view.keeps, 0.0
         for order, group in enumerate(view.settled):
             offers = self._offers(view, group)

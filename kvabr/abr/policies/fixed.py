@@ -21,11 +21,9 @@ class Fixed(FrontToBack):
         self._reason = f"always {track}"
 
     def start(self, view: View) -> None:
-        """Check that the asset has the track and that it is self-contained."""
         check_alone(view, self.name, self._track)
 
     def choose(self, view: View, group: int) -> Decision:  # noqa: ARG002
-        """Request the group."""
         return Decision.fetch(group, self._track, self._reason)
 
 

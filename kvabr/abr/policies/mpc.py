@@ -24,13 +24,11 @@ class Mpc(FrontToBack):
     estimator: ClassVar[str] = "harmonic"
 
     def start(self, view: View) -> None:
-        """Sort the steps by group."""
         self._steps: dict[int, list[LadderStep]] = {}
         for step in view.ladder.steps:
             self._steps.setdefault(step.group, []).append(step)
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose the track that the plan gives the group."""
         missing = view.missing_groups
         ahead = missing.firsts(_HORIZON)
         budget = view.budget_bytes(view.lower_bound, view.last_decode_s(view.ladder.cheapest))

@@ -21,7 +21,7 @@ class Rate(FrontToBack):
         self._rates = tuple(track.total_bytes / view.deadline_s for track in view.ladder.tracks)
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose the last track whose band holds the estimate."""
+        """Choose the largest track that the estimate carries."""
         chosen, rates, names = 0, self._rates, view.ladder.names
         for index, band in enumerate(rates):
             above = rates[index + 1] / 0.85 if index + 1 < len(rates) else float("inf")
