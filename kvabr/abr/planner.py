@@ -74,12 +74,9 @@ class _Ways(NamedTuple):
 
 
 def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> bool:
-    """Return whether an engine computes a whole prompt before a lookup usually gets its first answer.
+    """Return whether an engine computes a prompt of ``tokens`` before a lookup usually gets its first answer.
 
-    Args:
-        cost: prefill cost of the engine.
-        tokens: length of the prompt.
-        ttfb_s: seconds from a request to its first byte in earlier plays; 0.0 for an unknown peer.
+    ``ttfb_s``: time to first byte in earlier plays; 0.0 for an unknown peer.
     """
     return cost.seconds(0, tokens) <= (ttfb_s or UNKNOWN_TTFB_S)
 
@@ -87,16 +84,10 @@ def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> b
 def computed_on_any_link(
     cost: PrefillCost, tokens: int, deadline_s: float, *, time_price: float, gpu_price: float
 ) -> bool:
-    """Return whether an engine should compute a whole prompt if the link is unknown.
+    """Return whether an engine should compute a prompt of ``tokens`` if the link is unknown.
 
-    Compares the time to fetch a nearly lossless track at each rate of an unknown link.
-
-    Args:
-        cost: prefill cost of the engine.
-        tokens: length of the prompt.
-        deadline_s: the deadline, seconds.
-        time_price: price of a second before the first token, nats per token.
-        gpu_price: price of a second of engine time, nats per token.
+    Compares it with fetching a nearly lossless track at each rate of an unknown link. Prices are nats per token, for a
+    second before the first token and a second of engine time.
     """
     computed_s = cost.seconds(0, tokens)
     if time_price <= 0 or computed_s > deadline_s:
@@ -107,7 +98,7 @@ def computed_on_any_link(
 
 
 class ComputePlanner:
-    """Decides which groups the engine of one play computes."""
+    """Decides the groups computed by the engine of one play."""
 
     def __init__(self, view: View, times: TimePlanner, link: LinkBelief) -> None:
         catalog, cost = view.catalog, view.cost
@@ -123,7 +114,7 @@ class ComputePlanner:
         self.until_s = 0.0
         """When the engine should be done with these and its current work, seconds since the play began."""
         self._computed = 0
-        """All groups before this one are computed, so later ones will be exact."""
+        """All groups before this one are computed."""
         self._target = 0
         """Final stop of the engine."""
         self._planned: tuple[tuple[int, int], float, float, int] | None = None
@@ -133,7 +124,6 @@ class ComputePlanner:
         self._network_s = 0.0
         self._belief = Belief.of((1.0,))
         self._waits = False
-        """True if it pays to wait for a better rate estimate."""
         self._call_to: int | None = None
         """End of the next call while the rate is uncertain; its start for none."""
         self.division: Division | None = None
@@ -156,7 +146,7 @@ class ComputePlanner:
             same = abs(view.rate - rate) <= busy * _SAME_RATE * rate
             holds_s = (_SAME_TIME if self._belief.learns_s else _SURE_TIME) * self._horizon_s(view)
             same = same and view.now - then <= busy * holds_s
-            # In suffix mode, the rest may now be best left to the engine.
+            # The rest may now be best left to the engine.
             arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > heard
             idle = view.engine_backlog_s <= 0 and not self._suffix
             if (same and front == (first, self._exact(view)) and not arrived) or (self._holds > 0 and not idle):
@@ -290,13 +280,12 @@ class ComputePlanner:
         return int(way.stops[best]) if begun[best] <= waiting else way.start
 
     def _constant_s(self, view: View, first: int) -> float:
-        """Return the seconds of a call that do not depend on its length."""
+        """Return the constant part of a call, seconds."""
         if first + 2 > view.groups:
             return 0.0
         return max(0.0, 2 * self._call_s(view, first, first + 1) - self._call_s(view, first, first + 2))
 
     def _ways(self, view: View, start: int, rates: list[float], ramp: tuple[float, float] | None) -> _Ways:
-        """Return the cost of each division at each rate."""
         cost, catalog, groups, ends = view.cost, view.catalog, view.groups, self._ends
         assert cost is not None  # noqa: S101  # see `plan`
         first = 0 if self._suffix else start
@@ -381,7 +370,7 @@ class ComputePlanner:
         return last
 
     def _within(self, view: View, first: int, stop: int, seconds: float) -> int:
-        """Return the end of the longest call within a time; at least one group."""
+        """Return the end of the longest call within a time, at least one group."""
         low, high = first + 1, stop
         while low < high:
             middle = (low + high + 1) // 2

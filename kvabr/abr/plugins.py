@@ -109,7 +109,7 @@ def _estimator(text: str, folder: str) -> Callable[[], Estimator]:  # noqa: ARG0
 
 
 def _folder(text: str) -> str:
-    """Return the folder of a plug-in's file, part of the cache key: another folder may have a file of the same name."""
+    """Return the folder of a plug-in's file: the same name in another folder is another plug-in."""
     return str(Path.cwd()) if text.partition(":")[0].endswith(".py") else ""
 
 
@@ -125,8 +125,8 @@ def load_plugin(text: str, base: type[T], named: Mapping[str, type[T]], kind: st
         text: see `load_policy`.
         base: required base class.
         named: classes by name, see `Registered`.
-        kind: word for the plug-in in errors.
-        command: command that lists the plug-ins.
+        kind: word for errors.
+        command: command that lists them, for errors.
 
     Raises:
         PolicyError: as for `load_policy`.

@@ -42,19 +42,15 @@ class _Candidate(NamedTuple):
 
 
 class Rest:
-    """The groups not in place yet, and when network and engine would deliver them."""
+    """The groups not in place yet, and their expected delivery."""
 
     def __init__(
         self, view: View, cost: PrefillCost, absent: GroupSet, lane_free_s: float, *, dead: bool = False
     ) -> None:
         """Add up the remaining bytes, in constant time.
 
-        Args:
-            view: the play.
-            cost: prefill cost of the engine.
-            absent: groups that are neither in place nor arrived, including those in flight.
-            lane_free_s: when the engine finishes its current work.
-            dead: the network has been silent for too long to expect more.
+        ``absent``: groups neither in place nor arrived, including those in flight; ``lane_free_s``: when the engine
+        finishes its current work; ``dead``: the network has been silent for too long to expect more.
         """
         base, flying = view.ladder.tracks[0], view.in_flight
         self._view, self._cost, self._absent, self._dead = view, cost, absent, dead
@@ -141,9 +137,9 @@ class Rest:
                 yield _Candidate(begins_s + seconds, first, self._view.groups)
 
     def plan(self, mode: EngineMode) -> Plan | None:
-        """Return the groups to leave to the engine, or None while the network should deliver all in time.
+        """Return the groups to leave to the engine; None while the network should deliver all in time.
 
-        Takes time in proportion to the number of remaining groups.
+        Scans all remaining groups.
         """
         if self.in_time:
             return None

@@ -44,15 +44,10 @@ class TailOffer:
         self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1,
         computed_s: float = math.inf,
     ) -> float:  # fmt: skip
-        """Return the expected cost of a play at a rate: loss, time and engine, nats per token.
+        """Return the expected cost of a play: loss, time and engine, nats per token.
 
-        Args:
-            rate: link rate, bytes per second.
-            left_s: seconds to the deadline.
-            time_price: price of a second before the first token.
-            gpu_price: price of a second of engine time.
-            decoders: number of groups decoded in parallel.
-            computed_s: as in `tail_costs`.
+        ``rate`` is in bytes per second; ``left_s`` is the time to the deadline; prices are per second; ``computed_s``
+        is as in `tail_costs`.
         """
 
         def cost(loss: float, seconds: float, front_s: float = 0.0) -> float:

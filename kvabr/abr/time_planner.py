@@ -37,7 +37,7 @@ _LEAST_PRICE = 1e-4
 _WASTE = 6.0
 """Price of a replaced byte, relative to a requested one: other plays could have used it."""
 MAX_PARTS = 128
-"""Maximum number of parts of a long prompt with one track each in a division; likewise of engine stops."""
+"""Maximum number of parts of a long prompt in a division, each on one track; likewise of engine stops."""
 _LATE = 1e3
 """Price of a second after the deadline, nats per token; prefers plans that end in time."""
 _ALIKE = 16.0
@@ -75,7 +75,7 @@ class _Options(NamedTuple):
     loss: Array
     bytes: Array
     work: Array
-    """Seconds of one thread to decode it, less the decoding it saves."""
+    """Seconds of one thread to decode it, less decoding it saves."""
     waste: Array
     """Bytes that the option makes useless."""
 
@@ -91,7 +91,7 @@ class _Picked(NamedTuple):
 
 
 class TimePlanner:
-    """Plans the tracks of one play. The play reports every change to a group."""
+    """Plans the tracks of one play, which reports every change to a group."""
 
     def __init__(self, view: View) -> None:
         catalog = view.catalog
@@ -112,21 +112,21 @@ class TimePlanner:
         self._weigh(view, states)
         self._bytes: Array = self._steps[-1].copy()
         self._loss: Array = self._offers[-1].copy()
-        """Loss of the tracks that can be requested after those in flight, by track and group."""
+        """Loss of the tracks that can follow those in flight, by track and group."""
         self._waste: Array = np.zeros(shape)
         self._moves: Array = np.ones(shape)
         """1.0 if the option must be decoded."""
         self._missing = np.ones(groups, bool)
         self._known: list[tuple[str | None, bool]] = [(None, False)] * groups
         self._changed: set[int] = set(range(groups))
-        """Groups to check in addition to `View.changes` from `_read` on."""
+        """Groups to check in addition to new `View.changes`."""
         self._read = self._ruled_out = 0
-        """Number of entries read, and of unavailable tracks handled."""
+        """Number of such changes read, and of unavailable tracks handled."""
         self._whole = float(self._steps[-1].sum(axis=1).max())
         self._stay: Array = np.full(groups, NEVER)
         """Loss of each group without further requests."""
         self._lost, self._unplayed = 0.0, groups
-        """Sum of `_stay` over groups that are not missing, and the number of missing groups."""
+        """Sum of `_stay` without missing groups, and the number of these."""
         self._state = np.zeros(groups, int) - 1
         """Track of each group, in place or in flight; -1 if none."""
         self._cut: int | None = None
@@ -256,12 +256,8 @@ class TimePlanner:
     ) -> list[tuple[float, int, int]]:
         """Return the upgrades that pay off as (saving per price, group, track), the first to request last.
 
-        Args:
-            view: the play.
-            plan: the target track of every group.
-            belief: possible rates of new requests.
-            computed: groups left to the engine.
-            sure: True if the whole plan will be carried out.
+        ``belief``: possible rates of new requests; ``computed``: groups left to the engine; ``sure``: the whole plan
+        will be carried out.
         """
         base = self._number[view.ladder.cheapest]
         here, coming = self._flying < 0, self._flying == base
@@ -309,7 +305,7 @@ class TimePlanner:
 
     @staticmethod
     def _left_s(view: View) -> float:
-        """Return the seconds left for an upgrade: to the deadline, or until the last group is published."""
+        """Return the seconds left for an upgrade, to the deadline or the publication of the last group."""
         if view.time_left <= 0 and math.isfinite(view.max_loss):
             return math.inf  # a cache above max_loss is not delivered
         return min(view.time_left, view.ends_s - view.now) if view.coming else view.time_left
@@ -339,13 +335,10 @@ class TimePlanner:
                 self._loss[number, group] = NEVER
 
     def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
-        """Return the best plan at a rate.
+        """Return the best plan at a rate, bytes per second.
 
-        Args:
-            view: the play.
-            rate: link rate, bytes per second.
-            computed: groups left to the engine, not planned here.
-            computed_s: seconds until the engine is done with these and its current work; ending sooner saves no time.
+        ``computed``: groups left to the engine, not planned here; ``computed_s``: seconds until the engine is done with
+        these and its current work. Ending sooner saves no time.
         """
         price = max(view.time_price, _LEAST_PRICE)
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))

@@ -92,7 +92,7 @@ class GroupSet(MutableSet[int]):
                 self._sums[name] -= weights[group]
 
     def total(self, name: str, weights: Sequence[int]) -> int:
-        """Return the sum of the members' weights; after the first call for a ``name`` it is kept up to date."""
+        """Return the sum of the members' weights, cached by ``name`` and kept up to date."""
         if name not in self._sums:
             self._sums[name] = sum(weights[group] for group in self)
             self._weights[name] = weights
@@ -141,7 +141,7 @@ class InFlight(dict[int, Transfer]):
         """Requests that are not upgrades."""
         self.upgrades: dict[int, Transfer] = {}
         self.receiving: dict[int, int] = {}
-        """Number of requests that have received their first byte, by source."""
+        """Number of requests with their first byte received, by source."""
         self.asked: dict[int, int] = {}
         """Number of requests, by source."""
         self.left: dict[int, int] = {}
@@ -239,8 +239,7 @@ class Settled(set[int]):
         super().__init__()
         self._changes = changes
         self.history: list[int] = []
-        """Every group ever added, in order and with repeats. Readers remember their position and read on from there
-        instead of scanning all groups. A group may have left the set since."""
+        """Every group ever added, in order and with repeats, see `GroupSet.returned`."""
 
     def add(self, group: int, /) -> None:
         super().add(group)
@@ -280,7 +279,7 @@ class Future:
     carried: Callable[[float], float]
     """Bytes that the link will carry within a number of seconds from now."""
     plan: Callable[[View], PlannedPlay]
-    """The plan of a play that begins now, for policies that make one (`kvabr.replay.experiment.Planner`)."""
+    """Plans a play that begins now, if the policy can (`kvabr.replay.experiment.Planner`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -327,7 +326,7 @@ class View:
     rate: float = 0.0
     """Expected rate, bytes per second; 0.0 until the first bytes arrive."""
     lower_bound: float = 0.0
-    """Rate that the link should exceed most of the time, bytes per second; 0.0 until the first bytes arrive."""
+    """Rate that the link should usually exceed, bytes per second; 0.0 until the first bytes arrive."""
     told_rate: float = 0.0
     """Rate observed by earlier plays, bytes per second; 0.0 if unknown."""
     growing: bool = False
@@ -362,11 +361,11 @@ class View:
     track_of: list[str | None] = field(init=False)
     """Track of each group, in place or in flight; ``recomputed`` if left to the engine; None if missing."""
     changes: list[int] = field(default_factory=list)
-    """Every group that may have changed its track or settled, in order and with repeats; see `Settled.history`."""
+    """Every group that may have changed its track or settled, in order; see `Settled.history`."""
     solid: int = 0
     """All groups before this one are in place."""
     missing_groups: GroupSet = field(init=False)
-    """Published groups that are neither in place, in flight, nor left to the engine; updated by the player."""
+    """Published groups neither in place, in flight, nor left to the engine; updated by the player."""
 
     def __post_init__(self) -> None:
         self.catalog = self.ladder.catalog
@@ -410,7 +409,7 @@ class View:
         return self.catalog.by_name[track].bytes[group]
 
     def loss(self, group: int, track: str) -> float:
-        """Return the expected loss of one group on one track, in nats per generated token."""
+        """Return the expected loss of one group on one track, nats per generated token."""
         return self.catalog.by_name[track].loss[group]
 
     def recompute_s(self, group: int) -> float:
@@ -432,11 +431,11 @@ class View:
         return 0.0 if self.decode_latency is None else self.decode_latency(track)
 
     def decoded_by(self, arrives_s: float, decoded_s: float) -> float:
-        """Return when data arriving at a time can be decoded, if earlier data takes ``decoded_s``."""
+        """Return when data arriving at ``arrives_s`` can be decoded, if earlier data takes ``decoded_s``."""
         return arrives_s + decoded_s if self.decodes_last else max(arrives_s, decoded_s)
 
     def last_decode_s(self, track: str) -> float:
-        """Return the seconds from the arrival of the last group on a track until it is in place."""
+        """Return the seconds from arrival of the last group on a track until it is in place."""
         if self.decodes_last:
             return 0.0  # the deadline allows for it
         return self.decode_latency_s(track) + self.decode_s(track)
@@ -444,9 +443,8 @@ class View:
     def budget_bytes(self, rate: float, decode_s: float = 0.0) -> float:
         """Return the number of new bytes that would be in place by the deadline.
 
-        Args:
-            rate: assumed bytes per second: `rate`, or `lower_bound` if the play must commit.
-            decode_s: seconds to decode the last arrival.
+        ``rate``: bytes per second: `rate`, or `lower_bound` if the play must commit; ``decode_s``: seconds to decode
+        the last arrival.
         """
         wait = 0.0 if self.in_flight else self.ttfb_s
         return rate * (self.time_left - decode_s - wait) - self.outstanding_bytes

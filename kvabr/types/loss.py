@@ -1,17 +1,16 @@
 """The expected loss of a played cache: of its groups on their tracks, and inherited by recomputed groups.
 
-A recomputed group is exact if all earlier groups are exact. After lossy groups it inherits 5 % to 30 % of its loss on
-their tracks, for any track (SmolLM2-135M, 8 groups of three texts; 4, 3 and 2 bits, and the draft's seven levels). The
-model is `INHERITED` times the weighted mean of that loss; near groups weigh more, by the shape of the track's own
-losses. (21 recomputed groups after 42 lossy ones, 8,064 tokens: measured 0.00042; a plain mean predicts 0.0031, this
-model without tails 0.0005.)
+A recomputed group is exact if all earlier groups are. After lossy groups it inherits 5 % to 30 % of its loss on their
+tracks, for any track (SmolLM2-135M, 8 groups of three texts; 4, 3 and 2 bits, and the draft's seven levels). The model
+is `INHERITED` times the weighted mean of that loss; near groups weigh more, by the shape of the track's own losses. (21
+recomputed groups after 42 lossy ones, 8,064 tokens: measured 0.00042; a plain mean predicts 0.0031, this model without
+tails 0.0005.)
 
 Groups recomputed at the end are a tail. If the catalog has the losses left after tails (`kvabr.types.tails`), the
-groups before the tail lose that amount, which includes the loss inherited by the tail.
+groups before the tail lose that amount, including the loss inherited by the tail.
 
-Decisions add up losses, because policies and the bound weigh one group at a time. The loss promised for a cache of
-mixed tracks is less (`promised_loss`), since a few groups on a coarse track lose less than their share of the loss on
-all groups.
+Decisions add up losses, one group at a time. The loss promised for a cache of mixed tracks is less (`promised_loss`),
+since a few groups on a coarse track lose less than their share of the loss on all groups.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, floa
 
 
 def _losses(catalog: Catalog, names: Iterable[str], tail: int, groups: int) -> dict[str, Sequence[float]]:
-    """Return the losses of the first ``tail`` groups on some tracks if the other groups are computed after them."""
+    """Return the losses of the first ``tail`` groups if the others are computed after them, by track."""
     tracks = [catalog.track(name) for name in names]
     if tail == groups:
         return {track.name: track.loss for track in tracks}

@@ -38,11 +38,11 @@ _SAME_RATE, _SAME_TIME, _FOLLOWED_SHARE = 0.05, 0.01, 1 / 16
 """A plan holds until the rate changes by the first share, the second share of the deadline passes, or the third share
 of the groups is requested."""
 _CHEAP_BASE = 0.05
-"""Maximum cost of a base that is requested first, as a share of the price of the planned time."""
+"""Maximum cost of a base requested first, as a share of the price of the planned time."""
 _SPARE = 2.0
 """Number of times that a plan must fit into the time left to skip the base, on a link as fast as in earlier plays."""
 _HOPE = 0.6
-"""Share of the play's loss that may be spent on waiting for a link to recover."""
+"""Share of the loss to spend on waiting for a link to recover."""
 _SLOW_BASE = 0.8
 """Share of the deadline above which decoding the base counts as slow."""
 
@@ -212,7 +212,7 @@ class Anytime(Policy):
 
     @staticmethod
     def _sure(view: View, plan: TimePlan) -> bool:
-        """Return whether the link is as fast as in earlier plays, and the plan leaves time for a long outage."""
+        """Return whether the link is as fast as in earlier plays, with time left for a long outage."""
         return 0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate and _SPARE * plan.ends_s < view.time_left
 
     def _next_group(self, view: View, *, least: bool = False) -> int:
@@ -223,7 +223,7 @@ class Anytime(Policy):
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
         if view.front_first or view.in_order or late:
-            return next(iter(missing))  # of an incomplete cache, only groups before the first missing one are usable
+            return next(iter(missing))  # only groups before the first missing one are usable at the deadline
         if self._planner is not None and self._planner.advances:
             return next(reversed(missing))  # the engine computes from the front
         order = self._order
@@ -269,7 +269,7 @@ class Anytime(Policy):
         return self._end(view)
 
     def _hopes(self, view: View, flying: float = 0.0) -> bool:
-        """Return whether to wait for a slow link; ``flying``: loss that the upgrades in flight will save."""
+        """Return whether to wait for a slow link; ``flying``: loss that upgrades in flight will save."""
         lost, spent = self._times.lost() + flying, view.time_price * (view.now - self._link.fast_s)
         return _HOPE * lost > spent > 0.0 or (view.rate <= 0 and _HOPE * lost > view.time_price * view.time_left)
 
