@@ -29,7 +29,7 @@ class Divisions(NamedTuple):
     """Cost and duration of several divisions."""
 
     objective: Array
-    """Loss, priced time and bytes, and penalty, nats per generated token; without the price of engine time."""
+    """Loss, priced time, and penalties, nats per generated token; without the price of engine time."""
     network_s: Array
     """Seconds until the network is done."""
     late: npt.NDArray[np.bool_]
@@ -159,7 +159,7 @@ def with_mixtures(sums: Array, ahead_s: Array, first: npt.NDArray[np.intp]) -> A
 def _lost_at(limit_s: Array, ends_s: Array, lost: Array, objective: Array) -> Array:
     """Return the least loss of mixtures that end at a limit, by stop; infinite if no choice ends by the limit.
 
-    Each mixes the best punctual choice with a later one. The other arrays are by choice and stop.
+    Each mixes the best choice within the limit with a later one. The other arrays are by choice and stop.
     """
     inside, columns = ends_s <= limit_s, np.arange(len(limit_s))
     best = np.where(inside, objective, np.inf).argmin(axis=0)

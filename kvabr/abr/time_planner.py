@@ -27,7 +27,7 @@ _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 _FREE_LEVELS = (0.25, 0.0)
 """Factors on the time price, tried if the engine may finish last."""
 _ENGINE_LEVELS, _DEADLINE_LEVELS = (0.2,), (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
-"""Factors on the time price, tried if the engine may finish last, and if the deadline is near."""
+"""Factors on the time price, tried if the engine may finish last, and if the plan would miss the deadline."""
 _FINER_LEVELS = (0.1, 0.01, 1e-3, 0.0)
 """Factors on the time price, tried if the loss is limited."""
 _FEW_SHARES: Array = np.array([1.0, 0.6, 0.3, 0.0])
@@ -91,7 +91,7 @@ class _Picked(NamedTuple):
 
 
 class TimePlanner:
-    """Plans the tracks of one play, which reports every change to a group."""
+    """Plans the tracks of one play. The play reports every change to a group."""
 
     def __init__(self, view: View) -> None:
         catalog = view.catalog
@@ -537,7 +537,7 @@ class TimePlanner:
         if not view.front_first:  # the time of the network is worth less if the engine takes longer
             prices += [(level * view.time_price, _FEW_SHARES) for level in _ENGINE_LEVELS]
         found = divided(prices)
-        if (found.late & (engine_s <= view.time_left)).any():  # a higher time price may make the network punctual
+        if (found.late & (engine_s <= view.time_left)).any():  # at a higher time price the network may be in time
             least = max(view.time_price, _LEAST_PRICE)
             found = better(divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found

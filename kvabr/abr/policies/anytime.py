@@ -38,7 +38,7 @@ _SAME_RATE, _SAME_TIME, _FOLLOWED_SHARE = 0.05, 0.01, 1 / 16
 """A plan holds until the rate changes by the first share, the second share of the deadline passes, or the third share
 of the groups is requested."""
 _CHEAP_BASE = 0.05
-"""Maximum cost of a base requested first, as a share of the price of the planned time."""
+"""A base up to this share of the price of the planned time is requested first."""
 _SPARE = 2.0
 """Number of times that a plan must fit into the time left to skip the base, on a link as fast as in earlier plays."""
 _HOPE = 0.6
@@ -48,7 +48,7 @@ _SLOW_BASE = 0.8
 
 
 class Anytime(Policy):
-    """Request bases, then the most loss saved per byte, with as much in flight as the link needs."""
+    """Request the base of every group, then the upgrades that save most per price, at the pace of the link."""
 
     name: ClassVar[str] = "anytime"
     paces: ClassVar[bool] = True
@@ -189,7 +189,7 @@ class Anytime(Policy):
     def _final(self, view: View) -> Decision | None:
         """Request a group on its planned track, or wait; None: request the base first.
 
-        The base is first if it is cheap, or if a link known from earlier plays is still in slow start.
+        The base is first unless it costs too much, or a link known from earlier plays is still in slow start.
         """
         plan, left = self._plan_for(view), len(view.missing_groups)
         if view.growing or view.outstanding_bytes + plan.bytes > view.lower_bound * view.time_left:
