@@ -95,7 +95,6 @@ class LinkBelief:
         self.fast_s = 0.0
         """When the link last had about this rate, seconds since the play began."""
         self._since_s = 0.0
-        """When the rate last changed much, seconds since the play began."""
         self._since_rate = 0.0
 
     def look(self, view: View, *, saved: bool) -> Belief:
@@ -157,7 +156,6 @@ class LinkBelief:
         return (_TOLD_SURPRISED if told else _SURPRISED) * (1.0 - (held_s / (held_s + seconds)) ** 2)
 
     def _alive(self, view: View, measured_s: float, *, growing: bool, told: bool, slow: bool) -> Belief:
-        """Return the belief if the link is alive."""
         if slow:  # it may be slow for a moment only
             return Belief.of((view.rate or _LEAST_DOUBT * self.best_rate, RECOVERED * self.best_rate))
         if view.ttfb_s > 0:  # after an outage it says little about the round trip

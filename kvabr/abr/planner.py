@@ -114,9 +114,7 @@ class ComputePlanner:
         self.until_s = 0.0
         """When the engine should be done with these and its current work, seconds since the play began."""
         self._computed = 0
-        """All groups before this one are computed."""
         self._target = 0
-        """Final stop of the engine."""
         self._planned: tuple[tuple[int, int], float, float, int] | None = None
         """Inputs of the plan: first missing and first inexact group, rate, time, number of settled groups."""
         self._holds = 0
@@ -174,7 +172,6 @@ class ComputePlanner:
         return self._target > self.reserved.start
 
     def _horizon_s(self, view: View) -> float:
-        """Return the maximum expected length of the play."""
         return view.deadline_s if self.division is None else min(view.deadline_s, self.division.compute_s)
 
     def outside(self, view: View) -> bool:
@@ -280,7 +277,6 @@ class ComputePlanner:
         return int(way.stops[best]) if begun[best] <= waiting else way.start
 
     def _constant_s(self, view: View, first: int) -> float:
-        """Return the constant part of a call, seconds."""
         if first + 2 > view.groups:
             return 0.0
         return max(0.0, 2 * self._call_s(view, first, first + 1) - self._call_s(view, first, first + 2))
@@ -343,12 +339,10 @@ class ComputePlanner:
 
     @staticmethod
     def _unsettled_before(view: View, group: int) -> bool:
-        """Return whether an upgrade is in flight right before a group."""
         flying = view.in_flight.groups
         return bool(flying) and any(before in flying for before in range(group - _NEAR, group))
 
     def _last(self, view: View, first: int, stop: int) -> int | None:
-        """Return the end of a call; None if none should begin."""
         last = stop
         if self._call_to is not None:
             last = min(stop, self._call_to) if self._belief.state not in {"unknown", "growing"} else self._call_to

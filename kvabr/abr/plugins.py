@@ -198,7 +198,6 @@ def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
 
 
 def _public(base: type[Any]) -> str:
-    """Return the public name of a base class: that of its package."""
     return f"{base.__module__.rpartition('.')[0]}.{base.__name__}"
 
 

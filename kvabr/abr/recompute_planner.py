@@ -56,14 +56,12 @@ class Rest:
         self._view, self._cost, self._absent, self._dead = view, cost, absent, dead
         self._sizes, self._rate = base.bytes, 0.0 if dead else view.lower_bound
         self._total = absent.total(base.name, base.bytes) - flying.required_floor + flying.required_bytes
-        """Bytes needed for the absent groups."""
         self._wait_s = 0.0 if flying.required else view.ttfb_s
         self._tail_s = max(view.decode_backlog_s, view.last_decode_s(base.name))
         self._start_s = max(view.now, lane_free_s)
         self._edge = view.edge if self._last_call() else view.groups
         """Groups from here on are not expected to be published."""
         self._eta_s = self._network_s(self._total, absent.last())
-        """When the network should have delivered everything."""
 
     @property
     def in_time(self) -> bool:
@@ -181,7 +179,6 @@ class Rest:
 
 
 def _soonest(candidates: Iterable[_Candidate], deadline_s: float) -> _Candidate | None:
-    """Return the first candidate that meets the deadline, or else the earliest."""
     best: _Candidate | None = None
     for found in candidates:
         if best is None or found.finish < best.finish:

@@ -119,7 +119,6 @@ class SharedWork:
         return least
 
     def _costs(self, lost: Array, ends_s: Array, network_s: Array) -> Divisions:
-        """Return the cost of a loss and an end time."""
         late_s = ends_s - self._view.time_left
         late = late_s > _SAME_S
         missed = late * (MISS_PENALTY + late_s / self._view.deadline_s)

@@ -77,7 +77,6 @@ class _Options(NamedTuple):
     work: Array
     """Seconds of one thread to decode it, less decoding it saves."""
     waste: Array
-    """Bytes that the option makes useless."""
 
 
 class _Picked(NamedTuple):
@@ -149,7 +148,6 @@ class TimePlanner:
         return behind, None if view.prefix else inherited_behind(view.catalog, view.ladder.cheapest)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
-        """Compute the bytes and loss of each step."""
         tracks, groups = view.catalog.tracks, view.catalog.groups
         sizes = {track.name: np.array(track.bytes) for track in tracks}
         for state, current in enumerate(states):
@@ -217,7 +215,6 @@ class TimePlanner:
         self.set(group, track, flying=True)
 
     def _stays_at(self, group: int, loss: float) -> None:
-        """Set the loss of a group without further requests."""
         for value, sign in ((float(self._stay[group]), -1), (loss, 1)):
             if value < NEVER:
                 self._lost += sign * value
@@ -300,7 +297,6 @@ class TimePlanner:
 
     @staticmethod
     def _finer(view: View) -> tuple[float, ...]:
-        """Return the factors on the time price to try if the loss is limited."""
         return _FINER_LEVELS if math.isfinite(view.max_loss) else ()
 
     @staticmethod
@@ -404,7 +400,7 @@ class TimePlanner:
         return _Options(loss, nbytes, self._work(view, moves), waste)
 
     def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options) -> _Picked:
-        """Return the cheapest track of each group at several prices of a second of link and decoders."""
+        """Return the cheapest tracks at several prices of a second of link and decoders."""
         work = options.work / view.decoders
         discard = (link + decoding)[:, None, None] * view.deadline_s / self._whole
         link = link[:, None, None] / rate
@@ -429,7 +425,6 @@ class TimePlanner:
         return work
 
     def _flying_s(self, view: View) -> float:
-        """Return the seconds to decode everything in flight."""
         flying = self._flying[self._flying >= 0]
         if not flying.size:
             return 0.0
@@ -514,7 +509,6 @@ class TimePlanner:
         behind, counts = self._behind, np.diff(np.append(starts, groups))
 
         def divided(prices: list[tuple[float, Array]]) -> Divisions:
-            """Return the best divisions over pairs of a time price and link shares."""
             link = np.concatenate([price * shares for price, shares in prices])
             decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
             picked = self._pick(view, rate, link, decoding, options)

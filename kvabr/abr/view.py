@@ -225,7 +225,6 @@ class InFlight(dict[int, Transfer]):
 
 
 def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
-    """Add to a count; remove it if it becomes zero."""
     if left := counts.get(key, 0) + by:
         counts[key] = left
     else:

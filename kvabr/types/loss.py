@@ -200,7 +200,6 @@ class _LossyGroups:
         """Per track, the loss of each group, then 0.0."""
 
     def set(self, group: int, name: str) -> None:
-        """Put a group on a track."""
         before, self._name[group] = self._name[group], name
         if before in self._on:
             self._on[before][group] = 0.0

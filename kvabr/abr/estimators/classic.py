@@ -43,7 +43,6 @@ class MergedSamples(Estimator):
         """Update the estimate with a merged sample."""
 
     def _so_far(self) -> float:
-        """Return the rate of the unfinished sample."""
         return self._bytes / self._seconds if self._seconds else 0.0
 
 

@@ -87,7 +87,6 @@ class Tracking(MergedSamples):
         self._sum = self._since_bytes = self._since_s = 0.0
         self._share_sure: float | None = None
         self._taken_s: float | None = None
-        """When the last sample ended."""
         self._fresh = False
         """True if the rate of earlier plays is known and no sample has arrived."""
         if (prior := self._prior) is not None:
@@ -145,7 +144,6 @@ class Tracking(MergedSamples):
         self._open.append((self._total_s, self._total_bytes, self.rate()))
 
     def _watch(self, rate: float, seconds: float) -> None:
-        """Detect a drop of the link, and forget earlier samples then."""
         expected = self._slow.value()
         ratio = rate / expected if expected > 0 else 1.0
         off = max(_LEAST_LOG, math.log(ratio)) if ratio > 0 else _LEAST_LOG
@@ -167,7 +165,6 @@ class Tracking(MergedSamples):
             self._open.clear()
 
     def _judge(self) -> None:
-        """Finish the stretches that have ended."""
         while self._open and self._total_s - self._open[0][0] >= self._ahead_s:
             began_s, began, expected = self._open.popleft()
             if expected <= 0:

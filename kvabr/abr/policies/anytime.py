@@ -123,7 +123,6 @@ class Anytime(Policy):
     # ------------------------------------------------------------------- plans
 
     def _computed(self, view: View) -> tuple[range, float]:
-        """Return the groups left to the engine, and the seconds until it is done."""
         if self._planner is None:
             return range(0), 0.0
         return self._planner.reserved, max(0.0, self._planner.until_s - view.now)
@@ -274,7 +273,6 @@ class Anytime(Policy):
         return _HOPE * lost > spent > 0.0 or (view.rate <= 0 and _HOPE * lost > view.time_price * view.time_left)
 
     def _end(self, view: View) -> Decision:
-        """End the play, or wait for requests in flight that are worth it."""
         if not view.in_flight:
             self._over = True
             if (found := self._times.next_best(view) if view.rate > 0 else None) is None:
@@ -296,7 +294,6 @@ class Anytime(Policy):
         return Decision.deliver("what is in flight is not worth the wait")
 
     def _saved_in_flight(self, view: View) -> float:
-        """Return the loss that upgrades in flight will save, nats per generated token."""
         losses, saved, seen = view.catalog.by_name, 0.0, set()
         for transfer in view.in_flight.values():
             current = view.track_of[transfer.group]

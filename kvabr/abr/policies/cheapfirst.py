@@ -45,7 +45,6 @@ class CheapFirst(Policy):
         return self._upgrade(view)
 
     def _upgrade(self, view: View) -> Decision:
-        """Request the upgrade with the largest saving per byte that arrives in time."""
         budget = view.budget_bytes(view.rate, view.decode_backlog_s)
         self._ranked_for -= 1
         if self._ranked_for <= 0:
