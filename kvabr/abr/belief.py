@@ -1,13 +1,12 @@
-"""The belief of a play: which rates its link may have, and how much each counts.
+"""The belief of a play: possible rates of its link, each with a weight.
 
-Decisions weigh every rate of the belief, so that no two places guess differently. It comes from samples (an estimator's
-rate and spread), from what earlier plays observed of the path, and from what slow start has shown so far:
+It combines samples (an estimator's rate and spread), earlier plays on the path, and slow start so far:
 
-- As long as nothing is known, rates are spread over three orders of magnitude around what the deadline needs.
-- In slow start the rates so far are ruled out.
-- A rate of earlier plays is doubted the more, the longer slow start takes to come there.
-- A link that is much slower than it was may be dead, or recover. The longer it is silent, the more it is dead.
-- Otherwise it is the estimate. How likely it changes soon depends on how long it has held, see `surprise`.
+- For an unknown link, rates spread over three orders of magnitude around the rate that the deadline needs.
+- In slow start, rates up to the present one are ruled out.
+- The rate of earlier plays loses trust the longer slow start takes to reach it.
+- A link much slower than before may be dead or recover; the longer it is silent, the more likely it is dead.
+- Otherwise the belief is the estimate. The longer it has held, the less likely it changes soon, see `surprise`.
 """
 
 from __future__ import annotations
@@ -21,55 +20,55 @@ from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
 LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Rates of an unknown link, as shares of the exact cache that come by the deadline."""
+"""Rates of an unknown link, as shares of the exact cache delivered by the deadline."""
 SPARE = 1.25
-"""An unknown link is trusted to carry the base of every group this many times by the deadline."""
+"""Minimum rate of an unknown link, as a multiple of the rate that delivers every base by the deadline."""
 UNKNOWN_TTFB_S = 0.04
-"""Seconds until the first bytes of an unknown peer."""
+"""Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
-"""Share of the best rate so far below which a link may recover, and the share to which it does."""
+"""A link below this share of its best rate is slow; and the share that it may recover to."""
 SURPRISE, _SURPRISED, _TOLD_SURPRISED = 10.0, 0.3, 0.04
-"""A link that has just become known turns this many times faster with this probability; and one that is as fast as in
-earlier plays."""
+"""Factor of a sudden speed-up; its maximum probability, when the rate has just become known; the same for a link as
+fast as in earlier plays."""
 _LOW, _HIGH, _WEIGHTS = 0.5, 1.25, (0.3, 0.4, 0.3)
-"""Rates on either side of the expected one, as shares of it, and how much the three count; `_LOW` if an estimator knows
-no lower bound."""
+"""Rates below and above the expected one, as shares of it, and the weights of the three. `_LOW` replaces a missing
+lower bound of the estimator."""
 _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
 """The same in slow start, as multiples of the rate so far."""
 GROWTH = 2.0
-"""Growth of the rate until a request has an effect, in slow start, if no more is known."""
+"""Minimum mean rate until the deadline, as a multiple of the present rate, in slow start."""
 _GROWTH = 1.5
-"""Least growth of the rate until a request has an effect, in slow start."""
+"""Minimum growth factor of the rate before a request takes effect, in slow start."""
 _DOUBT, _LEAST_DOUBT = 0.7, 0.03
-"""Share of the rate of earlier plays that the link may have as well, at first and at least."""
+"""Slower alternative to the rate of earlier plays, as a share of it: at first, and at least."""
 _LATE_START, _DOUBT_SHARE = 1.5, 0.005
-"""Multiple of the time that slow start takes to that rate after which it is doubted; and least round trips in this, as
-a share of the deadline, since rates are measured no more often."""
+"""Trust in that rate falls after this multiple of the usual slow start; and the minimum round trip for this, as a share
+of the deadline, since rates are not measured more often."""
 _RAMP_ROUNDS, _RAMP = 1.5, 1.3
-"""A link with a rate lower by this factor as many times to first byte ago is in slow start."""
+"""A link is in slow start if its rate grew by the factor `_RAMP` within `_RAMP_ROUNDS` times to first byte."""
 LEAST_WAIT_S = 0.02
-"""Seconds until more is known of the rate, at least."""
+"""Minimum seconds until the rate is better known."""
 _SILENT_ROUNDS, _DEAD = 4.0, 1e-3
-"""Round trips without a byte after which a link may be dead, and the share of the base that it brings in time then."""
+"""Silent round trips that make a link suspect, and the share of the base that a dead link delivers in time."""
 
 
 class Belief(NamedTuple):
     """Possible rates of a link."""
 
     rates: tuple[float, ...]
-    """Bytes per second: finite and positive, ascending but for a dead link."""
+    """Bytes per second, finite and positive; ascending, except that a dead link is first."""
     weights: tuple[float, ...]
-    """How much each counts; their sum is 1."""
+    """Weight of each rate; their sum is 1."""
     ramp: tuple[float, float] | None = None
-    """In slow start, the rate at which the link begins to double, and the seconds in which it does."""
+    """In slow start, the initial rate and its doubling time in seconds."""
     learns_s: float = 0.0
-    """Seconds until the rate should be known much better; 0.0: it is known."""
+    """Seconds until the rate should be much better known; 0.0 if it is known."""
     state: str = "known"
-    """``unknown``, ``growing`` (slow start), ``told`` (by earlier plays), ``slow``, ``silent``, or ``known``."""
+    """``unknown``, ``growing`` (slow start), ``told`` (rate of earlier plays), ``slow``, ``silent``, or ``known``."""
 
     @staticmethod
     def of(rates: tuple[float, ...], weights: tuple[float, ...] = ()) -> Belief:
-        """Return a belief in some rates, which count alike unless ``weights`` say otherwise.
+        """Return a belief in some rates, with equal weights by default.
 
         Raises:
             PolicyError: there are no rates, or rates or weights are not positive finite numbers.
@@ -86,23 +85,20 @@ class LinkBelief:
     """Keeps the belief of one play up to date."""
 
     def __init__(self) -> None:
-        """Begin with an unknown link."""
         self._rates: deque[tuple[float, float]] = deque()
-        """Times and rates of the last round trips."""
         self._told = 0.0
         self._round_s = math.inf
         self._silent = False
-        """Whether the first bytes took so long that the link may have been dead."""
+        """True if the first bytes were so late that the link may have been dead."""
         self.best_rate = 0.0
-        """The best rate that was measured so far, bytes per second."""
+        """Best rate measured so far, bytes per second."""
         self.fast_s = 0.0
-        """When the link was last about as fast, seconds since the play began."""
+        """When the link last had about this rate, seconds since the play began."""
         self._since_s = 0.0
-        """Since when the rate has been about the present one."""
         self._since_rate = 0.0
 
     def look(self, view: View, *, saved: bool) -> Belief:
-        """Return the belief now; ``saved``: without the link an engine would still be in time."""
+        """Update and return the belief; ``saved``: an engine could still meet the deadline without the link."""
         growing, told = self._grows(view), 0.0 < view.rate == self._told
         measured_s = max(view.ttfb_s or UNKNOWN_TTFB_S, _DOUBT_SHARE * view.deadline_s)
         heard = self.best_rate > 0 or view.in_flight.receiving or view.settled.history
@@ -120,7 +116,7 @@ class LinkBelief:
             weights = (dead, *((1.0 - dead) * weight for weight in found.weights))
             found = found._replace(rates=(rate, *found.rates), weights=weights)
         if growing or slow or silent:
-            # The longer a link was waited for already, the longer it takes.
+            # The longer the wait so far, the longer it will last.
             since_s = view.now - self.fast_s if slow else 0.0 if growing and not silent else view.now
             learns_s = max(LEAST_WAIT_S if view.ttfb_s > 0 else UNKNOWN_TTFB_S, view.ttfb_s, since_s)
             found = found._replace(learns_s=learns_s)
@@ -128,7 +124,7 @@ class LinkBelief:
 
     @staticmethod
     def arrivals(view: View, rate: float) -> Belief:
-        """Return the rates with which what is requested now may come; ``rate``: the expected one, bytes per second."""
+        """Return the possible rates of new requests; ``rate``: the expected one, bytes per second."""
         if view.growing:
             rates = sorted((*(each * rate for each in _GROWN[:-1]), LinkBelief.grown(view, rate)))
             return Belief.of(tuple(rates), _GROWN_WEIGHTS)
@@ -137,9 +133,9 @@ class LinkBelief:
 
     @staticmethod
     def grown(view: View, rate: float) -> float:
-        """Return the mean rate until the deadline of a link that has this rate, and may be in slow start.
+        """Return the mean rate until the deadline, given the rate now and slow start.
 
-        It is known to grow to the rate of earlier plays only.
+        Growth is expected up to the rate of earlier plays only.
         """
         if not view.growing:
             return rate
@@ -151,19 +147,18 @@ class LinkBelief:
         return max(GROWTH * rate, mean / rounds)
 
     def surprise(self, view: View, seconds: float) -> float:
-        """Return the probability that the link turns much faster within some seconds: it falls as a rate holds.
+        """Return the probability that the link turns much faster within some seconds.
 
-        A link that is as fast as it was in earlier plays seldom does.
+        It falls the longer a rate holds, and is small if the link is as fast as in earlier plays.
         """
         told = 0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate
         held_s = max(LEAST_WAIT_S, view.now - self._since_s)
         return (_TOLD_SURPRISED if told else _SURPRISED) * (1.0 - (held_s / (held_s + seconds)) ** 2)
 
     def _alive(self, view: View, measured_s: float, *, growing: bool, told: bool, slow: bool) -> Belief:
-        """Return the belief in a link that is alive."""
-        if slow:  # perhaps for a moment
+        if slow:  # it may be slow for a moment only
             return Belief.of((view.rate or _LEAST_DOUBT * self.best_rate, RECOVERED * self.best_rate))
-        if view.ttfb_s > 0:  # the first byte after an outage does not show how long a round trip is
+        if view.ttfb_s > 0:  # after an outage it says little about the round trip
             self._round_s = min(self._round_s, UNKNOWN_TTFB_S if self._silent else view.ttfb_s)
         round_s = self._round_s if view.ttfb_s > 0 else UNKNOWN_TTFB_S
         if view.rate > 0 and not growing:
@@ -174,11 +169,11 @@ class LinkBelief:
             return Belief.of((less * view.rate, view.rate))._replace(ramp=ramp, state="told")
         begins = max(view.rate, WINDOW / round_s)
         state = "growing" if view.rate > 0 else "unknown"
-        if view.told_rate > view.rate:  # too fast for an estimate to begin with it, but that is where slow start leads
+        if view.told_rate > view.rate:  # too fast for an initial estimate, but slow start leads there
             less = max(self._doubt(view, view.told_rate, measured_s) * view.told_rate, _GROWTH * view.rate)
             found = Belief.of((min(less, view.told_rate), max(less, view.told_rate)))
             return found._replace(ramp=(begins, round_s), state=state)
-        # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
+        # The rate will not fall, and an unknown link is trusted to carry the base in time.
         left_s = max(view.time_left, 0.01 * view.deadline_s, LEAST_WAIT_S)
         least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
         rates = tuple(max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS)
@@ -186,14 +181,14 @@ class LinkBelief:
 
     @staticmethod
     def _doubt(view: View, told: float, measured_s: float) -> float:
-        """Return the share of the rate of earlier plays that the link may have as well; less if slow start is late."""
+        """Return the share of the earlier rate that a slower link has; less if slow start is late."""
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
         due = math.log2(max(1.0, told * round_s / WINDOW))
         late = _LATE_START * due - view.now / measured_s
         return min(_DOUBT, max(_LEAST_DOUBT, math.exp2(min(0.0, late))))
 
     def _grows(self, view: View) -> bool:
-        """Return whether the link may be in slow start: its rate was clearly lower a round trip ago, or not known."""
+        """Return whether the link may be in slow start: its rate grew during the last round trip, or is unknown."""
         if view.rate > 0:
             if not self._rates and view.now <= 0:
                 self._told = view.rate

@@ -1,4 +1,4 @@
-"""Take groups from the local store first, which costs next to nothing, and ask a policy only about the others."""
+"""Take groups from the local store first, at almost no cost, and use a policy for the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CachedGroups = Callable[[TrackNamespace, str], Collection[int]]
 
 
 def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Policy:
-    """Wrap the policy in a `CacheFirst` if there are stored groups that it can build on, or return it unchanged."""
+    """Wrap the policy in a `CacheFirst` if it can build on stored groups, or return it unchanged."""
     if not policy.takes_cached:
         return policy
     kept = {track.name: _stored(catalog, track.name, stored) for track in catalog.tracks}
@@ -24,7 +24,6 @@ def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Polic
 
 
 def _stored(catalog: Catalog, track: str, stored: CachedGroups) -> frozenset[int]:
-    """Return the groups of a track that are stored."""
     if catalog.even:
         first, end = catalog.offset, catalog.offset + catalog.groups
         return frozenset(number - first for number in stored(catalog.namespace, track) if first <= number < end)
@@ -47,13 +46,12 @@ class CacheFirst(Policy):
         """Wrap a policy; ``kept``: the stored groups of each track."""
         self._inner, self._kept = inner, kept
         self._wanted: deque[tuple[int, str]] = deque()
-        """Groups that have not been requested yet, and the best stored track of each; the layers below are stored."""
-        # Present the wrapped policy's attributes.
+        """Groups not requested yet, with their best stored track; the layers below are stored, too."""
+        # Present the attributes of the wrapped policy.
         for name in ("name", "estimator", "abandons", "paces", "computes"):
             vars(self)[name] = getattr(inner, name)
 
     def start(self, view: View) -> None:
-        """Find the best stored version of every group."""
         stacks = [stack(view.catalog, track) for track in view.catalog.tracks]
         for group in range(view.groups):
             costs = [
@@ -66,7 +64,6 @@ class CacheFirst(Policy):
         self._inner.start(view)
 
     def decide(self, view: View) -> Decision:
-        """Take stored groups while there are any, then do what the wrapped policy decides."""
         while self._wanted:
             group, track = self._wanted.popleft()
             if group in view.missing_groups:

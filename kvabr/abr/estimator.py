@@ -1,7 +1,7 @@
 """The contract of a bandwidth estimator: samples of bytes and seconds in, a rate and a lower bound out.
 
-A sample is what the whole play received while its link was busy, over all requests in flight together. Time to first
-byte is estimated separately: otherwise a small group on a long link looks like a slow link (hls.js does the same).
+A sample is everything that the play received while its link was busy, over all requests in flight. Time to first byte
+is estimated separately: otherwise a small group on a long link looks like a slow link (hls.js does the same).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import ClassVar
 WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
 _TRUSTED = 0.5
-"""Confidence from which what earlier plays observed is told to policies."""
+"""Minimum confidence for policies to see the rate of earlier plays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What earlier plays observed of a path."""
+    """Observations of a path by earlier plays."""
 
     rate: float
     """Bytes per second."""
@@ -34,24 +34,24 @@ class Estimator(ABC):
 
     name: ClassVar[str]
     told = 0.0
-    """Rate that earlier plays observed, bytes per second; 0.0: none."""
+    """Rate observed by earlier plays, bytes per second; 0.0 if unknown."""
 
     def __init__(self) -> None:
         self._first_byte: float | None = None
         self._expected_byte = 0.0
         self._heard_s = -math.inf
 
-    def start(self, horizon_s: float) -> None:  # noqa: B027  # a hook that few need
-        """Start a play; memory much longer than its ``horizon_s`` is useless. Again, to forget slow start."""
+    def start(self, horizon_s: float) -> None:  # noqa: B027  # an optional hook
+        """Start a play of ``horizon_s`` seconds; much longer memory is useless. Called again to forget slow start."""
 
     def prime(self, prior: Prior) -> None:
-        """Take note, before a play starts, of what earlier plays observed. Estimators may ignore it."""
+        """Note, before a play starts, the observations of earlier plays. Estimators may ignore them."""
         self._expected_byte = prior.ttfb_s
         if prior.rate > 0 and prior.weight >= _TRUSTED:
             self.told = prior.rate
 
     def sound(self, nbytes: float, seconds: float, now: float) -> bool:
-        """Return whether a sample is plausible; others come from clocks that jumped or from a bug in the caller."""
+        """Return whether a sample is plausible; implausible ones result from clock jumps or bugs in the caller."""
         sound = 1e-9 < seconds < math.inf and 0.0 <= nbytes < math.inf and self._heard_s <= now < math.inf
         if sound:
             self._heard_s = now
@@ -61,8 +61,8 @@ class Estimator(ABC):
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """Record that ``nbytes`` (possibly 0) arrived within ``seconds`` of a busy link, ending at ``now``."""
 
-    def waited(self, now: float) -> None:  # noqa: B027  # a hook that few need
-        """Note that nothing came until ``now`` because other plays used the link."""
+    def waited(self, now: float) -> None:  # noqa: B027  # an optional hook
+        """Note that no data arrived until ``now`` because other plays used the link."""
 
     @abstractmethod
     def rate(self) -> float:
@@ -80,9 +80,9 @@ class Estimator(ABC):
             self._first_byte = seconds
 
     def ttfb(self) -> float:
-        """Return the time to first byte that a request should expect, in seconds; 0.0 if unknown.
+        """Return the expected time to first byte of a request, in seconds; 0.0 if unknown.
 
-        It is the minimum of the play so far, else what earlier plays observed. A mean would feed on itself: anything
-        beyond the minimum is queueing behind the play's own transfers.
+        It is the minimum of the play so far, or else that of earlier plays. A mean would feed on itself: any time
+        beyond the minimum is queueing in the play's own transfers.
         """
         return self._expected_byte if self._first_byte is None else self._first_byte

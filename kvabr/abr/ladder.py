@@ -1,7 +1,7 @@
-"""The ladder of a catalog: which tracks are worth playing, and what each step up costs and saves.
+"""The ladder of a catalog: its useful tracks, and the cost and saving of each step up.
 
-It is computed once per catalog, when it is first asked for, and shared by every play of it. `spend` chooses one option
-per group within a budget of bytes.
+It is computed once per catalog, on first use, and shared by all plays. `spend` chooses one option per group within a
+budget of bytes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvabr.types.catalog import Catalog, Track
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to obtain one group: its bytes and its expected loss."""
+    """One way to obtain a group."""
 
     track: str
-    """The track; with layers, the topmost one."""
+    """The track; the top one of several layers."""
     bytes: int
-    """Bytes from nothing, including the layers below."""
+    """Total bytes, including the layers below."""
     loss: float
 
 
 @dataclass(frozen=True, slots=True)
 class LadderStep:
-    """One step along the lower convex hull of a group's options: ``bytes`` more for ``saving`` nats less."""
+    """One step on the lower convex hull of a group's options: ``bytes`` more for ``saving`` nats less."""
 
     group: int
     to: str
@@ -45,13 +45,13 @@ Options = tuple[tuple[Option, ...], ...]
 
 
 class Ladder:
-    """The tracks of a catalog that are worth playing, cheapest first."""
+    """The useful tracks of a catalog, cheapest first."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         tracks: list[Track] = []
         for track in sorted(catalog.tracks, key=lambda track: (track.total_bytes, track.total_loss)):
-            # A track that costs more and loses no less is never worth requesting.
+            # A larger track without less loss is useless.
             if track.refines is None and (not tracks or track.total_loss < tracks[-1].total_loss):
                 tracks.append(track)
         self.tracks: tuple[Track, ...] = tuple(tracks)
@@ -67,7 +67,7 @@ class Ladder:
             if track.refines is not None:
                 above.setdefault(track.refines, []).append(track)
         self.above: dict[str, tuple[Track, ...]] = {name: tuple(layers) for name, layers in above.items()}
-        """The layers that refine each track; tracks without any are left out."""
+        """The layers that refine each track; tracks without layers are absent."""
 
     @cached_property
     def options(self) -> Options:
@@ -81,7 +81,7 @@ class Ladder:
 
     @cached_property
     def layered(self) -> Options:
-        """Lower convex hull of all options of each group, layers stacked on what they refine included."""
+        """Lower convex hull of all options of each group, including layers."""
         return every_option(self.catalog)
 
     @cached_property
@@ -91,7 +91,7 @@ class Ladder:
 
     @cached_property
     def _prices(self) -> tuple[list[float], list[int]]:
-        """What the bytes of each of these steps save, and the bytes of all up to it; without an object for each."""
+        """Saving per byte of each of these steps, and the total bytes up to it; avoids an object per step."""
         import numpy as np  # noqa: PLC0415  # slow to load
 
         tracks, groups = self.catalog.tracks, np.arange(self.catalog.groups)
@@ -100,7 +100,7 @@ class Ladder:
         losses = np.array([track.loss for track in tracks], dtype=float)
         at = np.lexsort((losses, sizes), axis=0)[0]
         worths, steps = [], []
-        for _ in tracks:  # each hull has a corner less than there are tracks, at most
+        for _ in tracks:  # a hull has fewer corners than there are tracks
             size, loss = sizes[at, groups], losses[at, groups]
             more, saved = sizes - size, loss - losses
             worth = np.divide(saved, more, out=np.zeros_like(losses), where=(more > 0) & (saved > 0))
@@ -113,9 +113,9 @@ class Ladder:
         return worth[order].tolist(), np.cumsum(step[order]).tolist()
 
     def price(self, spare: float) -> float:
-        """Return the nats per token that one more byte saves if all are spent as well as possible, layers included.
+        """Return the saving of one more byte, nats per token, if all bytes are spent in the best way; includes layers.
 
-        Infinity if ``spare``, the bytes beyond the cheapest cache, is negative; 0.0 if nothing is left to save.
+        Infinity if ``spare``, the bytes beyond the cheapest cache, is negative; 0.0 if no loss can be saved.
         """
         if spare < 0:
             return float("inf")
@@ -135,15 +135,15 @@ def rank(options: Options) -> tuple[LadderStep, ...]:
 
 
 def every_option(catalog: Catalog) -> Options:
-    """Return the lower convex hull of each group's options, including layers stacked on what they refine."""
+    """Return the lower convex hull of each group's options, including layers."""
     return _hulls(catalog, catalog.tracks)
 
 
 def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int], budget: float) -> dict[int, str]:
-    """Return the track that each of several ``groups`` gets when ``budget`` bytes are spent greedily.
+    """Return the track of each of several ``groups`` after spending ``budget`` bytes greedily.
 
-    Every group starts with the cheapest of its options. Steps, most loss saved per byte first, are taken as long as
-    they fit; a group whose next step does not fit gets no more.
+    Every group starts with its cheapest option. Steps are taken in order, most loss saved per byte first, while they
+    fit; a group stops at its first step that does not fit.
     """
     left = budget - sum(options[group][0].bytes for group in groups)
     tracks = {group: options[group][0].track for group in groups}

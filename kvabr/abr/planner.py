@@ -1,21 +1,19 @@
-"""The one rule for what an engine computes: the division of the work between network and engine that costs least.
+"""Divide the work between network and engine at the least cost.
 
-The engine goes on behind what is in place. For every group at which it could stop, the rule adds up what the others
-lose on the tracks that the network can bring, the price of the time until both are done, and that of the engine's time
-(`TimePlanner.divide`); the least sum wins. To stop at once is to play everything, to go on to the end to compute it.
+The engine continues after the groups in place. The cost of every possible stop is the loss of the other groups on
+tracks that the network can deliver, the price of the time until both are done, and the price of engine time
+(`TimePlanner.divide`). To stop at once means to fetch everything; to continue to the end, to compute everything.
 
-- ``hole``: the engine computes from the front while the network loads the others from the back, so the later of the two
-  counts. Groups in between belong to the engine if it is sooner, also those in flight or in place.
-- ``suffix``: the engine needs everything in front, and computes from there to the end. So both times count, one after
-  the other, and what is computed brings out the errors right in front of it. A play of a prefix is cut there, or as
-  soon as nothing more is worth a request.
+- ``hole``: the engine computes from the front while the network fetches from the back, so the later of the two counts.
+  Groups between them go to the engine if it is sooner, even if they are in flight or in place.
+- ``suffix``: the engine needs all earlier groups in place and computes from there to the end. Both times add up, and
+  computed groups amplify errors right before them. A prefix play is cut there, or as soon as no request pays off.
 
-While no rate is known, or in slow start, the rule weighs a spread of rates: the division with the least mean of costs,
-each over the least at that rate. The longer a link brings nothing at all, the more counts that it may be dead, and no
-wait goes on until the engine could not be in time any more. A call is as long as its constant part asks for, and
-otherwise so short that a wrong rate can be corrected; while the rate is not known well, none begins that is worth less
-than to wait for a better known one. The engine does not compute behind groups for which an upgrade is in flight, whose
-errors would stay.
+If the rate is unknown or in slow start, the rule takes the least mean cost over several rates, relative to the least
+cost at each. The longer a link is silent, the more likely it is dead; no wait lasts until the engine would be late.
+Calls are long enough to make up for their constant cost, and otherwise short, to allow corrections. While the rate is
+uncertain, a call must be worth more than waiting for a better estimate. The engine does not compute right after groups
+with an upgrade in flight, since their present errors would persist.
 """
 
 from __future__ import annotations
@@ -36,52 +34,49 @@ from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED
 
 _SAME_RATE, _SAME_TIME, _SURE_TIME = 0.05, 0.01, 0.025
-"""A plan holds while the rate changes by no more than this share, and for this share of the time that the play should
-take; and for that one if it is made for a single rate."""
+"""A plan holds until the rate changes by more than `_SAME_RATE`, or for `_SAME_TIME` of the expected play time.
+`_SURE_TIME` replaces `_SAME_TIME` if the rate is known."""
 _BUSY = 4.0
-"""How many times as long, and as much, while the engine is busy."""
+"""Factor on both limits while the engine is busy."""
 _BETTER = 0.03
-"""Share by which another division must be better than the last one, or than to compute nothing."""
+"""Minimum relative gain of a new division over the previous one, or over no computing."""
 _FINE = 1 / 6
-"""Share of the exact cache's bytes that a track takes which loses next to nothing."""
+"""Assumed size of a nearly lossless track, as a share of the exact cache."""
 _MOST_WAIT = 1.05
-"""Cost of a wait for a better known rate at most, as a multiple of the least cost of the play."""
+"""Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
 _SLOW_START = 0.5
-"""Share of what a wait costs that counts in slow start: each round trip tells more."""
+"""Share of the cost of waiting that counts in slow start, as each round trip improves the estimate."""
 _TINY = 1e-6
-"""Cost of a play at least, nats per token, where others are multiples of it."""
+"""Minimum cost of a play, nats per token, so that ratios of costs stay finite."""
 _NEAR = 8
-"""Groups right before a call that must not have an upgrade in flight."""
+"""Number of groups right before a call that must not have an upgrade in flight."""
 _LAST_TICKS = 1.5 / 50
-"""Share of the deadline before the last moment at which an engine that needs a prefix is started."""
+"""Safety margin for starting a suffix engine, as a share of the deadline."""
 _LATE = 0.25
-"""Lateness, as a share of the deadline, with which no engine begins with the rest while the link carries anything."""
+"""Lateness, as a share of the deadline, that keeps the engine from starting the rest while the link delivers."""
 
 
 Array = npt.NDArray[np.float64]
 
 
 class _Ways(NamedTuple):
-    """The ways to divide the work if the engine goes on at one group."""
+    """The ways to divide the work if the engine continues at one group."""
 
     start: int
     stops: npt.NDArray[np.intp]
-    """Where the engine stops; or where it begins, if it computes the rest."""
+    """Stop of the engine; in suffix mode, its start."""
     costs: Array
-    """What each costs, by rate and stop, nats per generated token."""
+    """Cost by rate and stop, nats per generated token."""
     engine_s: Array
     """Seconds until the engine is done, by stop."""
     network_s: Array
-    """The same of the network, at the last of the rates."""
+    """Seconds until the network is done at the last of the rates, by stop."""
 
 
 def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> bool:
-    """Return whether an engine has computed a whole prompt before a lookup usually brings anything.
+    """Return whether an engine computes a prompt of ``tokens`` before a lookup usually gets its first answer.
 
-    Args:
-        cost: of the engine's prefill.
-        tokens: length of the prompt.
-        ttfb_s: seconds from a request to its first byte, by earlier plays; 0.0: nothing is known of the peer.
+    ``ttfb_s``: time to first byte in earlier plays; 0.0 for an unknown peer.
     """
     return cost.seconds(0, tokens) <= (ttfb_s or UNKNOWN_TTFB_S)
 
@@ -89,16 +84,10 @@ def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> b
 def computed_on_any_link(
     cost: PrefillCost, tokens: int, deadline_s: float, *, time_price: float, gpu_price: float
 ) -> bool:
-    """Return whether an engine computes a whole prompt by the rule above, as long as nothing is known of the link.
+    """Return whether an engine should compute a prompt of ``tokens`` if the link is unknown.
 
-    What a play takes is guessed for the rates that the rule weighs, with a track that loses next to nothing.
-
-    Args:
-        cost: of the engine's prefill.
-        tokens: length of the prompt.
-        deadline_s: seconds in which the cache is wanted.
-        time_price: price of a second before the first token, nats per token.
-        gpu_price: price of a second of engine time.
+    Compares it with fetching a nearly lossless track at each rate of an unknown link. Prices are nats per token, for a
+    second before the first token and a second of engine time.
     """
     computed_s = cost.seconds(0, tokens)
     if time_price <= 0 or computed_s > deadline_s:
@@ -109,10 +98,9 @@ def computed_on_any_link(
 
 
 class ComputePlanner:
-    """Decides what the engine of one play computes."""
+    """Decides the groups computed by the engine of one play."""
 
     def __init__(self, view: View, times: TimePlanner, link: LinkBelief) -> None:
-        """Start a play that has an engine."""
         catalog, cost = view.catalog, view.cost
         assert cost is not None  # noqa: S101  # callers check that there is an engine
         self._times, self._link, self._suffix = times, link, view.front_first
@@ -120,28 +108,23 @@ class ComputePlanner:
         self._ends = np.array(self._tokens)
         near = list(accumulate(reversed(view.ladder.tracks[0].loss), initial=0.0))
         self._near = np.array([sum_ / near[-1] if near[-1] > 0 else 1.0 for sum_ in near])
-        """Share of a group's inherited loss that comes from the n groups right before it, by n."""
+        """Share of inherited loss due to the n groups right before, by n."""
         self.reserved = range(0)
-        """Groups reserved for the engine: nothing is requested for them."""
+        """Groups reserved for the engine; they are not requested."""
         self.until_s = 0.0
-        """When the engine should be done with what it does and with these, seconds since the play began."""
+        """When the engine should be done with these and its current work, seconds since the play began."""
         self._computed = 0
-        """All groups before this one are computed, so that what is behind them is exact."""
         self._target = 0
-        """Where the engine should stop in the end."""
         self._planned: tuple[tuple[int, int], float, float, int] | None = None
-        """Where the engine went on, the rate, the time, and the groups that had settled, when that was planned."""
+        """Inputs of the plan: first missing and first inexact group, rate, time, number of settled groups."""
         self._holds = 0
-        """For how many more decisions that holds in any case, see `View.keeps`."""
+        """Further decisions before the plan may change, see `View.keeps`."""
         self._network_s = 0.0
-        """Seconds that the network is given for its part."""
         self._belief = Belief.of((1.0,))
         self._waits = False
-        """Whether a better known rate is worth its wait."""
         self._call_to: int | None = None
-        """Where the next call ends while the rate is not known well; where it would begin, if it should not."""
+        """End of the next call while the rate is uncertain; its start for none."""
         self.division: Division | None = None
-        """What was decided last, and what is expected of it."""
 
     # ------------------------------------------------------------------- the rule
 
@@ -157,11 +140,11 @@ class ComputePlanner:
         self._holds -= 1
         if (last := self._planned) is not None:
             front, rate, then, heard = last
-            busy = _BUSY if view.engine_backlog_s > 0 and rate > 0 else 1.0  # the engine will ask when it is done
+            busy = _BUSY if view.engine_backlog_s > 0 and rate > 0 else 1.0  # planning repeats when the engine is done
             same = abs(view.rate - rate) <= busy * _SAME_RATE * rate
             holds_s = (_SAME_TIME if self._belief.learns_s else _SURE_TIME) * self._horizon_s(view)
             same = same and view.now - then <= busy * holds_s
-            # What is behind may be best left to the engine at once.
+            # The rest may now be best left to the engine.
             arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > heard
             idle = view.engine_backlog_s <= 0 and not self._suffix
             if (same and front == (first, self._exact(view)) and not arrived) or (self._holds > 0 and not idle):
@@ -179,21 +162,20 @@ class ComputePlanner:
             self.reserved = range(first, stop)
             self.until_s = view.now + view.engine_backlog_s + self._call_s(view, first, stop)
             self._target = stop
-            if self._belief.state in {"unknown", "growing"}:  # the network is to show what it can
+            if self._belief.state in {"unknown", "growing"}:  # give the network a chance to show its rate
                 self._target = self._last(view, first, stop) or first
                 self.reserved = range(first, self._target)
 
     @property
     def advances(self) -> bool:
-        """Whether the engine is to go on behind what is in place, or may be once the rate is known better."""
+        """True if the engine should continue, now or once the rate is better known."""
         return self._target > self.reserved.start
 
     def _horizon_s(self, view: View) -> float:
-        """Return the seconds that the play should take at most: computing everything ends it."""
         return view.deadline_s if self.division is None else min(view.deadline_s, self.division.compute_s)
 
     def outside(self, view: View) -> bool:
-        """Return whether the network is to bring groups that are missing."""
+        """Return whether the network must deliver any missing groups."""
         missing, reserved = view.missing_groups, self.reserved
         if not missing or not reserved:
             return bool(missing)
@@ -201,14 +183,14 @@ class ComputePlanner:
         return (first is not None and first < reserved.start) or (last is not None and last >= reserved.stop)
 
     def _front(self, view: View) -> int:
-        """Return the first group that is neither in place nor left to the engine, or the number of groups."""
+        """Return the first group neither in place nor left to the engine, or the number of groups."""
         first, track_of = view.solid, view.track_of
         while first < view.groups and track_of[first] == RECOMPUTED:
             first += 1
         return first
 
     def _exact(self, view: View) -> int:
-        """Return the first group that the engine has not computed, or is not about to."""
+        """Return the first group not left to the engine."""
         while self._computed < view.groups and view.track_of[self._computed] == RECOMPUTED:
             self._computed += 1
         return self._computed
@@ -218,17 +200,14 @@ class ComputePlanner:
         return view.cost.seconds(self._tokens[first], self._tokens[stop] - self._tokens[first])
 
     def _divide(self, view: View, front: int, kept: int | None) -> tuple[int, int]:
-        """Return where the engine goes on, and where it stops; or begins, if it computes the rest.
+        """Return where the engine continues and stops (suffix mode: begins).
 
-        Args:
-            view: the play.
-            front: the first group that is missing.
-            kept: where it stops by the last plan, if the rate was known.
+        ``front``: the first missing group; ``kept``: the stop of the last plan, None if the rate was unknown.
         """
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
         belief = self._belief = self._link.look(view, saved=computed_s <= view.time_left)
         rates, shares = list(belief.rates), np.array(belief.weights)
-        # What is in place right behind what is exact may be taken over.
+        # The engine may recompute lossy groups right after the exact ones.
         starts = [front] if self._suffix else sorted({front, self._exact(view)})
         ways = [self._ways(view, start, rates, belief.ramp) for start in starts]
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _TINY)
@@ -236,11 +215,11 @@ class ComputePlanner:
         number = int(np.argmin([regret.min() for regret in regrets]))
         way, regret = ways[number], regrets[number]
         best = int(regret.argmin())
-        if not self._suffix and (kept is None or view.arrived):  # what the engine does must be worth it
+        if not self._suffix and (kept is None or view.arrived):  # computing must pay off
             kept = way.start
-        if self._suffix and kept is None and len(rates) == 1:  # to compute all, or to play all, holds what it promises
+        if self._suffix and kept is None and len(rates) == 1:  # all or no computing has the most predictable cost
             kept = int(way.stops[0] if regret[0] < regret[-1] else way.stops[-1])
-        if kept is not None:  # what is under way for the last plan counts
+        if kept is not None:  # keep the last plan unless the gain is clear
             same = int(np.searchsorted(way.stops, kept))
             if same < len(way.stops) and float(regret[same]) <= (1.0 + _BETTER) * float(regret[best]):
                 best = same
@@ -250,7 +229,7 @@ class ComputePlanner:
             waited_s = belief.learns_s
             more = view.time_price * waited_s
             if quiet and computed_s <= view.time_left < computed_s + waited_s:
-                more += MISS_PENALTY  # the engine could not save the deadline any more
+                more += MISS_PENALTY  # by then the engine could not meet the deadline
             waits = 1.0 + more / least
             waiting = float((shares @ waits)[0])
             if self._suffix:
@@ -274,7 +253,6 @@ class ComputePlanner:
         return way.start, stop
 
     def _why(self) -> str:
-        """Return what is expected of the division."""
         if (here := self.division) is None:
             return "is sooner"
         taken = "with" if self._suffix else "beside"
@@ -284,14 +262,10 @@ class ComputePlanner:
         )
 
     def _first_call(self, view: View, way: _Ways, least: Array, shares: Array, waiting: float) -> int:
-        """Return where the next call ends, so that what follows may be decided better; the start: none should begin.
+        """Return the end of the next call, often short, as later calls are decided better; its start for none.
 
-        Args:
-            view: the play.
-            way: what each length costs, if the engine stops there; it may also go on in another call.
-            least: the least cost at each rate.
-            shares: how much each rate counts, by rate, or by rate and stop.
-            waiting: what it costs to wait for a better known rate, as a multiple of that.
+        ``way``: cost by length; ``least``: least cost by rate; ``shares``: weight of each rate, by rate, or by rate and
+        stop; ``waiting``: cost of waiting for a better rate estimate, as a multiple of the least cost.
         """
         again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))
         behind = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]
@@ -299,17 +273,15 @@ class ComputePlanner:
         begun = (shares.reshape(len(behind), -1) * np.minimum(way.costs, behind) / least).sum(axis=0)
         took = way.engine_s - view.engine_backlog_s
         begun[took < min(self._belief.learns_s or LEAST_WAIT_S, float(took[-1]))] = np.inf
-        best = int(begun.argmin())  # of equal ones the shortest
+        best = int(begun.argmin())  # the shortest of equal ones
         return int(way.stops[best]) if begun[best] <= waiting else way.start
 
     def _constant_s(self, view: View, first: int) -> float:
-        """Return the seconds that a call takes whatever it computes."""
         if first + 2 > view.groups:
             return 0.0
         return max(0.0, 2 * self._call_s(view, first, first + 1) - self._call_s(view, first, first + 2))
 
     def _ways(self, view: View, start: int, rates: list[float], ramp: tuple[float, float] | None) -> _Ways:
-        """Return what each division of the work costs at each rate."""
         cost, catalog, groups, ends = view.cost, view.catalog, view.groups, self._ends
         assert cost is not None  # noqa: S101  # see `plan`
         first = 0 if self._suffix else start
@@ -324,14 +296,14 @@ class ComputePlanner:
             took = cost.seconds_many(ends[start], ends[stops] - ends[start])
             inherited = self._inherited(view, start)[stops - start]
         engine_s = view.engine_backlog_s + took
-        # An infinite price is a rule: the engine computes only what the network does not bring.
+        # An infinite price is a rule: the engine computes only groups that the network does not deliver.
         spent = view.gpu_price * took if math.isfinite(view.gpu_price) else np.where(took > 0, NEVER, 0.0)
         found = [self._times.divide(view, rate, start, stops, engine_s, inherited, ramp=ramp) for rate in rates]
         costs = np.array([each.objective for each in found]) + spent
         return _Ways(start, stops, costs, engine_s, found[-1].network_s)
 
     def _inherited(self, view: View, first: int) -> Array:
-        """Return the loss that groups from ``first`` on inherit if they are computed, by where the engine stops."""
+        """Return the loss that computed groups from ``first`` on inherit, by stop."""
         groups, before = view.groups, first - 1
         total = np.zeros(groups - first + 1)
         while before >= 0 and view.track_of[before] == RECOMPUTED:
@@ -348,7 +320,7 @@ class ComputePlanner:
     # ------------------------------------------------------------------- its calls
 
     def next(self, view: View) -> Decision | None:
-        """Return what an idle engine should compute now, if anything."""
+        """Return the next call of an idle engine, or None."""
         if view.cost is None or view.engine_backlog_s > 0:
             return None
         if self._suffix:
@@ -356,24 +328,21 @@ class ComputePlanner:
         return self._call(view) if self._target > self.reserved.start else None
 
     def _call(self, view: View) -> Decision | None:
-        """Return the next call behind what is in place."""
         first, stop = self.reserved.start, self._target
         if first > view.solid or self._unsettled_before(view, first):
             return None
         if view.track_of[first] is None and first not in view.missing_groups and first < view.edge:
-            return None  # the player has left it to the engine already
+            return None  # the player already left it to the engine
         if (last := self._last(view, first, stop)) is None:
             return None
         return Decision.recompute(first, f"to compute up to group {stop - 1} {self._why()}", last=last)
 
     @staticmethod
     def _unsettled_before(view: View, group: int) -> bool:
-        """Return whether an upgrade is in flight right before a group, whose errors would stay in what is computed."""
         flying = view.in_flight.groups
         return bool(flying) and any(before in flying for before in range(group - _NEAR, group))
 
     def _last(self, view: View, first: int, stop: int) -> int | None:
-        """Return the end of a call; None if none should begin."""
         last = stop
         if self._call_to is not None:
             last = min(stop, self._call_to) if self._belief.state not in {"unknown", "growing"} else self._call_to
@@ -395,7 +364,7 @@ class ComputePlanner:
         return last
 
     def _within(self, view: View, first: int, stop: int, seconds: float) -> int:
-        """Return the end of the longest call within a time, of one group at least."""
+        """Return the end of the longest call within a time, at least one group."""
         low, high = first + 1, stop
         while low < high:
             middle = (low + high + 1) // 2
@@ -406,23 +375,23 @@ class ComputePlanner:
         return low
 
     def rest(self, view: View, *, idle: bool = False) -> Decision | None:
-        """Have the engine compute the rest, or the play be cut, once the best prefix is in place.
+        """In suffix mode, let the engine compute the rest, or cut the play, once the best prefix is in place.
 
-        ``idle``: nothing is under way, and nothing more is worth a request.
+        ``idle``: no request is in flight, and none pays off.
         """
         cut = self.reserved.start
         if not self._suffix or not self.reserved or cut > view.solid:
             return None
         if view.track_of[cut] is None and cut not in view.missing_groups and cut < view.edge:
-            return None  # the player has left it to the engine already
+            return None  # the player already left it to the engine
         rest_s = self._call_s(view, cut, view.groups)
         last_s = view.time_left - rest_s - _LAST_TICKS * view.deadline_s
         if self._network_s > 1e-6 and last_s > 0:
             if not idle:
                 return None
-            # What is expanded last stays in the backlog.
+            # Groups that are decoded at the end stay in the backlog.
             if view.undecoded or (view.decode_backlog_s > 0 and not view.decodes_last):
                 return Decision.wait("what has arrived is decoded first, and then the play is cut")
         if view.rate > 0 and rest_s > view.time_left + _LATE * view.deadline_s:
-            return None  # it could not be shortened any more, and the link may recover
+            return None  # it is late anyway, and the link may recover
         return Decision.recompute(cut, f"to compute from group {cut} on {self._why()}")

@@ -1,8 +1,7 @@
 """Find plug-ins by name, by entry point, or in a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``.
 
-They are policies and estimators here; `kvabr.blend` finds its selectors by the same functions.
-
-A policy that declares parameters (`kvabr.abr.policy`) takes them as ``NAME:a=1,b=2`` or ``FILE.py:CLASS:a=1,b=2``.
+They are policies and estimators; `kvabr.blend` uses the same functions for its selectors. A policy that declares
+parameters (`kvabr.abr.policy`) takes them as ``NAME:a=1,b=2`` or ``FILE.py:CLASS:a=1,b=2``.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ T = TypeVar("T")
 
 
 def shipped(plugin: object) -> bool:
-    """Return whether a policy or an estimator is kvabr's own, or one of its laboratory."""
+    """Return whether a policy or an estimator is part of kvabr or its laboratory."""
     return type(plugin).__module__.partition(".")[0] in {"kvabr", "kvabr_lab"}
 
 
 class Registered(Mapping[str, type[T]]):
-    """The classes of a kind by name: built-in ones, and those of installed packages, loaded when asked for."""
+    """Classes by name: built-in ones, and those of installed packages, loaded on access."""
 
     def __init__(self, group: str, builtin: Mapping[str, type[T]]) -> None:
-        """Set the group of entry points, which are read for other names than those of ``builtin`` only."""
+        """Set the entry-point group; it is read only for names that are not in ``builtin``."""
         self._group, self._builtin = group, builtin
 
     @cached_property
     def _added(self) -> Mapping[str, EntryPoint]:
-        from importlib.metadata import entry_points  # noqa: PLC0415  # as long to load as all of this module
+        from importlib.metadata import entry_points  # noqa: PLC0415  # takes as long to load as all of this module
 
         return {entry.name: entry for entry in entry_points(group=self._group) if entry.name not in self._builtin}
 
@@ -51,7 +50,7 @@ class Registered(Mapping[str, type[T]]):
         """Return the class of a name.
 
         Raises:
-            PolicyError: It belongs to an installed package, and cannot be loaded.
+            PolicyError: the class of an installed package cannot be loaded.
         """
         if name in self._builtin:
             return self._builtin[name]
@@ -110,7 +109,7 @@ def _estimator(text: str, folder: str) -> Callable[[], Estimator]:  # noqa: ARG0
 
 
 def _folder(text: str) -> str:
-    """Return where a plug-in's file is looked for, if it has one: another one has the same name in another folder."""
+    """Return the folder of a plug-in's file: the same name in another folder is another plug-in."""
     return str(Path.cwd()) if text.partition(":")[0].endswith(".py") else ""
 
 
@@ -120,14 +119,14 @@ def policy_class(text: str) -> type[Policy]:
 
 
 def load_plugin(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> Callable[[], T]:
-    """Return a factory of objects of a plug-in.
+    """Return a factory of plug-in objects.
 
     Args:
         text: see `load_policy`.
-        base: the class that it must derive from.
-        named: the classes that have a name, see `Registered`.
-        kind: what errors call it.
-        command: the command that lists them.
+        base: required base class.
+        named: classes by name, see `Registered`.
+        kind: word for errors.
+        command: command that lists them, for errors.
 
     Raises:
         PolicyError: as for `load_policy`.
@@ -199,7 +198,6 @@ def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
 
 
 def _public(base: type[Any]) -> str:
-    """Return the name by which a plug-in imports its base class: that of its package."""
     return f"{base.__module__.rpartition('.')[0]}.{base.__name__}"
 
 
@@ -211,7 +209,7 @@ def _import(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise PolicyError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # lets dataclasses and pickling inside the plug-in work
+    sys.modules[name] = module  # dataclasses and pickling in the plug-in need this
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -226,7 +224,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def where(cls: type[Any] | None, error: BaseException | None = None) -> str:
-    """Return file and line of an error's innermost frame, or of a class's ``decide``: where its author should look."""
+    """Return file and line of an error's innermost frame, or of a class's ``decide``."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     if error is not None and (frames := traceback.extract_tb(error.__traceback__)) and frames[-1].filename != __file__:

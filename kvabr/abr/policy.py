@@ -1,4 +1,4 @@
-"""The contract of an ABR policy, and its tunable parameters. A policy answers one question, what next, with a reason.
+"""The contract of an ABR policy, and its tunable parameters. A policy decides the next request and gives a reason.
 
 The smallest policy is one method::
 
@@ -19,7 +19,7 @@ searches them::
         def __init__(self, *, caution: float = 0.7) -> None:
             self._caution = caution
 
-On the command line it is written ``mine:caution=0.5``, or ``FILE.py:Mine:caution=0.5``.
+On the command line, write ``mine:caution=0.5``, or ``FILE.py:Mine:caution=0.5``.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Kind = Literal["fetch", "upgrade", "recompute", "wait", "finish", "deliver"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy wants next. Create it with the static methods below; each takes a reason, which is logged."""
+    """The next action of a play. Create it with the static methods below; each takes a reason, which is logged."""
 
     kind: Kind
     reason: str
     group: int | None = None
     track: str | None = None
     alternatives: Mapping[str, float] | None = None
-    """What else was on offer, for the log: track to bytes, or to whatever number the policy compared."""
+    """Rejected choices, for the log: track to bytes, or to any number that the policy compared."""
     last: int | None = None
-    """To recompute several groups in one call: the group behind them; None: one group."""
+    """End of several groups to recompute in one call, exclusive; None: one group."""
     local: bool = False
-    """Whether what is fetched is in the local store."""
+    """True if the group is in the local store."""
 
     @staticmethod
     def fetch(group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None) -> Decision:
@@ -59,53 +59,53 @@ class Decision:
 
     @staticmethod
     def upgrade(group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None) -> Decision:
-        """Request a better track, or one more layer, for a group that is already in place."""
+        """Request a better track, or another layer, for a group in place."""
         return Decision("upgrade", reason, group, track, alternatives)
 
     @staticmethod
     def recompute(group: int, reason: str, last: int | None = None) -> Decision:
-        """Leave a group to the engine, or all from it to before ``last`` in one call; rejected without an engine.
+        """Leave a group to the engine, or all up to ``last`` (exclusive) in one call; rejected without an engine.
 
-        The group must be missing or upgradable. What is in flight for those behind it is cancelled when the engine
-        begins. In suffix mode the engine computes all groups behind it, in place or not.
+        The group must be missing or upgradable. Requests in flight for later groups of the call are cancelled when it
+        begins. In suffix mode the engine computes all later groups, even those in place.
         """
         return Decision("recompute", reason, group, last=last)
 
     @staticmethod
     def wait(reason: str) -> Decision:
-        """Request nothing until something changes."""
+        """Request no group until something changes."""
         return Decision("wait", reason)
 
     @staticmethod
     def finish(reason: str) -> Decision:
-        """Request nothing more: deliver as soon as every group is in place."""
+        """End requests: deliver as soon as every group is in place."""
         return Decision("finish", reason)
 
     @staticmethod
     def deliver(reason: str) -> Decision:
-        """Cancel the upgrades in flight, and deliver what has arrived; rejected while a group has not arrived."""
+        """Cancel the upgrades in flight and deliver now; rejected while a group has not arrived."""
         return Decision("deliver", reason)
 
 
 class Division(NamedTuple):
-    """How the rest of a play is divided between network and engine, and what that is expected to take."""
+    """The division of the remaining work between network and engine, and its expected times."""
 
     at_s: float
-    """When that was decided, seconds since the play began; the others are seconds from then on."""
+    """When it was decided, seconds since the play began; the other times are seconds from then."""
     first: int
-    """The first group that the engine is to compute."""
+    """First group that the engine computes."""
     last: int
-    """The group behind the last one; equal: it computes none."""
+    """End of its groups, exclusive; equal to `first` if there are none."""
     network_s: float
-    """Until the network has brought its part."""
+    """Until the network has delivered its part."""
     engine_s: float
-    """Until the engine is done with its own; in suffix mode it begins once the network is through."""
+    """Until the engine has computed its part; in suffix mode it begins after the network."""
     play_s: float
-    """Until everything would be in place if the network brought it all."""
+    """Until everything would be in place if the network delivered all of it."""
     compute_s: float
-    """The same if the engine computed it all."""
+    """Until everything would be in place if the engine computed all of it."""
     known: bool
-    """Whether the rate of the link was known."""
+    """True if the link rate was known."""
 
     @property
     def ends_s(self) -> float:
@@ -118,66 +118,68 @@ class Division(NamedTuple):
 
 
 class Policy(ABC):
-    """Decides what a play requests. One object serves one play."""
+    """Decides the requests of a play. One object serves one play."""
 
     name: ClassVar[str] = ""
-    """Name on the command line. A policy from a file is named by its class."""
+    """Name on the command line. A policy from a file uses its class name."""
     estimator: ClassVar[str] = "tracking"
-    """The estimator to use unless the user names another."""
+    """Default estimator."""
     abandons: ClassVar[bool] = True
-    """Whether the player may cancel a transfer that will not make it while a cheaper one still can."""
+    """True if the player may cancel a transfer that would be late while a cheaper one would not."""
 
     paces: ClassVar[bool] = False
-    """Whether the policy controls how much is in flight. If so, it is asked until it waits or the player's request
-    limit is reached. Otherwise it is asked until the bytes in flight last for a round trip."""
+    """True if the policy limits the requests in flight: the player calls it until it waits or the request limit is
+    reached. Otherwise, until the bytes in flight last for a round trip."""
 
     computes: ClassVar[bool] = False
-    """Whether the policy alone decides what the engine computes until the deadline. Otherwise the player also gives the
-    engine what the network cannot deliver in time."""
+    """True if only the policy gives work to the engine until the deadline. Otherwise the player also leaves late groups
+    to the engine."""
 
     divides: ClassVar[bool] = False
-    """Whether the policy weighs computing against loading. Then a prompt that the engine computes sooner than a lookup
-    usually takes is not looked up."""
+    """True if the policy weighs computing against fetching. Then a prompt that the engine computes faster than a usual
+    lookup is not looked up."""
 
-    def start(self, view: View) -> None:  # noqa: B027  # a hook that few need
+    def start(self, view: View) -> None:  # noqa: B027  # an optional hook
         """Start a play."""
 
     takes_cached: ClassVar[bool] = False
-    """Whether it can build on groups that were put in place before it was asked, on whatever track."""
+    """True if it can build on groups put in place before its first decision, on any track."""
 
     @abstractmethod
     def decide(self, view: View) -> Decision:
-        """Return what to request next.
+        """Return the next request.
 
         Called whenever the player could send another request: at the start, and after every change. It must return
         immediately and have no side effects outside itself.
         """
 
     def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> int:  # noqa: ARG002  # a hook
-        """Return the index of how much of the prefix the engine computes with the question; asked before the start.
+        """Return the index of the offer to use: how much of the prefix to compute with the question.
+
+        Called before the start.
 
         Args:
             offers: from no tail to the longest.
-            costs: what a play with each should cost at the prices of time and engine, nats per token.
+            costs: expected cost of a play with each, including time and engine, nats per token.
         """
         good = min(costs)
         return next(index for index, cost in enumerate(costs) if cost <= good)
 
     @property
     def division(self) -> Division | None:
-        """How it divides the work at present, for the log and the record; None: it does not weigh that."""
+        """The present division of the work, for log and record; None if the policy does not divide it."""
         return None
 
-    def will_replace(self, view: View, group: int) -> bool:  # noqa: ARG002  # a hook that few need
-        """Return whether another track will be requested for a group that has arrived and is not decoded yet.
+    def will_replace(self, view: View, group: int) -> bool:  # noqa: ARG002  # an optional hook
+        """Return whether the policy will request another track for a group that waits for decoding.
 
-        The player decodes other groups first, so as not to decode this one for nothing.
+        The player decodes other groups first, so that this one need not be decoded twice.
         """
         return False
 
 
 class FrontToBack(Policy):
-    """Fetches every group once, in order: the only question is which track."""
+    """Fetches every group once, in order; subclasses choose the track."""
 
     def decide(self, view: View) -> Decision:
         """Fetch the first missing group as `choose` says."""
@@ -192,7 +194,7 @@ class FrontToBack(Policy):
 
 
 _MOST = 32
-"""Maximum number of parameters of a policy; nobody can search more."""
+"""Maximum number of parameters of a policy; more cannot be searched."""
 
 
 class Parameter(NamedTuple):
@@ -202,16 +204,16 @@ class Parameter(NamedTuple):
     high: float
     default: float
     log: bool = False
-    """Whether ratios matter rather than differences, so the search is uniform on a logarithmic scale."""
+    """True to search uniformly on a logarithmic scale, if ratios matter rather than differences."""
 
     def at(self, share: float) -> float:
-        """Return the value at ``share`` (0 to 1) of the way from `low` to `high`, to four significant digits."""
+        """Return the value at ``share`` (0 to 1) of the range, rounded to four significant digits."""
         low, high = self._scaled(self.low), self._scaled(self.high)
         value = low + share * (high - low)
         return min(self.high, max(self.low, float(f"{math.exp(value) if self.log else value:.4g}")))
 
     def share(self, value: float) -> float:
-        """Return where ``value`` lies between `low` and `high`, 0 to 1; the inverse of `at`."""
+        """Return the position of ``value`` in the range, 0 to 1; the inverse of `at`."""
         low, high = self._scaled(self.low), self._scaled(self.high)
         return min(1.0, max(0.0, (self._scaled(value) - low) / (high - low)))
 

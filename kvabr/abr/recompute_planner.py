@@ -1,14 +1,13 @@
-"""Decides in time which groups the engine must compute because the network will not deliver them.
+"""Leave groups to the engine early enough if the network will not deliver them in time.
 
 Recomputing costs engine time but no quality. The planner assumes the lower bound of the rate and the cheapest track for
-every missing group; only what does not fit even then is left to the engine. Two engine modes differ in what can be
-computed:
+every missing group, and leaves only groups to the engine that are late even then. Two engine modes:
 
-- ``hole``: any group with everything before it in place. The planner picks the shortest sufficient run right behind the
-  groups in flight, and the network continues behind the run. If the transfers in flight have stalled, the run starts at
-  the first group that is not in place. While no rate is known, none is started that would end after the deadline.
-- ``suffix``: the engine discards everything after the first missing group and computes from there to the end. The
-  planner cuts off the shortest sufficient tail, which is computed once all groups before the cut are in place.
+- ``hole``: the engine can compute any group if all earlier ones are in place. The planner picks the shortest sufficient
+  run right after the groups in flight; the network continues after the run. If the transfers in flight stall, the run
+  starts at the first group not in place. While the rate is unknown, no run starts that would end late.
+- ``suffix``: the engine computes from the first missing group to the end and discards everything there. The planner
+  cuts off the shortest sufficient tail, to be computed once all groups before the cut are in place.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 
 _LAST_CALL = 0.05
-"""Share of the deadline before the last moment at which a producer that is late is given up."""
+"""Share of the deadline before the last possible start of the engine when a late producer is given up."""
 
 
 class Plan(NamedTuple):
@@ -35,7 +34,7 @@ class Plan(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A run of groups for the engine, and the time at which everything would be in place."""
+    """A run of groups for the engine, and when everything would be in place."""
 
     finish: float
     first: int
@@ -43,40 +42,34 @@ class _Candidate(NamedTuple):
 
 
 class Rest:
-    """What is not in place yet, and when network and engine would bring it."""
+    """The groups not in place yet, and their expected delivery."""
 
     def __init__(
         self, view: View, cost: PrefillCost, absent: GroupSet, lane_free_s: float, *, dead: bool = False
     ) -> None:
-        """Add up what is left, which takes no longer for a longer prompt.
+        """Add up the remaining bytes, in constant time.
 
-        Args:
-            view: the play.
-            cost: prefill cost of the engine.
-            absent: groups that are neither in place nor arrived, including those in flight.
-            lane_free_s: when the engine finishes its current work.
-            dead: the network has been silent for so long that nothing more is expected.
+        ``absent``: groups neither in place nor arrived, including those in flight; ``lane_free_s``: when the engine
+        finishes its current work; ``dead``: the network has been silent for too long to expect more.
         """
         base, flying = view.ladder.tracks[0], view.in_flight
         self._view, self._cost, self._absent, self._dead = view, cost, absent, dead
         self._sizes, self._rate = base.bytes, 0.0 if dead else view.lower_bound
         self._total = absent.total(base.name, base.bytes) - flying.required_floor + flying.required_bytes
-        """Bytes that the absent groups need."""
         self._wait_s = 0.0 if flying.required else view.ttfb_s
         self._tail_s = max(view.decode_backlog_s, view.last_decode_s(base.name))
         self._start_s = max(view.now, lane_free_s)
         self._edge = view.edge if self._last_call() else view.groups
-        """Groups from here on are not believed to be published."""
+        """Groups from here on are not expected to be published."""
         self._eta_s = self._network_s(self._total, absent.last())
-        """When the network should have brought everything."""
 
     @property
     def in_time(self) -> bool:
-        """Whether the network should bring everything in time."""
+        """Whether the network should deliver everything in time."""
         return not self._absent or self._eta_s <= self._view.deadline_s
 
     def _last_call(self) -> bool:
-        """Return whether the producer is late, and the engine must begin now to be in time without it."""
+        """Return whether the producer is late and the engine must begin now to meet the deadline without it."""
         view = self._view
         first = self._absent.first(view.edge)
         if first is None or view.late_s <= 0:
@@ -86,7 +79,7 @@ class Rest:
         return self._start_s + seconds >= (1 - _LAST_CALL) * view.deadline_s
 
     def _network_s(self, nbytes: float, last: int | None) -> float:
-        """Return when the network has delivered a number of bytes, of which those of group ``last`` come last."""
+        """Return when the network has delivered some bytes; group ``last`` arrives last."""
         view, now = self._view, self._view.now
         if nbytes <= 0:
             return now + view.decode_backlog_s
@@ -98,10 +91,9 @@ class Rest:
         return comes_s + self._tail_s
 
     def _run(self, absent: Sequence[int], sums: Sequence[int], begin: int) -> _Candidate | None:
-        """Return the shortest run of consecutive groups from ``absent[begin]`` on with which all is in time.
+        """Return the shortest run of groups from ``absent[begin]`` on that meets the deadline, or else the soonest.
 
-        If there is none, that with which all is in place soonest. The longer the run, the later the engine and the
-        sooner the network, so there is no need to look at every run. None: no group is left there.
+        A longer run makes the engine later and the network sooner, so binary search suffices. None: no group is left.
         """
         if begin == len(absent):
             return None
@@ -117,10 +109,10 @@ class Rest:
             return self._network_s(self._total - sums[begin + count] + sums[begin], last)
 
         def soonest(when_s: float) -> int:
-            """Return the shortest run with which the network is done by then; one too long if there is none."""
+            """Return the shortest run that lets the network finish by a time, or one too long."""
             return 1 + bisect_left(counts, True, key=lambda count: fetched_s(count) <= when_s)
 
-        # A group in between that is in place would be computed again.
+        # A longer run would recompute a group in place.
         counts = range(1, 1 + self._absent.gap(first) - first)
         if (count := soonest(deadline_s)) > counts[-1] or computed_s(count) > deadline_s:
             meet = 1 + bisect_left(counts, True, key=lambda count: computed_s(count) >= fetched_s(count))
@@ -132,7 +124,7 @@ class Rest:
         return _Candidate(max(computed_s(count), fetched_s(count)), first, first + count)
 
     def _tails(self, absent: Sequence[int], sums: Sequence[int]) -> Iterator[_Candidate]:
-        """Yield ever longer tails to the end, each from the last group on at which an engine can begin for it."""
+        """Yield ever longer tails to the end, each starting where an engine can begin."""
         catalog = self._view.catalog
         for index in reversed(range(len(absent))):
             first, earlier = catalog.cut(absent[index]), absent[index - 1] if index else -1
@@ -143,9 +135,9 @@ class Rest:
                 yield _Candidate(begins_s + seconds, first, self._view.groups)
 
     def plan(self, mode: EngineMode) -> Plan | None:
-        """Return the groups to leave to the engine, or None while the network should deliver all in time.
+        """Return the groups to leave to the engine; None while the network should deliver all in time.
 
-        This looks at every group that is left.
+        Scans all remaining groups.
         """
         if self.in_time:
             return None
@@ -156,13 +148,13 @@ class Rest:
         if view.coming and mode == "hole" and not dead and view.rate <= 0:
             begin = view.catalog.tokens_before(absent[0])
             if self._start_s + cost.seconds(begin, view.catalog.tokens - begin) < deadline_s:
-                return None  # nothing is published yet, and the engine can still do without
+                return None  # no group is published yet, and the engine alone can still meet the deadline
         if mode == "hole" and (dead or view.rate <= 0):
             begin, end = map(view.catalog.tokens_before, (absent[0], absent[0] + 1))
             ends_s = self._start_s + cost.seconds(begin, end - begin)
             if not dead and view.now < deadline_s < ends_s:
-                return None  # once begun, it would make the play late; the link may still carry everything in time
-            # No single run fills several holes: take the first one and plan again.
+                return None  # a call would make the play late; the link may still deliver everything in time
+            # A run cannot fill several holes: take the first hole and plan again.
             last = self._absent.gap(absent[0])
             return Plan(absent[0], last, "the network brings nothing; what is left is recompute")
         if mode == "suffix":
@@ -176,7 +168,7 @@ class Rest:
                 if stalled is not None and (best is None or stalled.finish < best.finish):
                     best = stalled
             other_s = self._wait_s + self._tail_s
-        # A late plan yields to a network that would make it at its expected rate, or that may recover.
+        # A late plan yields to a network that is in time at its expected rate, or may recover.
         carried_s = self._total / view.rate if view.rate > 0 else 0.0 if view.settled else float("inf")
         on_time = view.now + other_s + carried_s <= deadline_s
         if best is None or best.finish >= self._eta_s or (not dead and best.finish > deadline_s and on_time):
@@ -187,7 +179,6 @@ class Rest:
 
 
 def _soonest(candidates: Iterable[_Candidate], deadline_s: float) -> _Candidate | None:
-    """Return the first candidate that meets the deadline, or else the earliest."""
     best: _Candidate | None = None
     for found in candidates:
         if best is None or found.finish < best.finish:

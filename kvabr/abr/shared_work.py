@@ -1,9 +1,9 @@
-"""What comes of dividing a play's work between network and engine: who is done when, and what that costs.
+"""Cost and duration of divisions of a play's work between network and engine.
 
-All divisions are looked at together, as arrays by choice and stop: for each place at which the engine may stop, some
-choices of tracks for what the network brings. Players change their plans as they go, so mixtures of two choices count
-as well: those with which link and decoders are done at the same time, and those that end just by the deadline. Without
-them, the few choices that are tried would make the network look slower than it is.
+All divisions are computed together, as arrays by choice and stop: for each stop of the engine, several choices of
+tracks for the network. Players change their plans during a play, so mixtures of two choices count as well, if link and
+decoders are done at the same time or the mixture just meets the deadline. Without them, the network would look slower
+than it is.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from kvabr.types.cost import MISS_PENALTY
 Array = npt.NDArray[np.float64]
 
 _EXCESS = 10.0
-"""Cost of a cache that loses more than it may, nats per token: more than that of a play without one."""
+"""Cost of exceeding `View.max_loss`, nats per token; more than a play without a cache costs."""
 _SAME_S = 1e-9
-"""Seconds that are no difference."""
+"""Lateness that still counts as in time, seconds."""
 
 
 class Divisions(NamedTuple):
-    """What divisions of the work between network and engine come to."""
+    """Cost and duration of several divisions."""
 
     objective: Array
-    """Loss, priced time and bytes, and penalty, nats per generated token, without the price of the engine's time."""
+    """Loss, priced time, and penalties, nats per generated token; without the price of engine time."""
     network_s: Array
-    """Seconds until the network has brought its part."""
+    """Seconds until the network is done."""
     late: npt.NDArray[np.bool_]
-    """Whether the deadline is missed."""
+    """True if the deadline is missed."""
 
 
 class SharedWork:
-    """The work of one play in several divisions: when network and engine are done, and what that costs."""
+    """The work of one play in several divisions."""
 
     def __init__(
         self,
@@ -49,22 +49,22 @@ class SharedWork:
         inherited: Array,
         edges: npt.NDArray[np.intp],
     ) -> None:
-        """Begin; see `TimePlanner.divide`. ``edges``: the parts of the prompt at which the engine goes on and stops."""
+        """Begin; see `TimePlanner.divide`. ``edges``: parts of the prompt where the engine continues and stops."""
         self._view, self._rate, self._ramp = view, rate, ramp
         self._engine_s, self._inherited = engine_s, inherited
         self._begin, self._ends = edges[0], edges[1:]
         self._columns, left_s = np.arange(len(stops)), np.full(len(stops), view.time_left)
         self._limit_s = left_s - engine_s if view.front_first else left_s
-        """When the network must be through for the deadline, by stop."""
+        """Latest time for the network to be done and meet the deadline, by stop."""
         self.lacking: npt.NDArray[np.bool_] = stops > view.solid if view.front_first else stops < view.groups
-        """Whether the network has to bring anything, by stop."""
+        """True if the network must deliver any groups, by stop."""
         self._wait_s = max(0.0, view.ttfb_s - view.outstanding_bytes / rate)
         self._decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
         self.first_s = self._wait_s + self._decode_s
-        """Seconds until the first thing is here, besides its bytes."""
+        """Seconds until the first group is in place, without the transfer of its bytes."""
 
     def brought(self, each: Array) -> Array:
-        """Return the sums over the parts that the network brings, by prices and stop."""
+        """Return the sums over the parts that the network delivers, by price and stop."""
         sums: Array = np.zeros((*each.shape[:-1], each.shape[-1] + 1))
         each.cumsum(axis=-1, out=sums[..., 1:])
         behind = sums[..., self._ends]
@@ -82,7 +82,7 @@ class SharedWork:
         return np.where(nbytes <= grown, early_s, grown_s + (nbytes - grown) / self._rate)
 
     def network_s(self, works: Array, nbytes: Array, flying: Array, queue_s: Array) -> Array:
-        """Return the seconds until the network has brought what is requested and in flight, and all is decoded."""
+        """Return the seconds until everything has arrived and is decoded."""
         view = self._view
         wait_s = (nbytes > 0) * self._wait_s
         last_s = self.carried_s(nbytes + flying) + wait_s
@@ -92,13 +92,13 @@ class SharedWork:
         return found
 
     def least(self, lost: Array, network_s: Array, begun: tuple[Array, Array] | None) -> Divisions:
-        """Return what costs least, of some choices for what the network brings and of mixtures of them.
+        """Return the division of least cost for each stop, over choices of tracks and mixtures of them.
 
         Args:
-            lost: of the groups that the network brings, with the price of its bytes, by choice and stop.
-            network_s: until it has brought them, alike.
-            begun: when an engine in the middle of a play may begin on the base, and what it inherits then, more than
-                behind what comes later; None: it begins after the network, or beside it.
+            lost: loss of the groups that the network delivers, by choice and stop.
+            network_s: seconds until they are delivered, by choice and stop.
+            begun: when an engine in the middle of a play can begin on the base, and the additional loss inherited then;
+                None: it begins after the network (suffix mode) or at once (hole mode).
         """
 
         def costs(lost: Array, network_s: Array) -> Divisions:
@@ -119,7 +119,6 @@ class SharedWork:
         return least
 
     def _costs(self, lost: Array, ends_s: Array, network_s: Array) -> Divisions:
-        """Return what it costs to lose so much, and to end then."""
         late_s = ends_s - self._view.time_left
         late = late_s > _SAME_S
         missed = late * (MISS_PENALTY + late_s / self._view.deadline_s)
@@ -129,7 +128,7 @@ class SharedWork:
 
 
 def excess(lost: Array | float, view: View) -> Array:
-    """Return what it costs to lose more than `View.max_loss`: more than anything else."""
+    """Return the cost of exceeding `View.max_loss`; it outweighs all other costs."""
     if math.isinf(view.max_loss):
         return np.zeros(np.shape(lost))
     over: Array = np.asarray(lost) - view.max_loss
@@ -137,18 +136,18 @@ def excess(lost: Array | float, view: View) -> Array:
 
 
 def better(one: Divisions, other: Divisions) -> Divisions:
-    """Return what costs less of each."""
+    """Return the cheaper of two divisions, element by element."""
     cheaper = one.objective < other.objective
     return Divisions(*(np.where(cheaper, *pair) for pair in zip(one, other, strict=True)))
 
 
 def with_mixtures(sums: Array, ahead_s: Array, first: npt.NDArray[np.intp]) -> Array:
-    """Add mixtures of what is chosen at some prices and at the next ones, with which link and decoders end together.
+    """Add mixtures of the choices at two neighbouring prices, with link and decoders done at the same time.
 
     Args:
-        sums: what the choices come to, by price and stop in the last two dimensions.
-        ahead_s: by how many seconds the link ends before the decoders, by price and stop.
-        first: the prices of which the next one is another share of the same price of time.
+        sums: work, bytes and loss of the choices, by price and stop in the last two dimensions.
+        ahead_s: seconds that the link is done before the decoders, by price and stop.
+        first: indices of prices followed by another link share of the same time price.
     """
     one, other = ahead_s[first], ahead_s[first + 1]
     part = np.divide(one, one - other, out=np.zeros_like(one), where=one * other < 0)
@@ -157,9 +156,9 @@ def with_mixtures(sums: Array, ahead_s: Array, first: npt.NDArray[np.intp]) -> A
 
 
 def _lost_at(limit_s: Array, ends_s: Array, lost: Array, objective: Array) -> Array:
-    """Return the least loss of mixtures of the best choice that ends by a limit with one that ends later, by stop.
+    """Return the least loss of mixtures that end at a limit, by stop; infinite if no choice ends by the limit.
 
-    It is infinite where nothing ends by the limit. All others are by choice and stop.
+    Each mixes the best choice within the limit with a later one. The other arrays are by choice and stop.
     """
     inside, columns = ends_s <= limit_s, np.arange(len(limit_s))
     best = np.where(inside, objective, np.inf).argmin(axis=0)

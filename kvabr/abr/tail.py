@@ -1,10 +1,9 @@
-"""How many of a prompt's last tokens an engine computes with the question, instead of having them fetched.
+"""Choose how many of a prompt's last tokens the engine computes with the question instead of fetching them.
 
-An engine computes what follows the cached prefix in any case. In the same call it can compute the prefix's last tokens
-on the coded cache, where most of the loss sits (`kvabr.types.tails`). That costs little, and nothing on a device whose
-calls have a floor; and what is computed need not be fetched. What each choice should cost is estimated before a play
-begins, at the rate that earlier plays told, or over a spread of rates while none is known: of the best single track, or
-of a mixture of two that takes all the time.
+An engine computes the tokens after the cached prefix anyway. The same call can compute the last tokens of the prefix on
+the coded cache, which removes most of the loss (`kvabr.types.tails`). That is cheap, or free if calls have a minimum
+duration, and saves bytes. The cost of each choice is estimated before a play, at the rate of earlier plays or over
+several rates of an unknown link: for the best single track, or a mixture of two that takes all the time.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from kvabr.types.errors import UsageError
 from kvabr.types.joined import joined_behind, last_groups
 
 MOST_TAIL = 512
-"""Tokens of a tail at most, unless the engine says otherwise: behind more, a base loses hardly less."""
+"""Default maximum of tokens in a tail; a longer one hardly reduces the loss further."""
 MAX_TAIL = 1 << 20
-"""Tokens of a tail or a question that make any sense."""
+"""Maximum of tokens in a tail or a question; more is an error."""
 _MOST_OFFERS = 8
 _BLIND_SHARE = 0.02
-"""Share of the time left that a tail may take while no rate is known: all of it may come in a moment."""
+"""Share of the time left that a tail may take while the rate is unknown: all may arrive at once."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +34,20 @@ class TailOffer:
     """One way to divide a prefix between the network and the call that computes the question."""
 
     catalog: Catalog
-    """What is fetched, behind what is skipped, with the losses behind the tail."""
+    """The fetched part, after skipped groups, with the losses that the tail leaves."""
     tokens: int
-    """Tokens of the prefix that are computed; 0: all of it is fetched."""
+    """Number of computed tokens; 0: the whole prefix is fetched."""
     engine_s: float
-    """Seconds by which they make the engine's call longer."""
+    """Seconds that these add to the call of the engine."""
 
     def objective(
         self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1,
         computed_s: float = math.inf,
     ) -> float:  # fmt: skip
-        """Return what a play should cost at a rate, bytes per second: loss, time and engine, nats per token.
+        """Return the expected cost of a play: loss, time and engine, nats per token.
 
-        Args:
-            rate: of the link.
-            left_s: seconds to the deadline.
-            time_price: price of a second before the first token.
-            gpu_price: price of a second of engine time.
-            decoders: groups that are decoded at once.
-            computed_s: as in `tail_costs`.
+        ``rate`` is in bytes per second; ``left_s`` is the time to the deadline; prices are per second; ``computed_s``
+        is as in `tail_costs`.
         """
 
         def cost(loss: float, seconds: float, front_s: float = 0.0) -> float:
@@ -65,12 +59,12 @@ class TailOffer:
         times = [(max(size / rate, s / decoders), loss) for size, s, loss in self._ways]
         least = min(cost(loss, self.engine_s + seconds) for seconds, loss in times)
         if math.isfinite(computed_s) and math.isfinite(gpu_price):
-            # The engine computes the front while the rest comes, until they meet; or everything.
+            # The engine computes the front while the rest arrives, or computes everything.
             whole_s = max(0.0, computed_s - self.engine_s)
             shares = [(1.0, 0.0), *((seconds / (seconds + whole_s), loss) for seconds, loss in times if seconds > 0)]
             fronts = ((share * whole_s, (1.0 - share) * loss) for share, loss in shares)
             least = min(least, *(cost(loss, self.engine_s + front_s, front_s) for front_s, loss in fronts))
-        # With all the time there is, a play mixes the tracks on either side of what the link carries.
+        # If it uses all the time, a play mixes the two tracks nearest to the capacity of the link.
         carried = rate * (left_s - self.engine_s)
         mixtures = (
             worse + (better - worse) * (carried - fewer) / (more - fewer)
@@ -101,16 +95,16 @@ def tail_offers(
 ) -> list[TailOffer]:
     """Return the ways to divide a prefix, from no tail to the longest.
 
-    A tail is whole groups, as the rest of a group would have to be fetched, and leaves one group at least; of joined
-    passages, one of the last. Of many, a few are offered, the longest among them.
+    A tail has whole groups, since a partial group would be fetched whole. It leaves at least one group, or in joined
+    passages one of the last passage. If there are many, a few are offered, including the longest.
 
     Args:
         catalog: the cached prefix, as a play needs it (`Catalog.to_play`).
-        cost: of the engine's prefill, counted from the first token of the prompt; None: its time is not known, or free.
-        following: tokens that the engine computes behind the prefix in any case, such as a question's.
-        most: tokens of a tail at most, as far as the engine's step allows.
-        skip: leading groups of tokens that need not be fetched.
-        block: the engine takes whole blocks of this many tokens.
+        cost: prefill cost from the first token of the prompt; None: unknown, or free.
+        following: number of tokens computed after the prefix anyway, such as a question.
+        most: maximum tokens of a tail that fit into a step of the engine.
+        skip: number of leading groups that need not be fetched.
+        block: block size of the engine in tokens; a tail begins at a block.
 
     Raises:
         UsageError: a number of tokens is negative or absurd, or everything is skipped.
@@ -138,7 +132,7 @@ def tail_offers(
         tokens = catalog.tokens - ends[kept]
         try:
             fetched = behind(kept, following + tokens).suffix(skip)
-        except UsageError:  # there is no snapshot of a state
+        except UsageError:  # a state has no snapshot there
             continue
         engine_s = 0.0
         if cost is not None:
@@ -157,22 +151,22 @@ def tail_costs(
     decoders: int = 1,
     computed_s: float = math.inf,
 ) -> list[float]:
-    """Return what a play with each of the offers should cost, nats per token.
+    """Return the expected cost of a play with each offer, nats per token.
 
     Args:
         offers: from `tail_offers`.
         left_s: seconds to the deadline.
-        rate: of the link, bytes per second; 0.0: it is not known, and a tail may take a little of the time left only.
+        rate: link rate, bytes per second; 0.0: unknown, and a tail may take only a little of the time left.
         time_price: price of a second before the first token, nats per token.
-        gpu_price: price of a second of engine time; with an infinite one a tail is never computed.
-        decoders: groups that are decoded at once.
-        computed_s: seconds in which the engine computes all of the prefix, if it may also compute the front of it, or
-            everything, while the network loads the rest; infinite: it does not.
+        gpu_price: price of a second of engine time, nats per token; infinite: no tail is computed.
+        decoders: number of groups decoded in parallel.
+        computed_s: seconds to compute the whole prefix, if the engine may also compute its front, or everything, while
+            the network fetches the rest; infinite if it may not.
     """
     left_s = max(LEAST_WAIT_S, left_s)
     whole = offers[0].catalog
     rates = [rate]
-    if rate <= 0:  # as long as nothing is known, the link is trusted to carry the base in time
+    if rate <= 0:  # an unknown link is trusted to carry the base in time
         base = min(track.total_bytes for track in whole.tracks if track.refines is None)
         rates = [max(load * whole.fp16_bytes, SPARE * base) / left_s for load in LOADS]
     costs = []

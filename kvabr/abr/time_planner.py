@@ -1,10 +1,9 @@
-"""Which track each group should get if time has a price: the cheapest in two resources, the link and the decoders.
+"""Choose the cheapest track of each group in link time and decoding time.
 
-A plan minimises loss + time price x T + the price of the bytes, where T is when the link or the decoders will be done,
-whichever is later. Each resource gets a share of the price of time, and each group the track that is cheapest at these
-prices. The shares of the best plan are what a byte and a second of decoding cost: all the link's where decoding keeps
-up, all the decoders' on a link so fast that they do not. A group's options are every track above the one that it has;
-layers count once.
+A plan minimises loss + time price x T + price of the bytes. T is when link and decoders are done, whichever is later.
+The two share the time price, and each group gets the cheapest track at these prices. The best shares set the price of a
+byte and of a second of decoding: the link gets the whole price if decoding keeps up, the decoders if the link is
+faster. A group's options are all tracks above its present one; shared layers count once.
 """
 
 from __future__ import annotations
@@ -24,41 +23,40 @@ from kvabr.types.loss import factors_behind, inherited_behind
 Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
-"""Shares of the price of time that the link gets; the decoders get the rest."""
+"""Shares of the time price that the link gets; the decoders get the rest."""
 _FREE_LEVELS = (0.25, 0.0)
-"""Shares of the price of time that link and decoders get together, if the engine may take longer."""
+"""Factors on the time price, tried if the engine may finish last."""
 _ENGINE_LEVELS, _DEADLINE_LEVELS = (0.2,), (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
-"""Prices of time that are tried to divide work, as multiples of the real one, if the engine may take longer, and if the
-deadline comes sooner."""
+"""Factors on the time price, tried if the engine may finish last, and if the plan would miss the deadline."""
 _FINER_LEVELS = (0.1, 0.01, 1e-3, 0.0)
-"""Prices of time, alike, if a cache may lose only so much."""
+"""Factors on the time price, tried if the loss is limited."""
 _FEW_SHARES: Array = np.array([1.0, 0.6, 0.3, 0.0])
 _TWO_SHARES: Array = np.array([1.0, 0.4])
 _LEAST_PRICE = 1e-4
-"""What these are multiples of at least, nats per second."""
+"""Minimum time price to multiply by these factors, nats per second."""
 _WASTE = 6.0
-"""Price of a byte that is replaced, as a multiple of that of a byte to request: others could have used it."""
+"""Price of a replaced byte, relative to a requested one: other plays could have used it."""
 MAX_PARTS = 128
-"""Parts of a long prompt that get a track each where work is divided, and places at which an engine may stop."""
+"""Maximum number of parts of a long prompt in a division, each on one track; likewise of engine stops."""
 _LATE = 1e3
-"""Price of a second after the deadline, nats per token: what ends in time is preferred."""
+"""Price of a second after the deadline, nats per token; prefers plans that end in time."""
 _ALIKE = 16.0
-"""Factor within which upgrades save alike."""
+"""Factor within which the gains of upgrades count as equal."""
 _FREE = 1e-18
-"""Price that is as good as none, nats."""
+"""Price that is practically zero, nats; avoids division by zero."""
 NEVER = 1e9
-"""Loss of an option that is not to be had, nats."""
+"""Loss of an unavailable option, nats."""
 
 
 class TimePlan(NamedTuple):
-    """What every group should get, and what comes of it."""
+    """The track of every group, and the expected outcome."""
 
     targets: list[int]
-    """Number of each group's track in the catalog."""
+    """Catalog number of each group's track."""
     objective: float
     """Loss plus priced time from now, nats per generated token."""
     idle_objective: float
-    """The same if nothing more is requested; infinite if groups are missing."""
+    """The same without further requests; infinite if groups are missing."""
     bytes: float
     """Bytes to request."""
     ends_s: float
@@ -68,88 +66,81 @@ class TimePlan(NamedTuple):
     decode_price: float
     """Nats per second of decoding."""
     second_price: float
-    """Nats per second of the play, so that both are in time."""
+    """Nats per second of the play; above `View.time_price` if time is short."""
 
 
 class _Options(NamedTuple):
-    """What can be chosen for each group, all by track and group."""
+    """Options by track and group."""
 
     loss: Array
     bytes: Array
     work: Array
-    """Seconds that a thread takes to decode it, less those that it spares."""
+    """Seconds of one thread to decode it, less decoding it saves."""
     waste: Array
-    """Bytes that an option makes useless."""
 
 
 class _Picked(NamedTuple):
-    """What groups get at several prices; all by price and group."""
+    """Choices at several prices, by price and group."""
 
     tracks: npt.NDArray[np.intp]
     bytes: Array
     work: Array
-    """Seconds of decoding, with all decoders."""
+    """Seconds of decoding with all decoders."""
     loss: Array
 
 
 class TimePlanner:
-    """Plans one play. The play tells it of every change to a group."""
+    """Plans the tracks of one play. The play reports every change to a group."""
 
     def __init__(self, view: View) -> None:
-        """Begin with every group missing."""
         catalog = view.catalog
         tracks, groups = catalog.tracks, catalog.groups
         self.names = [track.name for track in tracks]
         self._number = {name: number for number, name in enumerate(self.names)}
         self.losses: Array = np.array([track.loss for track in tracks], dtype=float)
-        """Loss by track and group."""
         self._share: Array = np.array(catalog.shares)
         shape = (len(tracks), groups)
         states: list[str | None] = [*self.names, None]
         self._steps: Array = np.zeros((len(states), *shape))
-        """Bytes from a state (the last one: nothing) to a track, by state, track and group."""
+        """Bytes from a state (last: none) to a track, by state, track and group."""
         self._discards: Array = np.zeros((len(states), *shape))
-        """Bytes that a step makes useless, alike."""
+        """Bytes that the step makes useless, by state, track and group."""
         self._stacks = {name: frozenset(view.ladder.stacks[name]) for name in self.names}
-        """Each track with the layers below it."""
         self._offers: Array = np.full((len(states), *shape), NEVER)
-        """Loss of what can be had from a state, alike."""
+        """Loss of the tracks reachable from a state, by state, track and group."""
         self._weigh(view, states)
         self._bytes: Array = self._steps[-1].copy()
         self._loss: Array = self._offers[-1].copy()
-        """Loss of what can be requested once what is in flight has arrived, by track and group."""
+        """Loss of the tracks that can follow those in flight, by track and group."""
         self._waste: Array = np.zeros(shape)
         self._moves: Array = np.ones(shape)
-        """1.0 where an option must be decoded."""
+        """1.0 if the option must be decoded."""
         self._missing = np.ones(groups, bool)
         self._known: list[tuple[str | None, bool]] = [(None, False)] * groups
         self._changed: set[int] = set(range(groups))
-        """Groups to look at again, besides those in `View.changes` from `_read` on."""
+        """Groups to check in addition to new `View.changes`."""
         self._read = self._ruled_out = 0
-        """How many entries of that have been read; and how many were unavailable."""
+        """Number of such changes read, and of unavailable tracks handled."""
         self._whole = float(self._steps[-1].sum(axis=1).max())
-        """Bytes of the largest track, with the layers below it."""
         self._stay: Array = np.full(groups, NEVER)
-        """Loss of each group if nothing more is requested for it."""
+        """Loss of each group without further requests."""
         self._lost, self._unplayed = 0.0, groups
-        """Sum of these, without those of groups that would be missing; and how many these are."""
+        """Sum of `_stay` without missing groups, and the number of these."""
         self._state = np.zeros(groups, int) - 1
-        """Track of each group that is in place or in flight, or -1."""
+        """Track of each group, in place or in flight; -1 if none."""
         self._cut: int | None = None
-        """See `cut_at`."""
         self._flying = np.zeros(groups, int) - 1
-        """Track that is in flight for each group, or -1."""
+        """Track in flight for each group; -1 if none."""
         self._added = 0
-        """See `View.added`."""
         self._left_out = frozenset(catalog.computed)
-        """Groups that no asset has: they are the engine's from the beginning."""
+        """Groups in no asset, always computed."""
         self._behind, self._on_base = self._behind_engine(view)
 
     def _behind_engine(self, view: View) -> tuple[Array | None, Array | None]:
-        """Return what is lost if an engine that needs the first groups computes all behind them.
+        """Return the losses if a suffix engine computes the rest; None without one.
 
-        What each of the first loses then: over what it loses otherwise, and besides that, by track. And what the others
-        inherit if the engine begins on the base, in the middle of a play. None: no such engine.
+        First, by track, the factor on the loss of each earlier group and the amount added to it. Second, the loss
+        inherited by later groups if the engine begins on the base, in the middle of a play.
         """
         if not view.front_first or view.cost is None:
             return None, None
@@ -157,7 +148,6 @@ class TimePlanner:
         return behind, None if view.prefix else inherited_behind(view.catalog, view.ladder.cheapest)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
-        """Work out what each step costs and brings."""
         tracks, groups = view.catalog.tracks, view.catalog.groups
         sizes = {track.name: np.array(track.bytes) for track in tracks}
         for state, current in enumerate(states):
@@ -173,13 +163,13 @@ class TimePlanner:
                 self._offers[state, state] = self.losses[state]
 
     def set(self, group: int, track: str | None, *, flying: bool = False, computed: bool = False) -> None:
-        """Note that a group now has a track, or will have once what is in flight arrives; None: it is missing."""
+        """Set the track of a group, in place or in flight; None: missing."""
         self._missing[group] = track is None and not computed
         self._flying[group] = self._state[group] = -1
         if computed or track is None or track not in self._number:
             self._bytes[:, group], self._loss[:, group] = self._steps[-1, :, group], self._offers[-1, :, group]
             self._moves[:, group], self._waste[:, group] = 1.0, 0.0
-            if computed or track is not None:  # the engine has it: nothing to fetch, whatever is chosen
+            if computed or track is not None:  # the engine has it already
                 self._bytes[:, group] = self._loss[:, group] = self._moves[:, group] = 0.0
             self._stays_at(group, 0.0 if computed or track is not None else NEVER)
             return
@@ -193,9 +183,9 @@ class TimePlanner:
             self._flying[group] = state
 
     def sync(self, view: View) -> None:
-        """Take what every group has now."""
+        """Read the current track of every changed group."""
         settled = view.settled
-        if self._added != view.added:  # what could not be had may be there now
+        if self._added != view.added:  # unavailable tracks may exist now
             self._added = view.added
             self._known = [(None, False)] * view.groups
             self._changed, self._ruled_out = set(range(view.groups)), 0
@@ -219,13 +209,12 @@ class TimePlanner:
                     self.without(group, name)
 
     def follow(self, group: int, track: str) -> None:
-        """Note that a group was requested on a track. If that fails, `sync` sees that it has something else."""
+        """Note that a group was requested; `sync` corrects this if the request fails."""
         self._known[group] = (track, False)
         self._changed.add(group)
         self.set(group, track, flying=True)
 
     def _stays_at(self, group: int, loss: float) -> None:
-        """Note what a group loses if nothing more is requested for it."""
         for value, sign in ((float(self._stay[group]), -1), (loss, 1)):
             if value < NEVER:
                 self._lost += sign * value
@@ -234,20 +223,17 @@ class TimePlanner:
         self._stay[group] = loss
 
     def cut_at(self, group: int | None) -> None:
-        """Note from which group on an engine is to compute the rest: it brings out the errors right in front of it.
-
-        None: no engine that needs what is in front.
-        """
+        """Set where a suffix engine computes the rest, amplifying errors right before; None: no engine."""
         self._cut = group if self._behind is not None else None
 
     def lost(self) -> float:
-        """Return the loss if nothing more is requested, nats per generated token."""
+        """Return the loss without further requests, nats per generated token."""
         if self._cut is None:
             return self._lost + self._unplayed * NEVER
         return float(self._staying()[: self._cut].sum())
 
     def _lost_behind(self, loss: Array, tracks: list[int] | npt.NDArray[np.intp] | slice) -> Array:
-        """Return what is lost on some tracks if the engine computes the rest: one loss for each, or a row."""
+        """Return losses on some tracks if the engine computes the rest, shaped like ``loss``."""
         if self._behind is None or self._cut is None:
             return loss
         factor, even = self._behind[:, tracks, self._cut]
@@ -257,7 +243,7 @@ class TimePlanner:
         return np.where(loss < NEVER, behind, loss)
 
     def _staying(self) -> Array:
-        """Return the loss of each group if nothing more is requested for it, as it is with what is computed behind."""
+        """Return the loss of each group without further requests, with errors amplified by computing the rest."""
         if self._cut is None:
             return self._stay
         return np.where(self._state < 0, self._stay, self._lost_behind(self._stay, self._state))
@@ -265,18 +251,14 @@ class TimePlanner:
     def rank(
         self, view: View, plan: TimePlan, belief: Belief, computed: range, *, sure: bool
     ) -> list[tuple[float, int, int]]:
-        """Return the upgrades that are worth their price, the first to request last: saving per price, group and track.
+        """Return the upgrades that pay off as (saving per price, group, track), the first to request last.
 
-        Args:
-            view: the play.
-            plan: what every group should get in the end.
-            belief: rates with which what is requested now may come.
-            computed: groups that are left to the engine.
-            sure: the whole plan will be carried out.
+        ``belief``: possible rates of new requests; ``computed``: groups left to the engine; ``sure``: the whole plan
+        will be carried out.
         """
         base = self._number[view.ladder.cheapest]
         here, coming = self._flying < 0, self._flying == base
-        coming &= plan.second_price > view.time_price  # where time is short, layers follow a base that is in flight
+        coming &= plan.second_price > view.time_price  # if time is short, layers follow a base in flight
         groups = np.flatnonzero((self._stay < NEVER) & (self._state >= 0) & (here | coming))
         groups = groups[(groups < computed.start) | (groups >= computed.stop)] if computed else groups
         if not groups.size:
@@ -290,7 +272,7 @@ class TimePlanner:
         cost = price * nbytes + discard * self._waste[:, groups] + plan.decode_price * decode + _FREE
         columns, left_s = np.arange(groups.size), self._left_s(view)
         if self.lost() > view.max_loss:
-            left_s = math.inf  # what loses too much is not delivered at the deadline either
+            left_s = math.inf  # a cache above max_loss is not delivered at the deadline either
         comes = np.zeros(nbytes.shape)
         for one, weight in zip(belief.rates, belief.weights, strict=True):
             begins_s = max(view.ttfb_s, view.outstanding_bytes / one)
@@ -300,14 +282,14 @@ class TimePlanner:
         net = comes * saving - cost
         picks, least = net.argmax(axis=0), 1.0
         if not view.growing:
-            # Where the deadline leaves time for some groups only, those get what saves most per price.
+            # If the deadline leaves time for some groups only, the largest saving per price wins.
             picks = np.where(net.max(axis=0) > 0.0, picks, worth.argmax(axis=0))
             least = min(1.0, view.time_price / max(plan.second_price, _FREE))
         apart = np.array([view.ladder.cheapest not in self._stacks[name] for name in self.names])
         gains = np.where(apart[picks] & coming[groups], 0.0, worth[picks, columns])
         worthy = np.flatnonzero(gains > max(_FREE, least))
-        # Gains within a factor of `_ALIKE` count alike. Of those, tracks that take longer to decode than to arrive go
-        # first, so that the decoders have work until the end.
+        # Gains within `_ALIKE` count as equal. Then tracks that decode slower than they arrive go first, to keep the
+        # decoders busy until the end.
         level = np.floor(np.log(gains[worthy]) / math.log(_ALIKE)) * (not sure)
         spare = nbytes[picks, columns][worthy] / max(view.rate, _FREE) - decode[picks, columns][worthy] / view.decoders
         order = np.lexsort((-gains[worthy], np.minimum(0.0, spare), -level))[::-1]
@@ -315,21 +297,17 @@ class TimePlanner:
 
     @staticmethod
     def _finer(view: View) -> tuple[float, ...]:
-        """Return the prices of time to try, as multiples of the real one, if the cache may lose only so much."""
         return _FINER_LEVELS if math.isfinite(view.max_loss) else ()
 
     @staticmethod
     def _left_s(view: View) -> float:
-        """Return the seconds in which an upgrade must arrive: to the deadline, or until the last group is published."""
+        """Return the seconds left for an upgrade, to the deadline or the publication of the last group."""
         if view.time_left <= 0 and math.isfinite(view.max_loss):
-            return math.inf  # a cache that loses too much is not delivered
+            return math.inf  # a cache above max_loss is not delivered
         return min(view.time_left, view.ends_s - view.now) if view.coming else view.time_left
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
-        """Return the upgrade that pays best: its group and track, what it saves and what it costs, in nats.
-
-        None if nothing can be improved.
-        """
+        """Return the upgrade that pays best as (group, track, saving, price) in nats; None if there is none."""
         loss = self._lost_behind(self._loss, slice(None))
         savings = np.where(self._moves > 0.0, self._staying() - loss, -NEVER)
         if self._cut is not None:
@@ -345,7 +323,7 @@ class TimePlanner:
         return int(group), self.names[track], saving, float(prices[track, group])
 
     def without(self, group: int, track: str) -> None:
-        """Note that a group cannot be had on a track, nor on what builds on it, unless it is there already."""
+        """Mark a track, and the layers above it, as unavailable for a group, unless already there."""
         if track in self._stacks.get(self._known[group][0] or "", ()):
             return
         for number, name in enumerate(self.names):
@@ -353,14 +331,10 @@ class TimePlanner:
                 self._loss[number, group] = NEVER
 
     def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
-        """Return the best plan at a rate.
+        """Return the best plan at a rate, bytes per second.
 
-        Args:
-            view: the play.
-            rate: of the link, bytes per second.
-            computed: groups that the engine is to compute: nothing is planned for them.
-            computed_s: seconds until it is done with what it does and with these. Until then network and decoders are
-                for nothing else, so what ends sooner costs no time.
+        ``computed``: groups left to the engine, not planned here; ``computed_s``: seconds until the engine is done with
+        these and its current work. Ending sooner saves no time.
         """
         price = max(view.time_price, _LEAST_PRICE)
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
@@ -377,7 +351,7 @@ class TimePlanner:
         works = picked.work * outside
         wait_s = (nbytes > 0) * max(0.0, view.ttfb_s - view.outstanding_bytes / rate)
         arrives_s = (view.outstanding_bytes + nbytes) / rate + wait_s
-        # What comes last is decoded after it has come, in a batch at least.
+        # The last arrivals are decoded after they arrive, in at least one batch.
         batch_s = max(map(view.decode_latency_s, self.names))
         worked_s = works.sum(axis=1)
         last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
@@ -386,7 +360,7 @@ class TimePlanner:
         totals = lost + view.time_price * np.maximum(ends_s, computed_s) + excess(lost, view)
         left_s = self._left_s(view)
         late_s = np.maximum(0.0, ends_s - left_s)
-        # A higher price of time is for what would be late otherwise.
+        # Use a higher time price only if the plan would be late otherwise.
         usual = np.append(late_s[level <= 1.0], np.inf).min() <= 0.0
         best = int((totals + _LATE * late_s + np.where(usual & (level > 1.0), NEVER, 0.0)).argmin())
         idle = np.inf
@@ -405,7 +379,7 @@ class TimePlanner:
         )  # fmt: skip
 
     def _later_options(self, view: View) -> _Options:
-        """Return what can be chosen once what is in flight has arrived, and upgrades in flight may also be dropped."""
+        """Return the options once everything in flight has arrived; upgrades in flight may also be dropped."""
         loss, nbytes, moves, waste = self._loss, self._bytes, self._moves, self._waste
         if view.in_flight.upgrades:
             loss, nbytes, moves, waste = loss.copy(), nbytes.copy(), moves.copy(), waste.copy()
@@ -426,7 +400,7 @@ class TimePlanner:
         return _Options(loss, nbytes, self._work(view, moves), waste)
 
     def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options) -> _Picked:
-        """Return the cheapest track of each group at several prices of a second of link and decoders."""
+        """Return the cheapest tracks at several prices of a second of link and decoders."""
         work = options.work / view.decoders
         discard = (link + decoding)[:, None, None] * view.deadline_s / self._whole
         link = link[:, None, None] / rate
@@ -441,7 +415,7 @@ class TimePlanner:
         return _Picked(picks, options.bytes[picks, groups], work[picks, groups], options.loss[picks, groups])
 
     def _work(self, view: View, moves: Array) -> Array:
-        """Return the seconds to decode each option, less those of what it replaces before that is decoded."""
+        """Return the seconds to decode each option, less those of undecoded data that it replaces."""
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         waiting = np.where(self._flying >= 0, decode[self._flying], 0.0)
         for group in view.undecoded:
@@ -451,7 +425,6 @@ class TimePlanner:
         return work
 
     def _flying_s(self, view: View) -> float:
-        """Return the seconds that decoding what is in flight takes."""
         flying = self._flying[self._flying >= 0]
         if not flying.size:
             return 0.0
@@ -463,16 +436,13 @@ class TimePlanner:
         return view.decode_backlog_s + self._flying_s(view)
 
     def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[_Options, Array]:
-        """Return what can be chosen for the parts of a prompt that begin at some groups, and what is in flight of them.
-
-        The second array has bytes and requests, by part.
-        """
+        """Return the options of the parts beginning at ``starts``, and their bytes and requests in flight."""
         options, held = self._later_options(view), np.zeros((2, len(self._missing)))
         for transfer in view.in_flight.required.values():
             held[:, transfer.group] += transfer.remaining, 1
         if len(starts) == len(self._missing):
             return options, held
-        # Of groups that are taken together some may have better tracks already, and keep them.
+        # Groups of a part that already have better tracks keep them.
         stay = (options.loss >= NEVER) & (self._stay < NEVER)
         together = _Options(
             np.add.reduceat(np.where(stay, self._stay, options.loss), starts, axis=1),
@@ -485,7 +455,7 @@ class TimePlanner:
 
     @staticmethod
     def _ready_s(view: View, stops: npt.NDArray[np.intp]) -> Array:
-        """Return the seconds until what the network is to bring is published, by stop."""
+        """Return the seconds until all groups to fetch are published, by stop."""
         if not view.coming or view.ready_s is None:
             return np.zeros(len(stops))
         last = stops if view.front_first else np.where(stops < view.groups, view.groups, 0)
@@ -504,19 +474,19 @@ class TimePlanner:
         *,
         ramp: tuple[float, float] | None = None,
     ) -> Divisions:
-        """Return what each division of the work between network and engine comes to, all at once.
+        """Return the cost of each division of the work between network and engine, all at once.
 
-        An engine that fills holes computes groups ``first`` to a stop while the network brings the others. One that
-        needs a prefix computes what is behind a stop once the network has brought what is before it.
+        In hole mode the engine computes groups ``first`` to a stop while the network delivers the others. In suffix
+        mode it computes from a stop on once the network has delivered the groups before it.
 
         Args:
             view: the play.
-            rate: of the link, bytes per second.
-            first: the group at which the engine goes on.
-            stops: where the engine stops, or the network does, ascending.
+            rate: link rate, bytes per second.
+            first: the group where the engine continues.
+            stops: ends of the engine in hole mode, of the network in suffix mode; ascending.
             engine_s: seconds until the engine is done, by stop.
-            inherited: loss of what the engine computes, by stop.
-            ramp: in slow start, the rate that the link begins with, and the seconds in which that doubles.
+            inherited: loss of the computed groups, by stop.
+            ramp: in slow start, the initial rate and its doubling time in seconds.
         """
         groups = len(self._missing)
         edges, apart = np.arange(groups + 1), groups // MAX_PARTS
@@ -539,7 +509,6 @@ class TimePlanner:
         behind, counts = self._behind, np.diff(np.append(starts, groups))
 
         def divided(prices: list[tuple[float, Array]]) -> Divisions:
-            """Return the best divisions with what groups get at some prices of time and shares of the link in them."""
             link = np.concatenate([price * shares for price, shares in prices])
             decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
             picked = self._pick(view, rate, link, decoding, options)
@@ -559,10 +528,10 @@ class TimePlanner:
 
         prices = [(view.time_price, _FEW_SHARES)]
         prices += [(level * max(view.time_price, _LEAST_PRICE), _TWO_SHARES) for level in self._finer(view)]
-        if not view.front_first:  # where the engine takes longer, the network's time is worth less
+        if not view.front_first:  # the time of the network is worth less if the engine takes longer
             prices += [(level * view.time_price, _FEW_SHARES) for level in _ENGINE_LEVELS]
         found = divided(prices)
-        if (found.late & (engine_s <= view.time_left)).any():  # at a higher price of time the network may be in time
+        if (found.late & (engine_s <= view.time_left)).any():  # at a higher time price the network may be in time
             least = max(view.time_price, _LEAST_PRICE)
             found = better(divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found

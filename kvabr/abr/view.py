@@ -1,4 +1,4 @@
-"""What a policy sees of a play: catalog numbers, estimates, and what is in place or in flight."""
+"""The state of a play as policies read it: catalog numbers, estimates, and groups in place or in flight."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvabr.types.cost import PrefillCost
 
 
 class GroupSet(MutableSet[int]):
-    """Some of the groups 0 to ``groups`` - 1, ascending, with sums: no question takes longer for a longer prompt.
+    """A subset of the groups 0 to ``groups`` - 1, ascending, with weighted sums that need no scan.
 
-    A byte per group says whether it is in the set, so that the next group is found at the speed of memory.
+    One byte per group marks members, so that searches run at memory speed.
     """
 
     __slots__ = ("_count", "_flags", "_sums", "_weights", "returned")
@@ -28,8 +28,8 @@ class GroupSet(MutableSet[int]):
         self._sums: dict[str, int] = {}
         self._weights: dict[str, Sequence[int]] = {}
         self.returned: list[int] = []
-        """Every group added since the beginning, once per time. Readers remember their position and read on from there,
-        instead of looking at all groups again. A group may have left the set since."""
+        """Every group ever added, in order and with repeats. Readers remember their position and read on from there
+        instead of scanning all groups. A group may have left the set since."""
         for group in members or ():
             self._count += not self._flags[group]
             self._flags[group] = 1
@@ -53,12 +53,12 @@ class GroupSet(MutableSet[int]):
         return f"GroupSet({list(self)})"
 
     def first(self, begin: int = 0) -> int | None:
-        """Return the least group from ``begin`` on, or None."""
+        """Return the first group from ``begin`` on, or None."""
         group = self._flags.find(1, begin)
         return None if group < 0 else group
 
     def firsts(self, count: int) -> list[int]:
-        """Return the least ``count`` groups, or all."""
+        """Return the first ``count`` groups, or all."""
         found: list[int] = []
         group = self._flags.find(1)
         while group >= 0 and len(found) < count:
@@ -67,17 +67,16 @@ class GroupSet(MutableSet[int]):
         return found
 
     def gap(self, begin: int) -> int:
-        """Return the least group from ``begin`` on that is not in the set; the number of groups if there is none."""
+        """Return the first group from ``begin`` on that is not in the set, or the number of groups."""
         group = self._flags.find(0, begin)
         return len(self._flags) if group < 0 else group
 
     def last(self) -> int | None:
-        """Return the greatest group, or None."""
+        """Return the last group, or None."""
         group = self._flags.rfind(1)
         return None if group < 0 else group
 
     def add(self, group: int) -> None:
-        """Add a group."""
         if not self._flags[group]:
             self._flags[group] = 1
             self._count += 1
@@ -86,7 +85,6 @@ class GroupSet(MutableSet[int]):
                 self._sums[name] += weights[group]
 
     def discard(self, group: int) -> None:
-        """Remove a group if it is in the set."""
         if self._flags[group]:
             self._flags[group] = 0
             self._count -= 1
@@ -94,7 +92,7 @@ class GroupSet(MutableSet[int]):
                 self._sums[name] -= weights[group]
 
     def total(self, name: str, weights: Sequence[int]) -> int:
-        """Return the sum of the members' weights; from the first call for a ``name`` on it is kept up to date."""
+        """Return the sum of the members' weights, cached by ``name`` and kept up to date."""
         if name not in self._sums:
             self._sums[name] = sum(weights[group] for group in self)
             self._weights[name] = weights
@@ -114,7 +112,7 @@ class Transfer:
     bytes: int
     """Size of the group's frame."""
     upgrade: bool
-    """True unless it is the base of a group that was missing."""
+    """False for the base of a missing group."""
     requested_s: float
     received: int = 0
     first_byte_s: float | None = None
@@ -122,47 +120,47 @@ class Transfer:
     priority: int = 128
     """Requested priority, 0 (most urgent) to 255."""
     source: int = 0
-    """Which of the play's sources brings it."""
+    """Number of the source that sends it."""
     local: bool = False
-    """Whether it is read from the local store."""
+    """True if it is read from the local store."""
 
     @property
     def remaining(self) -> int:
-        """Bytes that the link has still to bring."""
+        """Bytes that the link must still deliver."""
         return 0 if self.local else self.bytes - self.received
 
 
 class InFlight(dict[int, Transfer]):
-    """Requests in flight by number, with what is true of all of them."""
+    """Requests in flight by number, with totals."""
 
     def __init__(self, floor: Sequence[int]) -> None:
-        """Begin without any; ``floor``: bytes of each group on the cheapest track."""
+        """Begin empty; ``floor``: bytes of each group on the cheapest track."""
         super().__init__()
         self._floor = floor
         self.required: dict[int, Transfer] = {}
-        """Those that are no upgrades."""
+        """Requests that are not upgrades."""
         self.upgrades: dict[int, Transfer] = {}
         self.receiving: dict[int, int] = {}
-        """How many have got their first byte, by source."""
+        """Number of requests with their first byte received, by source."""
         self.asked: dict[int, int] = {}
-        """How many there are, by source."""
+        """Number of requests, by source."""
         self.left: dict[int, int] = {}
         """Bytes still to arrive, by source."""
         self.required_bytes = 0
-        """Bytes still to arrive for those that are no upgrades."""
+        """Bytes still to arrive for requests that are not upgrades."""
         self.required_floor = 0
-        """Bytes of their groups on the cheapest track."""
+        """Bytes of the groups of these requests on the cheapest track."""
         self._groups: dict[int, int] = {}
         self._tracks: dict[str, int] = {}
 
     @property
     def groups(self) -> AbstractSet[int]:
-        """Groups of which something is in flight."""
+        """Groups with a request in flight."""
         return self._groups.keys()
 
     @property
     def tracks(self) -> dict[str, int]:
-        """How many there are, by track."""
+        """Number of requests by track."""
         return self._tracks
 
     def __setitem__(self, request: int, transfer: Transfer) -> None:
@@ -174,7 +172,6 @@ class InFlight(dict[int, Transfer]):
         self.pop(request)
 
     def pop(self, request: int, *default: T) -> Transfer | T:
-        """Remove and return a request, see `dict.pop`."""
         if request in self:
             transfer = super().pop(request)
             del (self.upgrades if transfer.upgrade else self.required)[request]
@@ -183,7 +180,6 @@ class InFlight(dict[int, Transfer]):
         return super().pop(request, *default)
 
     def clear(self) -> None:
-        """Remove all."""
         super().clear()
         of_sources = self.receiving, self.asked, self.left
         for counts in (self.required, self.upgrades, self._groups, self._tracks, *of_sources):
@@ -191,18 +187,18 @@ class InFlight(dict[int, Transfer]):
         self.required_bytes = self.required_floor = 0
 
     def require(self, transfer: Transfer) -> None:
-        """Make a request in flight one that is no upgrade: what it was to replace is lost."""
+        """Turn an upgrade into a required request, as the group in place was lost."""
         self.pop(transfer.request)
         transfer.upgrade = False
         self[transfer.request] = transfer
 
     def begun(self, transfer: Transfer, now: float) -> None:
-        """Note the first byte of a request in flight."""
+        """Record the first byte of a request."""
         transfer.first_byte_s = now
         _add(self.receiving, transfer.source, 1)
 
     def received(self, transfer: Transfer, nbytes: int) -> None:
-        """Note further bytes of a request in flight."""
+        """Record further bytes of a request."""
         more = -transfer.remaining
         transfer.received += nbytes
         more += transfer.remaining
@@ -211,7 +207,7 @@ class InFlight(dict[int, Transfer]):
             self.required_bytes += more
 
     def not_local(self, transfer: Transfer) -> None:
-        """Note that the link brings a request in flight after all."""
+        """Record that a request uses the link after all."""
         self.pop(transfer.request)
         transfer.local = False
         self[transfer.request] = transfer
@@ -229,7 +225,6 @@ class InFlight(dict[int, Transfer]):
 
 
 def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
-    """Add to a count, and leave no zero behind."""
     if left := counts.get(key, 0) + by:
         counts[key] = left
     else:
@@ -237,23 +232,20 @@ def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
 
 
 class Settled(set[int]):
-    """Groups that have arrived or are in place, with nothing in flight; and the order in which they settled."""
+    """Groups in place or arrived, with no request in flight, and the order they settled in."""
 
     def __init__(self, changes: list[int]) -> None:
         super().__init__()
         self._changes = changes
         self.history: list[int] = []
-        """Every group ever added, once per time. Readers remember their position and read on from there, instead of
-        scanning all groups for news. A group may have left the set since."""
+        """Every group ever added, in order and with repeats, see `GroupSet.returned`."""
 
     def add(self, group: int, /) -> None:
-        """Mark a group as settled, possibly again."""
         super().add(group)
         self.history.append(group)
         self._changes.append(group)
 
-    def discard(self, group: int, /) -> None:  # type: ignore[override]  # nothing else is in it
-        """Mark a group as not settled."""
+    def discard(self, group: int, /) -> None:  # type: ignore[override]  # only groups are in it
         super().discard(group)
         self._changes.append(group)
 
@@ -274,105 +266,105 @@ class PlannedPlay(NamedTuple):
     """A whole play, planned in advance."""
 
     requests: tuple[tuple[int, str], ...]
-    """Groups and tracks to request, in this order. A group that comes twice gets the second track on top or instead."""
+    """Groups and tracks to request, in order; a second track of a group adds layers or replaces the first."""
     engine: range
     """Groups that the engine computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """What only a simulator can tell."""
+    """The future of a play, which only a simulator has."""
 
     carried: Callable[[float], float]
-    """Bytes that the link will carry in the next given seconds."""
+    """Bytes that the link will carry within a number of seconds from now."""
     plan: Callable[[View], PlannedPlay]
-    """The plan of a play that begins now, for policies whose class makes one (`kvabr.replay.experiment.Planner`)."""
+    """Plans a play that begins now, if the policy can (`kvabr.replay.experiment.Planner`)."""
 
 
 @dataclass(slots=True, eq=False)
 class View:
-    """The play as a policy sees it. The player updates it; policies only read it."""
+    """The state of a play. The player updates it; policies only read it."""
 
     ladder: Ladder
-    """The tracks worth playing, and the steps between them."""
+    """The useful tracks, and the steps between them."""
     deadline_s: float
-    """The TTFT deadline, in seconds since the play began."""
+    """TTFT deadline, seconds since the play began."""
     cost: PrefillCost | None = None
-    """Prefill cost of the engine; None if nothing can be recomputed."""
+    """Prefill cost of the engine; None without an engine."""
     front_first: bool = False
-    """Whether the earliest groups are needed first: the engine must recompute everything behind a miss."""
+    """True if the engine must recompute everything after the first missing group."""
     prefix: bool = False
-    """Whether a play delivers a prefix: then the engine takes what is in place as it is."""
+    """True if a play delivers a prefix, and the engine accepts the groups in place as they are."""
     in_order: bool = False
-    """Whether an idle engine has work on groups in place, once everything before them is in place, too."""
+    """True if an idle engine can process groups in place once all earlier ones are in place."""
     gpu_price: float = 0.0
-    """Price of a second of engine time, in nats per token."""
+    """Price of a second of engine time, nats per token."""
     time_price: float = 0.0
-    """Price of a second before the first token, in nats per generated token."""
+    """Price of a second before the first token, nats per generated token."""
     max_loss: float = float("inf")
-    """Expected loss above which no cache is delivered, nats per generated token; infinite: any is."""
+    """Maximum expected loss of a delivered cache, nats per generated token; infinite: no limit."""
     decoders: int = 1
-    """Groups that are decoded at the same time."""
+    """Number of groups decoded in parallel."""
     oracle: Future | None = None
-    """The future, in a simulator. None in a real play."""
+    """The future, in a simulator; None in a real play."""
     decode_seconds: Callable[[str], float] | None = None
-    """Seconds to decode a full group of a track on this machine; None: as the catalog says."""
+    """Returns the seconds to decode a full group of a track on this machine; None: use the catalog."""
     decode_latency: Callable[[str], float] | None = None
-    """Seconds that decoding a batch takes besides; None: none."""
+    """Returns the constant seconds per decoded batch; None: 0."""
     decodes_last: bool = False
-    """Whether everything is decoded only once the play has ended: then `deadline_s` leaves time for the cheapest track,
-    and `decode_backlog_s` is what the tracks in place take longer than that."""
+    """True if decoding starts only after the play. Then `deadline_s` allows for decoding the cheapest track, and
+    `decode_backlog_s` is the extra time of the tracks in place."""
     catalog: Catalog = field(init=False)
     groups: int = field(init=False)
     """Number of groups in the asset."""
     keeps: int = field(init=False)
-    """For how many decisions a policy keeps what it has worked out by looking at every group; 0 up to 64 groups. So a
-    decision costs the same whatever the length of the prompt, and what is kept is off by a 64th of it at most."""
+    """Number of decisions that reuse a scan of all groups; 0 up to 64 groups. Keeps decisions cheap for long prompts;
+    the scan is outdated by at most 1/64 of the groups."""
     now: float = 0.0
     """Seconds since the play began."""
     rate: float = 0.0
     """Expected rate, bytes per second; 0.0 until the first bytes arrive."""
     lower_bound: float = 0.0
-    """Rate that the link should exceed most of the time, bytes per second; 0.0 until the first bytes arrive."""
+    """Rate that the link should usually exceed, bytes per second; 0.0 until the first bytes arrive."""
     told_rate: float = 0.0
-    """Rate that earlier plays told, bytes per second; 0.0: none."""
+    """Rate observed by earlier plays, bytes per second; 0.0 if unknown."""
     growing: bool = False
-    """Whether the link is in slow start: its rate still grows from sample to sample."""
+    """True in slow start: the rate still grows from sample to sample."""
     ttfb_s: float = 0.0
     """Seconds from a request to its first byte."""
     outstanding_bytes: int = 0
     """Bytes still to arrive for all requests in flight."""
     decode_backlog_s: float = 0.0
-    """Seconds of decoding that are queued or running."""
+    """Seconds of decoding queued or running."""
     undecoded: dict[int, int] = field(default_factory=dict)
-    """Groups of which something has arrived and waits to be decoded, in the order of arrival; each with its place."""
+    """Groups with data that waits for decoding, in order of arrival; each with its position."""
     engine_backlog_s: float = 0.0
-    """Seconds until the engine has finished everything it was given."""
+    """Seconds until the engine has finished all its work."""
     in_flight: InFlight = field(init=False)
     """Requests in flight, by request number."""
     settled: Settled = field(init=False)
-    """Groups that have arrived or are in place, with nothing in flight for them; these can be upgraded."""
+    """Groups that have arrived or are in place, with no request in flight; they can be upgraded."""
     unavailable: AbstractSet[tuple[int, str]] = frozenset()
-    """Groups and tracks on which they have failed too often, for example because every copy was damaged; and those that
-    a producer has left out, or has not encoded yet."""
+    """Pairs of group and track that failed too often (for example, all copies damaged), or that a producer left out or
+    has not encoded yet."""
     added: int = 0
-    """How often tracks were added to groups that existed without them; these have settled again, if they had before."""
+    """Number of times that tracks were added to existing groups; settled groups have settled again then."""
     edge: int = field(init=False)
-    """Groups that exist, the first ones: all of them, unless the cache is still being prefilled."""
+    """Number of groups published so far; all unless the cache is still being prefilled."""
     ends_s: float = 0.0
-    """When the last group should exist, seconds since the play began; 0.0 if all did from the start."""
+    """When the last group should be published, seconds since the play began; 0.0 if all were from the start."""
     late_s: float = 0.0
-    """Seconds by which the producer is late with the next group, if that is more than a group takes; otherwise 0.0."""
+    """Delay of the next group from the producer, seconds; 0.0 if shorter than a group takes."""
     ready_s: Callable[[int], float] | None = None
-    """Returns when a group should exist, seconds since the play began; None: all do."""
+    """Returns when a group should be published, seconds since the play began; None: all are."""
     track_of: list[str | None] = field(init=False)
-    """Track of each group that is in place or arriving; ``recomputed`` if the engine computes it; None if missing."""
+    """Track of each group, in place or in flight; ``recomputed`` if left to the engine; None if missing."""
     changes: list[int] = field(default_factory=list)
-    """Every group whose track, or whether it has settled, may have changed, once per time; see `Settled.history`."""
+    """Every group that may have changed its track or settled, in order; see `Settled.history`."""
     solid: int = 0
     """All groups before this one are in place."""
     missing_groups: GroupSet = field(init=False)
-    """Groups that exist and are neither in place, nor in flight, nor left to the engine; the player updates it."""
+    """Published groups neither in place, in flight, nor left to the engine; updated by the player."""
 
     def __post_init__(self) -> None:
         self.catalog = self.ladder.catalog
@@ -384,7 +376,7 @@ class View:
 
     @property
     def missing(self) -> AbstractSet[int]:
-        """Groups that exist and are neither in place, nor in flight, nor left to the engine; ascending."""
+        """See `missing_groups`; ascending."""
         return self.missing_groups
 
     @property
@@ -394,17 +386,17 @@ class View:
 
     @property
     def coming(self) -> bool:
-        """Whether groups are still to be published; their base is then pushed."""
+        """True if groups are still unpublished; their base will be pushed."""
         return self.edge < self.groups
 
     @property
     def arrived(self) -> bool:
-        """Whether every group has arrived on some track, or is left to the engine."""
+        """True if every group has arrived on some track or is left to the engine."""
         return not self.missing_groups and not self.coming and not self.in_flight.required
 
     @property
     def tail(self) -> int:
-        """Tokens that the engine computes behind the cache with the question: the losses are those behind as many."""
+        """Number of tokens computed after the cache, with the question; losses assume it."""
         return self.catalog.tail
 
     def first_missing(self) -> int | None:
@@ -416,7 +408,7 @@ class View:
         return self.catalog.by_name[track].bytes[group]
 
     def loss(self, group: int, track: str) -> float:
-        """Return the expected loss of one group on one track, in nats per generated token."""
+        """Return the expected loss of one group on one track, nats per generated token."""
         return self.catalog.by_name[track].loss[group]
 
     def recompute_s(self, group: int) -> float:
@@ -434,25 +426,24 @@ class View:
         return self.catalog.by_name[track].decode_s
 
     def decode_latency_s(self, track: str) -> float:
-        """Return the seconds that decoding a batch takes besides those of its groups, see `decode_s`."""
+        """Return the constant seconds per decoded batch, see `decode_s`."""
         return 0.0 if self.decode_latency is None else self.decode_latency(track)
 
     def decoded_by(self, arrives_s: float, decoded_s: float) -> float:
-        """Return when what arrives by then can be decoded, if what is decoded before takes ``decoded_s``."""
+        """Return when data arriving at ``arrives_s`` can be decoded, if earlier data takes ``decoded_s``."""
         return arrives_s + decoded_s if self.decodes_last else max(arrives_s, decoded_s)
 
     def last_decode_s(self, track: str) -> float:
-        """Return the seconds from the arrival of the last group, on a track, until it is in place."""
+        """Return the seconds from arrival of the last group on a track until it is in place."""
         if self.decodes_last:
-            return 0.0  # the deadline leaves time for it
+            return 0.0  # the deadline allows for it
         return self.decode_latency_s(track) + self.decode_s(track)
 
     def budget_bytes(self, rate: float, decode_s: float = 0.0) -> float:
-        """Return how many bytes of new requests would be in place by the deadline.
+        """Return the number of new bytes that would be in place by the deadline.
 
-        Args:
-            rate: assumed bytes per second: `rate`, or `lower_bound` if the play must commit.
-            decode_s: seconds to decode what arrives last.
+        ``rate``: bytes per second: `rate`, or `lower_bound` if the play must commit; ``decode_s``: seconds to decode
+        the last arrival.
         """
         wait = 0.0 if self.in_flight else self.ttfb_s
         return rate * (self.time_left - decode_s - wait) - self.outstanding_bytes
@@ -463,12 +454,12 @@ class View:
         return layers[layers.index(current) + 1 :] if current in layers else layers
 
     def extends(self, group: int, track: str) -> bool:
-        """Return whether a track adds layers to the one that is in flight for a group."""
+        """Return whether a track adds layers to the one in flight for a group."""
         current = self.track_of[group]
         return current != track and current in self.ladder.stacks[track] and group in self.in_flight.groups
 
     def best_track(self, group: int, max_bytes: float) -> str:
-        """Return the track of least loss with at most ``max_bytes`` for this group; the cheapest track if none fits."""
+        """Return the track of least loss within ``max_bytes`` for this group; the cheapest track if none fits."""
         chosen = self.ladder.cheapest
         for track in self.ladder.tracks:
             if track.bytes[group] <= max_bytes:
@@ -476,7 +467,7 @@ class View:
         return chosen
 
     def soonest_track(self) -> str:
-        """Return the cheapest track, or a dearer one if its faster decoding completes the missing groups sooner."""
+        """Return the cheapest track, or a larger one if it decodes faster and completes the missing groups sooner."""
         cheapest, left = self.ladder.tracks[0], len(self.missing_groups)
 
         def seconds(track: Track) -> float:
@@ -489,10 +480,10 @@ class View:
         return min(self.ladder.tracks, key=seconds).name
 
     def slack_s(self) -> float:
-        """Return the time left to the deadline minus the time that the rest needs: this player's buffer, in seconds.
+        """Return the time left minus the time to complete the base, the buffer of this player, in seconds.
 
-        The rest is what is in flight plus every missing group on the cheapest track, at the lower bound of the rate.
-        Negative infinity while no rate is known and something is missing.
+        That is all requests in flight plus every missing group on the cheapest track, at the lower bound of the rate.
+        Negative infinity if the rate is unknown and groups are missing.
         """
         need = self.outstanding_bytes + self.floor_bytes()
         if not need:
@@ -503,7 +494,7 @@ class View:
         return self.deadline_s - self.now - wait - need / self.lower_bound - self.last_decode_s(self.ladder.cheapest)
 
     def base_s(self) -> float:
-        """Return the seconds in which all groups should be in place on some track; infinite where that is not known."""
+        """Return the seconds until all groups should be in place on some track; infinite if unknown."""
         need = self.in_flight.required_bytes + self.floor_bytes()
         if not need and not self.coming:
             return self.decode_backlog_s
@@ -521,5 +512,5 @@ class View:
         return self.missing_groups.total(track.name, track.bytes)
 
     def flying_decode_s(self) -> float:
-        """Return the seconds that one thread takes to decode what is in flight."""
+        """Return the seconds that one thread takes to decode everything in flight."""
         return sum(count * self.decode_s(track) for track, count in self.in_flight.tracks.items())

@@ -1,10 +1,10 @@
-"""What things cost: a prefill, and a play as a whole.
+"""The cost of a prefill, and of a whole play.
 
-Cost of a prefill: t(L, x) = max(f, c + b x + d L + a (2 L x + x^2)) seconds for x tokens after L tokens of cache.
+Prefill: t(L, x) = max(f, c + b x + d L + a (2 L x + x^2)) seconds for x tokens after L tokens of cache.
 
-The form follows from the work: a constant per call, a linear part (projections, MLP), a part that is linear in what is
-cached (its upload, or reading it), and attention, where token i attends to the L + i tokens before it. An accelerator
-takes its floor f whatever the number of tokens, until they keep it busy. All are fitted to timed prefills.
+The terms are a constant per call, a linear part (projections, MLP), a part linear in the cached tokens (uploading or
+reading them), and attention, as token i attends to the L + i tokens before it. An accelerator needs at least f until it
+has enough tokens to be busy. All constants are fitted to timed prefills.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 MISS_PENALTY = 0.5
 """Cost of a missed deadline in addition to its lateness, nats per generated token."""
 LEAST_CALL = 5.0
-"""Length of an engine's call at least, as a multiple of what it takes whatever it computes."""
+"""Minimum length of an engine call, as a multiple of its constant part."""
 _Constant = Annotated[float, Meta(ge=0, le=1e100)]
-"""A constant of a prefill's cost."""
 _FAR = 0.1
-"""Relative error from which on a timing counts less and less."""
+"""Relative error above which a timing loses weight."""
 _FLOOR_PRICE = 3.0
-"""How much better timings must be explained by a floor that was not known before, see `_Fit._misfit`."""
+"""Minimum gain in `_Fit._misfit` to accept a floor that was not known before."""
 _LIKELY, _SURPRISE_PRICE = 2.2, 8.0
-"""How many times what was expected of the smallest call a floor may be, and the price of a higher one: more than what
-explaining a single timing that is off is worth."""
+"""Maximum expected floor, as a multiple of the expected smallest call, and the minimum gain for a higher one; more than
+one wrong timing can explain."""
 _ROUNDS, _MOST_SPLITS, _SAME = 12, 8, 1e-4
 _LEAST_S, _MOST_S, _RIDGE = 1e-12, 1e9, 1e-12
 _ANCHORS = ((0, 128), (0, 1024), (0, 8192), (0, 65536), (8192, 128), (8192, 1024), (32768, 128), (32768, 2048))
-"""Sizes, as (tokens before, new tokens), at which a fit looks at what was known before."""
+"""Sizes, as (tokens before, new tokens), where a fit uses the prior cost."""
 _ANCHOR_WEIGHT, _NEAREST = 0.3, 5
-"""What one of these counts beside a single timing; beside many it counts as much less."""
+"""Weight of an anchor relative to one timing, divided by the number of timings; and the number of nearest timings that
+scale it."""
 
 
 def objective(
@@ -56,19 +56,19 @@ def objective(
     time_price: float,
     gpu_price: float,
 ) -> float:
-    """Return J, what a play cost: loss + time price x TTFT + engine price x engine seconds + lateness penalty.
+    """Return J, the cost of a play: loss + time price x TTFT + engine price x engine seconds + lateness penalty.
 
     A missed deadline costs `MISS_PENALTY`, plus the lateness in deadlines.
 
     Args:
         loss: expected loss of the cache, nats per generated token.
-        ttft_s: when the cache was complete, seconds; for a play that was given up, how long it may last at most.
+        ttft_s: when the cache was complete, seconds; for an abandoned play, its maximum length.
         deadline_s: the deadline, seconds.
         met: whether the deadline was met.
         engine_s: seconds of engine time.
         time_price: price of a second before the first token, nats per generated token.
         gpu_price: price of a second of engine time, nats per generated token. An infinite price is a rule for the
-            player, not a cost: engine time then counts nothing.
+            player; engine time then costs 0.
     """
     missed = 0.0 if met else MISS_PENALTY
     spent = gpu_price * engine_s if math.isfinite(gpu_price) else 0.0
@@ -76,7 +76,7 @@ def objective(
 
 
 _BEFORE = (0, 2048, 8192, 32768)
-"""Tokens behind which prompts are fitted that take several calls."""
+"""Cached tokens before the prompts used to fit a cost of several calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class PrefillCost:
     attention_s: _Constant = 0.0
     """Seconds per pair of a new token and a token it attends to, times 2."""
     before_s: _Constant = 0.0
-    """Seconds per token that is cached before the new ones."""
+    """Seconds per cached token before the new ones."""
     floor_s: _Constant = 0.0
-    """Seconds that a call takes at least."""
+    """Minimum seconds per call."""
 
     def __post_init__(self) -> None:
         check(self, "prefill cost")
@@ -106,12 +106,12 @@ class PrefillCost:
         return max(self.floor_s, self.constant_s + self.before_s * before + self.added_s(before, tokens))
 
     def added_s(self, before: int, tokens: int) -> float:
-        """Return the seconds that ``tokens`` more tokens after ``before`` others add to a call that takes long."""
+        """Return the seconds that ``tokens`` more tokens after ``before`` others add to a long call."""
         pairs = 2.0 * before * tokens + float(tokens) * tokens
         return self.per_token_s * tokens + self.attention_s * pairs
 
     def seconds_many(self, before: ArrayLike, tokens: ArrayLike) -> Array:
-        """Return `seconds` of each of many calls; the arguments broadcast."""
+        """Return `seconds` for arrays of calls; the arguments broadcast."""
         import numpy as np  # noqa: PLC0415  # it loads slowly
 
         first, new = np.asarray(before, np.float64), np.asarray(tokens, np.float64)
@@ -119,7 +119,7 @@ class PrefillCost:
         return np.where(new > 0, np.maximum(self.floor_s, self.constant_s + self.before_s * first + added), 0.0)
 
     def behind(self, tokens: int) -> PrefillCost:
-        """Return the cost of a prompt whose first ``tokens`` tokens are in place and not counted."""
+        """Return the cost of a prompt after ``tokens`` tokens in place, which are not counted."""
         return replace(
             self,
             constant_s=self.constant_s + self.before_s * tokens,
@@ -127,13 +127,13 @@ class PrefillCost:
         )
 
     def scaled(self, factor: float) -> PrefillCost:
-        """Return the cost of an engine that takes ``factor`` times as long for everything."""
+        """Return the cost of an engine that is slower by ``factor``."""
         return PrefillCost(*(factor * each for each in astuple(self)))
 
     def in_steps(self, most: int) -> PrefillCost:
-        """Return the cost of an engine that computes ``most`` tokens in a call at most, where this is that of a call.
+        """Return the approximate total cost for an engine that computes at most ``most`` tokens per call.
 
-        It says of any prompt about what its calls take together. Fitted, it takes some 10 ms.
+        This cost is that of one call. Fitting takes about 10 ms.
         """
         sizes = [1 << power for power in range(7, 17)]
         return PrefillCost.fit((before, new, self._calls_s(before, new, most)) for before in _BEFORE for new in sizes)
@@ -144,7 +144,7 @@ class PrefillCost:
 
     @classmethod
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
-        """Return a purely linear cost, for when only a prefill rate is known."""
+        """Return a purely linear cost, if only a prefill rate is known."""
         if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
             raise UsageError(f"prefill rate must be a positive number of tokens a second, not {tokens_per_second}")
         return cls(0.0, 1.0 / tokens_per_second)
@@ -153,15 +153,14 @@ class PrefillCost:
     def fit(cls, timings: Iterable[tuple[int, int, float]], prior: PrefillCost | None = None) -> PrefillCost:
         """Fit the constants to timings, given as (tokens before, new tokens, seconds).
 
-        Non-negative least squares on relative errors, in which timings that are far off count little.
+        Uses non-negative least squares on relative errors; outliers get little weight.
 
         Args:
-            timings: at least three, or one if there is a ``prior``.
-            prior: what was known before, perhaps of a similar engine. It says what the timings leave open, as many
-                times as slow as they are.
+            timings: at least three, or one with a ``prior``.
+            prior: earlier cost, perhaps of a similar engine. It fills in sizes without timings, scaled to match them.
 
         Raises:
-            UsageError: there are too few timings, or they are not of at least one token and a time each.
+            UsageError: there are too few timings, or one has no tokens or no positive time.
         """
         import numpy as np  # noqa: PLC0415  # only fitting needs it, and it loads slowly
 
@@ -179,9 +178,9 @@ class PrefillCost:
             anchors = np.maximum(prior.seconds_many(first, more), _LEAST_S)
             apart = np.abs(np.log(np.concatenate([known, anchors])[:, None] / known))
             nearest = np.argsort(apart, axis=1, kind="stable")[:, :_NEAREST]
-            # The lower median: what is off is late as a rule, since other work only adds time.
+            # The lower median: outliers are usually late, since other work only adds time.
             ratios = np.quantile((seconds / known)[nearest], 0.5, axis=1, method="lower")
-            if not (known <= prior.floor_s).any():  # long calls tell nothing of the floor
+            if not (known <= prior.floor_s).any():  # long calls do not show the floor
                 ratios[len(rows) :][anchors <= prior.floor_s] = 1.0
             start = np.concatenate([known, anchors]) * ratios
             seconds = np.concatenate([seconds, start[len(rows) :]])
@@ -197,7 +196,7 @@ class PrefillCost:
 
 
 class _Fit:
-    """Finds the cost that explains timings best: their constants, and which of them take the floor."""
+    """Finds the constants that best explain timings, and the calls limited by the floor."""
 
     def __init__(self, before: Array, new: Array, seconds: Array, weights: Array, start: Array) -> None:
         import numpy as np  # noqa: PLC0415
@@ -206,7 +205,7 @@ class _Fit:
         self._before, self._new, self._seconds, self._weights, self._start = before, new, seconds, weights, start
 
     def best(self, price: float) -> PrefillCost:
-        """Return the best cost, without a floor unless that explains more by a ``price``."""
+        """Return the best cost; a floor must improve the fit by ``price``."""
         import numpy as np  # noqa: PLC0415
 
         nothing = np.zeros(len(self._seconds), bool)
@@ -223,13 +222,13 @@ class _Fit:
         return found
 
     def _robust(self, floored: NDArray[np.bool_]) -> PrefillCost:
-        """Return the cost if the ``floored`` timings take the floor, as long as it says so itself."""
+        """Return the cost if the ``floored`` timings take the floor, reassigning them while the fit disagrees."""
         import numpy as np  # noqa: PLC0415
 
         expected = self._start
         for _ in range(_ROUNDS):
             off = np.log(self._seconds / expected) / _FAR
-            # A timing counts by its relative error; by that of the larger, so that none counts without bound.
+            # Relative to the larger of both times, so that no timing has unlimited weight.
             rows = np.sqrt(self._weights / (1.0 + off * off)) / np.maximum(self._seconds, expected)
             floor = 0.0
             if floored.any():
@@ -246,7 +245,7 @@ class _Fit:
         return found
 
     def _misfit(self, cost: PrefillCost) -> float:
-        """Return how badly a cost explains the timings: minus twice their log-likelihood, or so."""
+        """Return the misfit of a cost, approximately minus twice the log-likelihood of the timings."""
         import numpy as np  # noqa: PLC0415
 
         off = np.log(self._seconds / np.maximum(cost.seconds_many(self._before, self._new), _LEAST_S)) / _FAR
@@ -254,7 +253,7 @@ class _Fit:
 
 
 def _least_squares(design: Array, target: Array) -> Array:
-    """Return the best solution without negative numbers, of a few columns: the best over all subsets of them."""
+    """Return the best non-negative solution for a few columns, over all subsets of them."""
     import numpy as np  # noqa: PLC0415
 
     norms = np.linalg.norm(design, axis=0)

@@ -1,4 +1,4 @@
-"""The estimators that come with kvabr; `kvabr_lab.estimators` has rivals."""
+"""The built-in estimators; `kvabr_lab.estimators` has others to compare with."""
 
 from kvabr.abr.estimators.classic import HarmonicMean
 from kvabr.abr.estimators.tracking import Tracking

@@ -1,4 +1,4 @@
-"""The harmonic mean of video players, and what estimators share with `tracking`."""
+"""The harmonic mean of video players, and code shared with `tracking`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MergedSamples(Estimator):
     """Merges samples until they span a share of the deadline."""
 
     def __init__(self, share: float = 0.0) -> None:
-        """Set the least length of a merged sample, as a share of the deadline; 0: none are merged."""
+        """Set the minimum length of a merged sample, as a share of the deadline; 0: no merging."""
         super().__init__()
         self._share = share
         self.start(4.0)
@@ -25,7 +25,7 @@ class MergedSamples(Estimator):
         self._forget()
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """Accumulate; close the merged sample once it is long enough."""
+        """Accumulate; finish the merged sample once it is long enough."""
         if not self.sound(nbytes, seconds, now):
             return
         self._bytes += nbytes
@@ -36,14 +36,13 @@ class MergedSamples(Estimator):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Forget what merged samples have taught."""
+        """Forget all merged samples."""
 
     @abstractmethod
     def _take(self, nbytes: float, seconds: float) -> None:
-        """Learn from a merged sample."""
+        """Update the estimate with a merged sample."""
 
     def _so_far(self) -> float:
-        """Return the rate of the sample that is not yet long enough."""
         return self._bytes / self._seconds if self._seconds else 0.0
 
 
@@ -76,7 +75,7 @@ class HarmonicMean(MergedSamples):
     name: ClassVar[str] = "harmonic"
 
     def __init__(self, window: int = 5, share: float = 1 / 20) -> None:
-        """Set the number of samples in mean and error, and their length: tiny ones would dominate the mean."""
+        """Set the number of samples in mean and error, and their minimum length: tiny ones would dominate the mean."""
         self._window = window
         super().__init__(share)
 

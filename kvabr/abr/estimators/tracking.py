@@ -1,20 +1,19 @@
-"""``tracking``: a mean that restarts when the link drops for good, and a bound learned from its own errors.
+"""``tracking``: a mean that restarts when the link drops for good, with a bound based on its past errors.
 
-The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js) plus change detection: a cumulative
-sum (Page, 1954) of how far samples fall below the expectation, in the samples' own deviations, so that a link that
-always fluctuates raises no alarm. When it passes a threshold, the link has changed, and everything before the change is
-forgotten.
+The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js). Change detection adds up how far
+samples fall below the expectation (a cumulative sum; Page, 1954), in units of their own deviation, so that a
+fluctuating link raises no alarm. If the sum passes a threshold, earlier samples are forgotten.
 
-The bound is the share of the estimate that the link carried at least, nine times out of ten: at the end of each stretch
-of time, what it delivered is divided by what was expected of it. Until a play has seen enough stretches, the quantiles
-of real traces fill in (as in adaptive conformal inference; Gibbs and Candes, 2021).
+The bound is the share of the estimate that the link carries at least nine times out of ten: delivered over expected
+bytes, at the end of each stretch of time. Until a play has seen enough stretches, quantiles of real traces fill in (as
+in adaptive conformal inference; Gibbs and Candes, 2021).
 
-On a fast link what is requested comes in bursts, far shorter than a sample. If a burst is more than the link should
-have carried since the last sample, idle time included, the link is faster than believed: the estimate restarts there.
+On a fast link, data arrives in bursts far shorter than a sample. A burst with more bytes than expected since the last
+sample, idle time included, shows that the link is faster, and the estimate restarts there.
 
-If earlier plays' rate is known (`prime`), it counts as a stretch of samples. The first sample after each start may lie
-in slow start; it may then raise the estimate but not lower it. Where slow start takes more than half of the deadline to
-come to that rate, it says nothing of this play.
+A known rate of earlier plays (`prime`) counts as a stretch of samples. The first sample after each start may be in slow
+start; it may raise the estimate but not lower it. The earlier rate is ignored if slow start takes more than half of the
+deadline to reach it.
 """
 
 from __future__ import annotations
@@ -32,30 +31,30 @@ from kvabr.abr.estimators.classic import DecayingMean, MergedSamples
 _SLOT_SHARE = 1 / 200
 """Samples are merged until they span this share of the deadline."""
 _AHEAD_SHARE = 1 / 4
-"""Length of the stretch that a bound is for, as a share of the deadline."""
+"""Length of the stretch covered by a bound, as a share of the deadline."""
 _MISS = 0.1
-"""Target probability that the link carries less than the bound."""
+"""Target probability of a rate below the bound."""
 _BORROWED = (
     0.60, 0.73, 0.81, 0.87, 0.91, 0.94, 0.96, 0.98, 0.99, 1.01,
     1.03, 1.05, 1.07, 1.10, 1.14, 1.18, 1.25, 1.35, 1.50, 2.00,
 )  # fmt: skip
-"""What links carried over what was expected, on real traces: twenty quantiles."""
+"""Carried over expected bytes on real traces: twenty quantiles."""
 _TWICE = 2
-"""Weight of each of these against an observation of the play: what has not happened yet may still happen."""
+"""Weight of each quantile relative to an observation of the play: rare events may not have occurred yet."""
 _KEPT = 40
-"""Number of stretches that are remembered."""
+"""Number of past stretches in the bound."""
 _DRIFT = 0.5
-"""Deviations below the expectation that count as none."""
+"""Deviations below the expectation that are ignored."""
 _ALARM = 12.0
-"""Accumulated deviations, beyond the drift, that mean a change."""
+"""Sum of deviations, beyond the drift, that signals a change."""
 _STEADY = 0.25
-"""Least deviation of a sample's logarithm: no link is steadier."""
+"""Minimum deviation of a sample's logarithm: no link is steadier."""
 _PRIOR_SHARE = 1 / 16
-"""Earlier plays' rate counts as samples of this share of the deadline."""
+"""The rate of earlier plays counts as samples of this share of the deadline."""
 _SOON = 0.5
-"""Share of the deadline within which slow start must come to earlier plays' rate, or that says nothing of this play."""
+"""Maximum time for slow start to reach the rate of earlier plays, as a share of the deadline; otherwise ignored."""
 _BURST = 1.5
-"""A burst counts if it has this many times the bytes that were expected."""
+"""Minimum size of a burst that restarts the estimate, as a multiple of the expected bytes."""
 _LEAST_LOG = -3.0
 """Logarithm assigned to a sample of 0 bytes."""
 
@@ -80,7 +79,7 @@ class Tracking(MergedSamples):
         self._fast, self._slow = DecayingMean(fast_s), DecayingMean(self._slow_s)
         self._total_bytes = self._total_s = 0.0
         self._open: deque[tuple[float, float, float]] = deque()
-        """Stretches that have not ended: seconds and bytes at their start, and the rate expected."""
+        """Unfinished stretches: seconds and bytes at their start, and the expected rate."""
         self._recent: deque[float] = deque(maxlen=_KEPT)
         self._ranked: list[float] = []
         self._usual, self._square = 0.0, _STEADY**2
@@ -88,9 +87,8 @@ class Tracking(MergedSamples):
         self._sum = self._since_bytes = self._since_s = 0.0
         self._share_sure: float | None = None
         self._taken_s: float | None = None
-        """When the last sample ended."""
         self._fresh = False
-        """No sample yet, but earlier plays' rate is known."""
+        """True if the rate of earlier plays is known and no sample has arrived."""
         if (prior := self._prior) is not None:
             rounds = math.log2(max(1.0, prior.rate * prior.ttfb_s / WINDOW))
             self._fresh = rounds * prior.ttfb_s <= _SOON * horizon_s
@@ -98,19 +96,18 @@ class Tracking(MergedSamples):
                 self._restart(prior.rate, _PRIOR_SHARE * prior.weight * horizon_s)
 
     def prime(self, prior: Prior) -> None:
-        """Start from the rate of earlier plays."""
         super().prime(prior)
         if prior.rate > 0 < prior.weight:
             self._prior = prior
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """Accumulate; close the merged sample once it is long enough, or a burst that could not be expected."""
+        """Accumulate; finish the merged sample once it is long enough, or at an unexpected burst."""
         super().sample(nbytes, seconds, now)
         if not self._seconds or self._taken_s is None:
-            if nbytes > 0:  # a burst after silence has to make up for it
+            if nbytes > 0:  # a burst after silence must make up for it
                 self._taken_s = now
             return
-        # In slow start a window comes at once, but only one in each round trip.
+        # Slow start delivers a window at once, but only one per round trip.
         passed_s = max(self._span_s, self.ttfb(), now - self._taken_s)
         if self._slow.weight and self._bytes >= _BURST * self._slow.value() * passed_s:
             self._restart(self._bytes / passed_s, passed_s)
@@ -122,7 +119,7 @@ class Tracking(MergedSamples):
         return min(self._fast.value(), self._slow.value()) if self._slow.weight else self._so_far()
 
     def lower_bound(self) -> float:
-        """Return the share of the estimate that nine stretches out of ten have carried."""
+        """Return the share of the estimate that nine stretches out of ten carried."""
         if self._share_sure is None:
             self._share_sure = self._quantile()
         return self._share_sure * self.rate()
@@ -147,7 +144,6 @@ class Tracking(MergedSamples):
         self._open.append((self._total_s, self._total_bytes, self.rate()))
 
     def _watch(self, rate: float, seconds: float) -> None:
-        """Detect whether the link has dropped, and if so forget the past."""
         expected = self._slow.value()
         ratio = rate / expected if expected > 0 else 1.0
         off = max(_LEAST_LOG, math.log(ratio)) if ratio > 0 else _LEAST_LOG
@@ -169,7 +165,6 @@ class Tracking(MergedSamples):
             self._open.clear()
 
     def _judge(self) -> None:
-        """Close the stretches that have ended."""
         while self._open and self._total_s - self._open[0][0] >= self._ahead_s:
             began_s, began, expected = self._open.popleft()
             if expected <= 0:
@@ -182,7 +177,6 @@ class Tracking(MergedSamples):
         self._share_sure = None
 
     def _quantile(self) -> float:
-        """Return the share of the estimate that the link carries nine times out of ten."""
         others = _TWICE * len(_BORROWED)
         wanted = max(1, math.ceil(_MISS * (len(self._ranked) + others)))
         lowest = heapq.merge(self._ranked[:wanted], (share for share in _BORROWED[:wanted] for _ in range(_TWICE)))

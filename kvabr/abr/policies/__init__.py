@@ -1,4 +1,4 @@
-"""The policies that come with kvabr; `kvabr_lab.policies` has rivals to compare them with."""
+"""The built-in policies; `kvabr_lab.policies` has others to compare with."""
 
 from kvabr.abr.policies.anytime import Anytime
 from kvabr.abr.policies.cheapfirst import CheapFirst

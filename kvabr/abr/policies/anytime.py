@@ -1,16 +1,16 @@
-"""``anytime``: the base of every group first, then what saves most, as the planner says.
+"""``anytime``: request the base of every group first, then the upgrades that save most.
 
-With tracks that nest as layers, the best cache for every number of bytes is a prefix of one fixed sequence. A player
-that fetches in that order needs no prediction to match one that knows the future. The planner
-(`kvabr.abr.planner`) decides what the engine computes and which track every group should end on; this policy decides
-in which order that is requested.
+With nested tracks, the best cache for every number of bytes is a prefix of one fixed sequence, so that fetching in that
+order needs no prediction. The planner (`kvabr.abr.planner`) decides which groups the engine computes and the final
+track of every group; this policy decides the order of requests.
 
-- The base of every group is requested at once. An undecoded base is replaced for next to nothing, and with it in place
-  nothing can go wrong any more. If the base is a large part of all that is planned, groups are requested on their
-  final tracks, as long as everything should come in time at the low end of the belief.
-- Then upgrades follow, just before the link runs dry: on the planned track if the whole plan should come in time at the
-  low end of the belief, and otherwise by the layer that saves most per byte among those that should arrive.
-- The play ends once nothing more is worth its wait. In an outage it waits as long as that costs less than what is lost.
+- The base of every group is requested at once. Replacing an undecoded base costs little, and with all bases in place
+  the play is safe. If the base is a large part of the planned bytes, groups are requested on their final tracks,
+  provided that all should arrive in time at the low end of the belief.
+- Upgrades follow just before the link would be idle: on the planned track if the whole plan should arrive in time at
+  the low end of the belief, otherwise by the layer with the largest saving per byte that should arrive.
+- The play ends when waiting longer would not pay off. In an outage it waits while that costs less than the present
+  loss.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ if TYPE_CHECKING:
     from kvabr.abr.time_planner import TimePlan
 
 _LEAST_FLYING = 2
-"""Requests in flight at least while there is something to request; half starves the link between two events."""
+"""Minimum number of requests in flight; one would leave the link idle between events."""
 _GROWING_TTFB = 4.0
-"""Times to a first byte that the bytes in flight last at the rate so far, in slow start."""
+"""Length of the bytes in flight in slow start, in times to first byte at the present rate."""
 _AHEAD_SHARE = 0.01
-"""Share of the deadline that the bytes in flight last, beyond round trips."""
+"""Length of the bytes in flight, in addition to round trips, as a share of the deadline."""
 _SAME_RATE, _SAME_TIME, _FOLLOWED_SHARE = 0.05, 0.01, 1 / 16
-"""A plan holds until the rate has changed by this share, for this share of the deadline, and for so many groups."""
+"""A plan holds until the rate changes by the first share, the second share of the deadline passes, or the third share
+of the groups is requested."""
 _CHEAP_BASE = 0.05
-"""Share of the planned bytes up to which the base of every group comes first."""
+"""A base up to this share of the price of the planned time is requested first."""
 _SPARE = 2.0
-"""How many times a plan must fit into the time left, on a link that earlier plays know, to need no base first."""
+"""Number of times that a plan must fit into the time left to skip the base, on a link as fast as in earlier plays."""
 _HOPE = 0.6
-"""Share of what a play loses that it spends on waiting for a link to recover."""
+"""Share of the loss to spend on waiting for a link to recover."""
 _SLOW_BASE = 0.8
-"""Share of the deadline beyond which decoding the base counts as slow."""
+"""Share of the deadline above which decoding the base counts as slow."""
 
 
 class Anytime(Policy):
-    """Base first, then most loss saved per byte, with as much in flight as the link needs."""
+    """Request the base of every group, then the upgrades that save most per price, at the pace of the link."""
 
     name: ClassVar[str] = "anytime"
     paces: ClassVar[bool] = True
@@ -58,11 +59,10 @@ class Anytime(Policy):
     }
 
     def __init__(self, *, ahead_ttfb: float = 1.5) -> None:
-        """Set the policy's parameter: times to first byte for which the bytes in flight last."""
+        """Set ``ahead_ttfb``: length of the bytes in flight, in times to first byte."""
         self._ahead_ttfb = ahead_ttfb
 
     def start(self, view: View) -> None:
-        """Set up the planner."""
         from kvabr.abr.planner import ComputePlanner  # noqa: PLC0415  # they load NumPy, slowly
         from kvabr.abr.time_planner import TimePlanner  # noqa: PLC0415
 
@@ -76,14 +76,14 @@ class Anytime(Policy):
         self._planned_rate = self._planned_s = 0.0
         self._followed = self._settled = 0
         self._ranked: list[tuple[float, int, int]] = []
-        """Upgrades on offer, the first to request last: what they save per price, group and track."""
+        """Upgrades as (saving per price, group, track); the first to request is last."""
         self._over = False
         self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > _SLOW_BASE * view.deadline_s
         losses = self._base.loss
         self._order = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
 
     def decide(self, view: View) -> Decision:
-        """Use an idle engine first, then request the base of every group, then upgrades."""
+        """Give work to an idle engine first, then request bases, then upgrades."""
         decision = self._decide(view)
         if decision.kind not in {"wait", "finish", "deliver"}:
             return decision
@@ -94,7 +94,7 @@ class Anytime(Policy):
         if first is None:
             return decision
         if not view.in_flight and idle:
-            # Whatever was planned for the engine, it does not come to it.
+            # The engine does not get to the groups planned for it.
             return Decision.fetch(first, self._base.name, "nothing is under way, and this is missing")
         return decision if decision.kind == "wait" else Decision.wait("the engine computes the rest")
 
@@ -110,7 +110,7 @@ class Anytime(Policy):
 
     @property
     def division(self) -> Division | None:
-        """How the work is divided at present; None without an engine."""
+        """The present division of the work; None without an engine."""
         return None if self._planner is None else self._planner.division
 
     def will_replace(self, view: View, group: int) -> bool:
@@ -123,13 +123,12 @@ class Anytime(Policy):
     # ------------------------------------------------------------------- plans
 
     def _computed(self, view: View) -> tuple[range, float]:
-        """Return the groups that the engine computes, and the seconds until it is done."""
         if self._planner is None:
             return range(0), 0.0
         return self._planner.reserved, max(0.0, self._planner.until_s - view.now)
 
     def _plan_for(self, view: View) -> TimePlan:
-        """Return the plan at the present rate; it is kept while little changes."""
+        """Return the plan at the present rate; reused while little changes."""
         computed, computed_s = self._computed(view)
         case = (
             bool(view.missing_groups),
@@ -148,11 +147,11 @@ class Anytime(Policy):
             or (settled - self._settled > view.keeps and not view.missing_groups)
         ):
             rate = view.rate or self._link.best_rate * RECOVERED
-            if rate <= 0:  # between groups that are published a link is idle, and free to try
+            if rate <= 0:  # between published groups the link is idle and free to try
                 rate = view.catalog.fp16_bytes if view.coming else self._base.total_bytes / max(view.time_left, 1e-3)
             if view.rate < SLOW * self._link.best_rate:
                 rate = max(rate, RECOVERED * self._link.best_rate) if self._hopes(view) else rate
-            if view.coming:  # until the last group is published, upgrades delay nothing
+            if view.coming:  # until the last group is published, upgrades delay no group
                 computed_s = max(computed_s, view.ends_s - view.now)
             self._times.sync(view)
             self._times.cut_at(computed.start if view.front_first and computed else None)
@@ -187,9 +186,9 @@ class Anytime(Policy):
         return Decision.fetch(self._next_group(view), name, "the base of every group comes first")
 
     def _final(self, view: View) -> Decision | None:
-        """Request a group on its planned track, or wait; None: the base comes first.
+        """Request a group on its planned track, or wait; None: request the base first.
 
-        It does so unless it is too dear, or a link that is as fast as earlier plays said is still in slow start.
+        The base is first unless it costs too much, or a link known from earlier plays is still in slow start.
         """
         plan, left = self._plan_for(view), len(view.missing_groups)
         if view.growing or view.outstanding_bytes + plan.bytes > view.lower_bound * view.time_left:
@@ -212,20 +211,20 @@ class Anytime(Policy):
 
     @staticmethod
     def _sure(view: View, plan: TimePlan) -> bool:
-        """Return whether the link is as fast as in earlier plays, and the plan would bear a long outage."""
+        """Return whether the link is as fast as in earlier plays, with time left for a long outage."""
         return 0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate and _SPARE * plan.ends_s < view.time_left
 
     def _next_group(self, view: View, *, least: bool = False) -> int:
-        """Return the missing group to request: that which loses most, unless an engine needs or computes the front.
+        """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.
 
-        ``least``: that which loses least, as it is the smallest, and so is decoded while the others come.
+        ``least``: the smallest loss; its group is small and is decoded while the others arrive.
         """
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
         if view.front_first or view.in_order or late:
-            return next(iter(missing))  # of an incomplete cache, what comes before the first missing group can be used
+            return next(iter(missing))  # only groups before the first missing one are usable at the deadline
         if self._planner is not None and self._planner.advances:
-            return next(reversed(missing))  # the engine comes from the front
+            return next(reversed(missing))  # the engine computes from the front
         order = self._order
         while order:
             if order[-1 if least else 0] in missing:
@@ -234,7 +233,7 @@ class Anytime(Policy):
                 order.pop()
             else:
                 order.popleft()
-        return next(iter(missing))  # what was requested before and lost
+        return next(iter(missing))  # requested before, but lost
 
     def _follow(self, group: int, track: str) -> None:
         self._followed += 1
@@ -252,7 +251,7 @@ class Anytime(Policy):
         plan = self._plan_for(view)
         if self._over:
             return Decision.wait("the play is over")
-        scarce = plan.second_price > view.time_price  # then a plan is for whole groups, and part of it may do
+        scarce = plan.second_price > view.time_price  # then the plan is for whole groups, and a part may be useful
         if plan.objective >= plan.idle_objective and not (scarce or view.coming or self._hopes(view)):
             return self._end(view)
         if self._enough(view):
@@ -269,12 +268,11 @@ class Anytime(Policy):
         return self._end(view)
 
     def _hopes(self, view: View, flying: float = 0.0) -> bool:
-        """Return whether to wait for a slow link to recover; ``flying``: the loss that what is in flight will spare."""
+        """Return whether to wait for a slow link; ``flying``: loss that upgrades in flight will save."""
         lost, spent = self._times.lost() + flying, view.time_price * (view.now - self._link.fast_s)
         return _HOPE * lost > spent > 0.0 or (view.rate <= 0 and _HOPE * lost > view.time_price * view.time_left)
 
     def _end(self, view: View) -> Decision:
-        """End the play, or wait for what is in flight if that is worth it."""
         if not view.in_flight:
             self._over = True
             if (found := self._times.next_best(view) if view.rate > 0 else None) is None:
@@ -285,7 +283,9 @@ class Anytime(Policy):
         if not view.arrived:
             return Decision.wait("what is missing is on its way")
         saves = self._saved_in_flight(view)
-        waited_s = max(0.0, view.outstanding_bytes / view.rate - self._computed(view)[1])  # the engine is waited for
+        waited_s = max(
+            0.0, view.outstanding_bytes / view.rate - self._computed(view)[1]
+        )  # the play waits for the engine anyway
         if saves >= view.time_price * waited_s:
             return Decision.wait("nothing more is worth the wait")
         if self._hopes(view, saves):
@@ -294,11 +294,10 @@ class Anytime(Policy):
         return Decision.deliver("what is in flight is not worth the wait")
 
     def _saved_in_flight(self, view: View) -> float:
-        """Return the loss that the upgrades in flight will spare, nats per generated token."""
         losses, saved, seen = view.catalog.by_name, 0.0, set()
         for transfer in view.in_flight.values():
             current = view.track_of[transfer.group]
-            if current in losses and transfer.group not in seen:  # not what an engine has computed meanwhile
+            if current in losses and transfer.group not in seen:  # skip groups computed by an engine meanwhile
                 seen.add(transfer.group)
                 below = losses[transfer.track].refines or self._base.name
                 saved += max(0.0, losses[below].loss[transfer.group] - losses[current].loss[transfer.group])

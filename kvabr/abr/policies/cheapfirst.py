@@ -1,7 +1,7 @@
-"""``cheapfirst``: every group on the cheapest track, then upgrades for those that gain most, until the deadline.
+"""``cheapfirst``: every group on the cheapest track, then the upgrades that save most, until the deadline.
 
-Once the cheapest cache is in place nothing can go wrong any more, so the remaining time needs no caution. Layers are
-upgrades that cost only their own bytes.
+With the cheapest cache in place the play is safe, so the remaining time needs no caution. Layers cost only their own
+bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 
 _GOOD_ENOUGH = 1e-4
-"""Total saving in nats per token below which upgrades end: nobody could notice."""
+"""Minimum total saving of upgrades, nats per token; less is not noticeable."""
 
 
 class _Upgrade(NamedTuple):
@@ -31,23 +31,20 @@ class CheapFirst(Policy):
     takes_cached: ClassVar[bool] = True
 
     def start(self, view: View) -> None:
-        """Start with the track of fewest bytes."""
         self._base = view.ladder.cheapest
         self._known: dict[tuple[int, str], list[_Upgrade]] = {}
         self._ranked: list[tuple[float, int, int, _Upgrade]] = []
-        """The upgrades on offer: what they save per byte, order, group; the best last."""
+        """Upgrades as (saving per byte, minus order, group, upgrade), the best last."""
         self._ranked_for, self._saving = 0, 0.0
-        """For how many more decisions that holds, see `View.keeps`; and what the best of all groups save together."""
+        """Number of further decisions that reuse the ranking, see `View.keeps`; and the total of the best savings."""
 
     def decide(self, view: View) -> Decision:
-        """Fetch the base of every group first, then upgrades."""
         group = view.first_missing()
         if group is not None:
             return Decision.fetch(group, view.soonest_track(), "the base of every group comes first")
         return self._upgrade(view)
 
     def _upgrade(self, view: View) -> Decision:
-        """Request the upgrade that saves most per byte among those that arrive in time."""
         budget = view.budget_bytes(view.rate, view.decode_backlog_s)
         self._ranked_for -= 1
         if self._ranked_for <= 0:
@@ -63,7 +60,6 @@ class CheapFirst(Policy):
         return Decision.wait("no upgrade would arrive in time")
 
     def _rank(self, view: View) -> None:
-        """Work out what every upgrade saves per byte."""
         self._ranked, self._ranked_for, self._saving = [], view.keeps, 0.0
         for order, group in enumerate(view.settled):
             offers = self._offers(view, group)
@@ -75,7 +71,7 @@ class CheapFirst(Policy):
         self._ranked.sort()
 
     def _offers(self, view: View, group: int) -> list[_Upgrade]:
-        """Return what can be added to a group's track, or replace it, best first; computed once."""
+        """Return the upgrades of a group's track, best first; cached."""
         current = view.track_of[group] or self._base
         key = (group, current)
         if key not in self._known:

@@ -21,16 +21,14 @@ class Fixed(FrontToBack):
         self._reason = f"always {track}"
 
     def start(self, view: View) -> None:
-        """Check that the asset has the track, and that it is self-contained."""
         check_alone(view, self.name, self._track)
 
     def choose(self, view: View, group: int) -> Decision:  # noqa: ARG002
-        """Request the group."""
         return Decision.fetch(group, self._track, self._reason)
 
 
 def check_alone(view: View, policy: str, track: str) -> None:
-    """Raise if the asset has no such self-contained track."""
+    """Raise `PolicyError` if the asset has no such self-contained track."""
     alone = [one.name for one in view.catalog.tracks if one.refines is None]
     if track not in alone:
         raise PolicyError(f"no track {track!r} to play alone; write {policy}:TRACK with one of {', '.join(alone)}")

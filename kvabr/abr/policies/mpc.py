@@ -1,8 +1,8 @@
-"""``mpc``: RobustMPC of video players (Yin et al., SIGCOMM 2015), in Puffer's and Pensieve's form of the bound.
+"""``mpc``: RobustMPC of video players (Yin et al., SIGCOMM 2015), with the bound of Puffer and Pensieve.
 
-Where a video player plans five chunks ahead against its buffer, this plans five groups ahead against their share of the
-remaining time, at the harmonic mean of the recent rates over one plus the largest recent error. Within the plan, steps
-to better tracks are taken in the order of loss saved per byte, which is within one step of the optimum.
+A video player plans five chunks ahead against its buffer. This policy plans five groups ahead against their share of
+the remaining time, at the harmonic mean of the recent rates over one plus the largest recent error. It takes steps to
+better tracks in the order of loss saved per byte, which is within one step of the optimum.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from kvabr.abr.policy import Decision, FrontToBack
 from kvabr.abr.view import View
 
 _HORIZON = 5
-"""Groups planned ahead."""
+"""Number of groups planned ahead."""
 
 
 class Mpc(FrontToBack):
-    """Plan five groups ahead, one track for each, as video players do (RobustMPC); a group is never refined."""
+    """Plan five groups ahead, one track for each (RobustMPC); a group is never refined."""
 
     name: ClassVar[str] = "mpc"
     estimator: ClassVar[str] = "harmonic"
 
     def start(self, view: View) -> None:
-        """Sort the steps by group."""
         self._steps: dict[int, list[LadderStep]] = {}
         for step in view.ladder.steps:
             self._steps.setdefault(step.group, []).append(step)
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose the track that the plan gives the group."""
         missing = view.missing_groups
         ahead = missing.firsts(_HORIZON)
         budget = view.budget_bytes(view.lower_bound, view.last_decode_s(view.ladder.cheapest))

@@ -1,7 +1,6 @@
-"""``rate``, the bandwidth rule of video players.
+"""``rate``: the bandwidth rule of video players.
 
-A KV cache has no playback: here every group plays for an equal share of the deadline, like a segment of a video, and so
-a track has a bit rate.
+Every group plays for an equal share of the deadline, like a segment of a video, so that a track has a bit rate.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from kvabr.abr.view import View
 
 
 class Rate(FrontToBack):
-    """Choose the track whose bandwidth the estimate carries, with Shaka's hysteresis (0.95 to stay, 0.85 to rise)."""
+    """Choose the track that the estimated bandwidth carries, with Shaka's hysteresis (0.95 to stay, 0.85 to rise)."""
 
     name: ClassVar[str] = "rate"
 
@@ -22,7 +21,7 @@ class Rate(FrontToBack):
         self._rates = tuple(track.total_bytes / view.deadline_s for track in view.ladder.tracks)
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose the last track whose band holds the estimate."""
+        """Choose the largest track that the estimate carries."""
         chosen, rates, names = 0, self._rates, view.ladder.names
         for index, band in enumerate(rates):
             above = rates[index + 1] / 0.85 if index + 1 < len(rates) else float("inf")
