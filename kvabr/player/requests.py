@@ -351,7 +351,7 @@ class StallDetector:
 # ------------------------------------------------------------ which have failed
 
 _TRACKS = 2
-"""Tracks on which a group may fail before its upgrades end."""
+"""Number of failed tracks after which a group is no longer upgraded."""
 
 
 class RetryTracker:

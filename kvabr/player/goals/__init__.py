@@ -1,1 +1,1 @@
-"""The goals of a play, one per module: each decides when the play ends and what it delivers."""
+"""The goals of a play, one per module: each decides when the play ends and delivers its result."""
