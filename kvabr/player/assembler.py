@@ -179,16 +179,16 @@ class Assembler:
             self._to = Tensors(catalog, out, dtype) if out is None or isinstance(out, torch.Tensor) else out
         self._tracks: list[str | None] = [None] * catalog.groups
         self._kept: dict[int, dict[str, memoryview]] = {}
-        """Frames of layers in place that other tracks refine, by group and track; if coded, frames of all layers."""
+        """Frames of layers in place, by group and track."""
         refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._refined = set(catalog.by_name) if coded else refined
-        """Tracks to keep in `_kept`."""
+        """Tracks to keep in `_kept`: those that others refine, or all if coded."""
         self._lock = threading.Condition(threading.Lock())
         """Guards all state; notified when a group leaves `_direct`."""
         self._direct: set[int] = set()
         """Groups being decoded directly into their empty places; no other thread writes there."""
         self._spare: list[list[torch.Tensor]] = [[] for _ in catalog.spec.parts]
-        """Unused scratch tensors, per class. The system would clear fresh memory, page by page, for every group."""
+        """Unused scratch tensors, per class; the system would clear fresh memory for every group."""
         self._taken = self._open = self._handed = False
         """True if groups are refused; if upgrades are accepted nevertheless; if the cache has been handed over."""
         self._again: set[int] = set()
@@ -270,7 +270,6 @@ class Assembler:
         return [done[number] for number in range(len(asked))]
 
     def _begin(self, number: int, group: int, layers: Sequence[Layer]) -> _Decoding:
-        """Check the frames of a group, and reserve memory for decoding."""
         claimed = not self.coded and self._claim(group, layers)
         try:
             coded = self._coded_layers(group, layers)
@@ -297,7 +296,6 @@ class Assembler:
             return self._write(one.group, one.layers, one.coded, one.scratch)
 
     def _release(self, claimed: Sequence[int]) -> None:
-        """Allow other writes to places that were decoded into."""
         with self._lock:
             self._direct.difference_update(claimed)
             self._lock.notify_all()
@@ -520,7 +518,7 @@ class Assembler:
         return GroupContext(part, unit.first, unit.tokens, self._profile)
 
     def _coded_layers(self, group: int, layers: Sequence[Layer]) -> CodedGroup:
-        """Check the frames of consecutive layers, and return the group with the layers in place below them."""
+        """Check the frames of consecutive layers; return the group, including layers in place below them."""
         payloads = self._below(group, self._catalog.track(layers[0].track))
         payloads.extend(self.check(group, layer) for layer in layers)
         unit = self._catalog.unit(group)
@@ -529,8 +527,8 @@ class Assembler:
     def _claim(self, group: int, layers: Sequence[Layer]) -> bool:
         """Return whether to decode a group directly into its place; if so, the caller must remove it from `_direct`.
 
-        Empty places have no readers, so a bad frame does no harm there. `seal` waits for decoding in progress, even at
-        the deadline, so on a CPU this is only for tracks that decode about as fast as copying.
+        Empty places have no readers, so a bad frame does no harm. `seal` waits for direct decoding, so on a CPU only
+        tracks that decode about as fast as copying qualify.
         """
         context, track = self._context(group), self._catalog.track(layers[-1].track)
         slow = track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None
@@ -558,7 +556,6 @@ class Assembler:
         return self._catalog.spec.parts[unit.part].shape(unit.tokens)
 
     def _scratch(self, group: int) -> torch.Tensor:
-        """Return unused scratch memory for a decoded group."""
         unit, out = self._catalog.unit(group), self._place(group)
         spec, spare = self._catalog.spec.parts[unit.part], self._spare[unit.part]
         need = spec.elements_per_token * unit.tokens

@@ -15,7 +15,7 @@ from kvabr.types.engine import EngineMode
 _LATE = 1.25
 """A tail that ends after this multiple of the deadline is far too late."""
 _PATIENCE = 0.5
-"""Share of the deadline before which such a tail is not started, even on a link that has delivered no bytes."""
+"""Share of the deadline before which such a tail never starts."""
 
 
 class ComputeQueue:
@@ -36,12 +36,12 @@ class ComputeQueue:
         self._asked = False
         """True if the policy chose any group of `chosen`."""
         self._waiting, self._waiting_s = 0, 0.0
-        """Number of groups in `chosen` that have not started, and their total seconds, computed one by one."""
+        """Number of `chosen` groups that have not started, and their total seconds, computed one by one."""
         self._found: Plan | None = None
         self._kept, self._kept_s = 0, 0.0
-        """Events (`View.keeps`) and time until the plan is searched again, since a search is slow."""
+        """Remaining events (`View.keeps`), and time, until the slow search for a plan is repeated."""
         self._each: list[int] = []
-        """Nanoseconds of each group alone, computed on demand; integers, so that sums are exact."""
+        """Nanoseconds of each group alone; integers, so that sums are exact."""
         self._sums: list[int] = []
         """Prefix sums of these."""
 
@@ -174,7 +174,7 @@ class ComputeQueue:
         return self._cost.seconds(begin, end - begin)
 
     def _run_end(self, first: int, now: float, absent: GroupSet) -> int:
-        """Return the end of the next run: short if there is time to re-plan, everything if only one call is in time."""
+        """Return the end of the next run: short if there is time to re-plan, everything if only that is in time."""
         last, end = first + 1, absent.gap(first)
         while last < end and (last in self.planned or last in self.chosen):
             last = min(end, self.planned.stop if last in self.planned else self.chosen.gap(last))
@@ -183,10 +183,7 @@ class ComputeQueue:
         return last if self._seconds(first, last) <= in_time < one_by_one else self._least_run(first, last, in_time)
 
     def _least_run(self, first: int, last: int, in_time: float) -> int:
-        """Return the end of the shortest run that does not mostly consist of the constant cost of a call.
-
-        If only a shorter run is in time, return its end: the network may deliver the rest.
-        """
+        """Return the end of the shortest run that is not mostly constant cost, or a shorter one to be in time."""
         if last - first < 2:
             return last
         constant_s = 2 * self._seconds(first, first + 1) - self._seconds(first, first + 2)
@@ -215,7 +212,6 @@ class ComputeQueue:
 
 
 def _without(groups: range, others: range) -> Iterable[int]:
-    """Return the groups of one range that are not in another."""
     if not groups or not others:
         return groups
     return (*range(groups.start, min(groups.stop, others.start)), *range(max(groups.start, others.stop), groups.stop))

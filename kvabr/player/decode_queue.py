@@ -26,8 +26,7 @@ from kvabr.types.errors import UsageError
 _WINDOW = 9
 """Decoded groups per correction. Their median tolerates four delayed ones."""
 _MAX_LOG = math.log(1024)
-"""Limit of a correction. Larger ratios result from a clock that jumped or a process that slept, not from the
-machine."""
+"""Limit of a correction. Larger ratios indicate a clock that jumped or a process that slept."""
 
 
 def family(track: str) -> str:
@@ -65,9 +64,9 @@ class DecodeRates:
             if track in self._table:
                 self._table[track] = float(seconds)
         self._observed: dict[str, deque[float]] = {}
-        """Logarithms of observed over expected seconds, by family; the first is 0, for the table."""
+        """Logarithms of observed over expected seconds, by family; the first is 0."""
         self._known: dict[str, float] = {}
-        """Cached seconds per track until the next observation; read far more often than they change."""
+        """Cached seconds per track until the next observation."""
 
     def seconds(self, track: str) -> float:
         """Return the seconds to decode a full group of a track; 0.0 if unknown."""
@@ -128,18 +127,18 @@ class DecodeShare:
 
 
 _WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
-"""Maximum wait of received layers for the group's other layers: share of the deadline, and seconds."""
+"""Maximum wait for a group's other layers: share of the deadline, and seconds."""
 _WAITS = 4.0
-"""Multiple of that wait after which later requests for the group no longer extend it."""
+"""Multiple of that wait after which later requests no longer extend it."""
 _LOOKED_AT = 64
-"""Maximum groups of one kind to inspect, in order, for one that is ready to decode."""
+"""Maximum groups of one kind to inspect."""
 
 _MOST_HANDED = 32
 """Maximum groups queued per decoder."""
 _CHEAP = 0.2
-"""Share of a decoder's queue time; a group that takes less is decoded at once, even if it may be replaced."""
+"""Share of a decoder's queue time; groups below it are decoded at once, even if they may be replaced."""
 _ASIDE = 0.125
-"""Share of the longest wait during which deferred groups are not inspected again."""
+"""Share of the longest wait before deferred groups are inspected again."""
 
 Kind = tuple[bool, bool]
 """Whether a group is in place, and whether more of it is in flight."""
@@ -154,22 +153,21 @@ class DecodeQueue:
         """Start empty, with the progress of each group; see `PlayerConfig` for ``ahead_s`` and ``together``."""
         self._view, self._progress, self._ahead_s, self._together = view, progress, ahead_s, together
         self._waiting: dict[int, int] = {}
-        """Arrival number of each group with layers that wait to be decoded."""
+        """Arrival numbers of groups that wait to be decoded."""
         self._placed = bytearray(view.groups)
         self._heaps: dict[Kind, list[tuple[int, int, int]]] = {
             (placed, flying): [] for placed in (False, True) for flying in (False, True)
         }
-        """Heaps of (place, group, arrival number) by kind. An entry is valid while the group waits and is of that
-        kind."""
+        """Heaps of (place, group, arrival number) by kind; entries become stale when the group changes."""
         self._aside: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in self._heaps}
-        """Entries by kind that wait for more layers, or for a replacement of their group."""
+        """Deferred entries, by kind."""
         self._aside_for, self._aside_s = 0, 0.0
-        """Calls (`View.keeps`) and time until these are inspected again."""
+        """Remaining calls (`View.keeps`), and time, until they are inspected again."""
         self._came = 0
         self._counted: list[tuple[str, ...]] = [()] * view.groups
         self._tracks: dict[str, int] = {}
-        """Number of batches waiting or being decoded, by top track, since decoding a layer includes all layers below
-        it. If decoding is last, groups in place count too."""
+        """Number of undecoded batches by top track; decoding a layer includes all below it. If decoding is last,
+        groups in place count too."""
         self._handed: dict[int, float] = {}
         """Expected decoding seconds, by request."""
         self._handed_s = 0.0
@@ -286,7 +284,6 @@ class DecodeQueue:
         return next((group for group in later if group is not None), None)
 
     def _look_again(self, now: float) -> None:
-        """Return deferred entries to their heaps."""
         for kind, entries in self._aside.items():
             for entry in entries:
                 heappush(self._heaps[kind], entry)
@@ -294,7 +291,7 @@ class DecodeQueue:
         self._aside_for, self._aside_s = self._view.keeps, now + _ASIDE * self._longest_s
 
     def _first(self, kind: Kind, suits: Callable[[int], bool]) -> int | None:
-        """Return the first suitable group of a kind among the first `_LOOKED_AT`; defer the others."""
+        """Return the first suitable group of a kind, and defer the others."""
         heap, aside = self._heaps[kind], self._aside[kind]
         for _ in range(_LOOKED_AT):
             while heap and not self._counts(heap[0], kind):
@@ -307,12 +304,12 @@ class DecodeQueue:
         return None
 
     def _replaced(self, placed: bool) -> int | None:  # a part of a kind
-        """Return the first group that was deferred because it will be replaced."""
+        """Return the first group deferred for its replacement."""
         kind = placed, False
         return next((entry[1] for entry in self._aside[kind] if self._counts(entry, kind)), None)
 
     def _counts(self, entry: tuple[int, int, int], kind: Kind) -> bool:
-        """Return whether a heap entry is still valid and its group may be decoded now."""
+        """Return whether a heap entry is valid and its group decodable now."""
         _, group, number = entry
         here = self._waiting.get(group) == number and self._kind(group) == kind
         return here and not self._progress[group].decoding and self._view.track_of[group] != RECOMPUTED
@@ -330,7 +327,7 @@ class DecodeQueue:
         return min(_WAIT_SHARE * self._view.deadline_s, _MAX_WAIT_S)
 
     def _waited(self, group: int, now: float) -> bool:
-        """Return whether the received layers of a group have waited long enough for those in flight."""
+        """Return whether the received layers have waited long enough for those in flight."""
         longest_s, progress = self._longest_s, self._progress[group]
         came_s = min(one.done_s or 0.0 for one in progress.arrived)
         if progress.arrived[-1].track not in self._view.ladder.stacks[progress.flying[-1].track]:

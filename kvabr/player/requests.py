@@ -1,25 +1,23 @@
 """The requests of a play: their priorities, which to cancel, and which tracks are still available.
 
 Priorities range from 0 (most urgent) to 255. Required groups are first, in request order: those on the cheapest track,
-then those on others, unless the first groups are needed first. Upgrades follow, by loss saved per byte. Upgrade
-priorities share one scale across plays, so that plays on a shared connection together save the most loss per byte. An
-upgrade does not overtake an older one of its play that is in flight, because two halves are worthless, unless it saves
-many times as much per byte.
+then those on others, unless the first groups are needed first. Upgrades follow, by loss saved per byte, on one scale
+for all plays that share a connection. An upgrade overtakes an older one in flight only if it saves many times as much
+per byte, because two halves are worthless.
 
-A transfer is cancelled if it will be late and a cheaper one would not be, if the link has collapsed and it is no longer
-worth its time, or if it has stalled.
+A transfer is cancelled if it will be late and a cheaper one would not be, if the link has collapsed and it no longer
+pays, or if it has stalled.
 
 Abandoning follows dash.js and hls.js, applied to a deadline, and weighs the whole play. If everything in flight plus
-every missing group at its cheapest cannot arrive in time at the expected rate, cancel the transfer that frees the most
-bytes when replaced by the cheapest track. This applies only if replacing all such transfers meets the deadline, or ends
-the play sooner if it is late already. Layers requested together with a base delay other groups as the base does. Other
-upgrades normally cause no delay; one is weighed only if its first byte arrived when a required transfer was due, as not
-every peer respects priorities. Once only upgrades are in flight, an upgrade that cannot end in time is cancelled if a
-smaller one of the same group can, because it blocks its group until then.
+every missing group at its cheapest cannot arrive in time, cancel the transfer that frees the most bytes when replaced
+by the cheapest track, provided that replacing all such transfers meets the deadline, or ends a late play sooner. Layers
+requested together with a base count like the base. Another upgrade counts only if its first byte arrived when a
+required transfer was due, as not every peer respects priorities. Once only upgrades are in flight, one that cannot end
+in time is cancelled if a smaller one of its group can.
 
-Stalls occur on real networks only. A publisher serves requests by priority, by age, or all alike. A transfer is
-therefore lost if a less urgent, later one overtook it and it stays silent. If no transfer moves, requesting again costs
-little but proves a fault only if the repeated transfer starts and stalls too.
+A publisher serves requests by priority, by age, or all alike. A transfer has therefore stalled if a less urgent, later
+one overtook it and it stays silent. If no transfer moves, requesting again is cheap but proves a fault only if the
+repeated transfer starts and stalls too.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ LEAST_URGENT = 128
 _OCTAVE = 3.0
 """Priorities per factor of two in loss saved per byte."""
 _OVERTAKES, _OVERTAKES_HELD = 24, 9
-"""Priority differences from which an upgrade overtakes an older one, and one that waits for such an older one. The
-second limit keeps slightly better upgrades from starving both."""
+"""Priority difference for overtaking an older upgrade, and for overtaking one that waits for it; the second keeps
+slightly better upgrades from starving both."""
 _MOST_WORTH = 2.0**-12
 """Loss saved per byte at the most urgent priority, nats per generated token; the least urgent is 1e-17."""
 
@@ -63,9 +61,8 @@ class RequestPriorities:
         """Start without requests."""
         self._groups = groups
         self._places: dict[int, int] = {}
-        """Request order of each required group."""
         self._last = (-1, LEAST_URGENT, LEAST_URGENT)
-        """The last requested upgrade, its priority, and the priority that its own savings merit."""
+        """The last requested upgrade, its priority, and the priority that its savings merit."""
 
     def required(self, group: int, *, dearer: bool) -> int:
         """Return the priority of a missing group; it stays the same if the group is requested again.
@@ -96,16 +93,16 @@ class RequestPriorities:
 # -------------------------------------------------------------- which to cancel
 
 _ON_ITS_WAY = 2.0
-"""Multiple of the usual time to first byte within which a request should receive its first byte."""
+"""Multiple of the usual time to first byte by which a first byte is due."""
 _MARGIN = 1.05
-"""A transfer is abandoned only if the rest needs this multiple of the time left: estimates fluctuate."""
+"""Abandon only if the rest needs this multiple of the time left: estimates fluctuate."""
 _ONCE_BEGUN = 0.7
-"""Same, for further transfers at the same moment: the rate estimate was wrong, and may still be."""
+"""Same, for further transfers at the same moment: the rate may still be overestimated."""
 _COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
-"""A link has collapsed below this share of its best rate, if required bytes take that share of the time left; a much
-smaller track is smaller by this factor."""
+"""A link has collapsed below this share of its best rate, if required bytes need that share of the time left; factor
+by which a track is much smaller."""
 _SAVED = 0.2
-"""Upgrades are replaced if that saves this share of their cost, and at least a round trip."""
+"""Minimum savings of replaced upgrades, as a share of their cost."""
 
 LEAST_SILENCE_S = 0.2
 """A shorter silence, in seconds, proves no fault: machines are often busy that long."""
@@ -193,7 +190,7 @@ def choose_collapsed(
 
 
 def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tuple[Transfer, str]]:
-    """Return upgrades in flight with smaller replacements, at the current cost of time; empty if not worth it."""
+    """Return upgrades in flight with smaller replacements, at the current cost of time."""
     tracks, found, saved, total = view.catalog.by_name, list[tuple[Transfer, str]](), 0.0, 0.0
 
     def cost(group: int, track: str, current: str, nbytes: int) -> float:
@@ -247,7 +244,7 @@ def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Tran
 
 
 def _smaller(view: View, one: Transfer, current: str | None, ahead: int) -> str | None:
-    """Return a better track than the current one that would surely be in time instead of an upgrade, or None."""
+    """Return a better track than the current one that would surely be in time instead of ``one``, or None."""
     group, tracks = one.group, view.catalog.by_name
     if current not in tracks or view.lower_bound <= 0:
         return None
@@ -272,15 +269,14 @@ class StallDetector:
         self._overtaken: dict[int, float] = {}
         """When each transfer was overtaken; earlier silence may have been queueing."""
         self._leading: dict[tuple[int, int], list[int]] = {}
-        """Heaps of requests that were not overtaken, by source and priority; may hold completed ones."""
+        """Heaps of requests not overtaken, by source and priority; may hold completed ones."""
         self._stood: set[tuple[int, str]] = set()
         """Groups and tracks that have stalled before."""
         self._any_s: dict[int, float] = {}
         """When each source last delivered bytes."""
         self._known_s: float | None = None
-        """When the time to first byte became known; transfers without a first byte can stall from then on."""
+        """When the time to first byte became known; from then on a missing first byte can be a stall."""
         self._sources: set[int] = set()
-        """Sources with requests."""
 
     def asked(self, transfer: Transfer) -> None:
         """Record a new request."""
@@ -351,7 +347,7 @@ class StallDetector:
 # ------------------------------------------------------------ which have failed
 
 _TRACKS = 2
-"""Number of failed tracks after which a group is no longer upgraded."""
+"""Failed tracks after which a group is no longer upgraded."""
 
 
 class RetryTracker:

@@ -30,20 +30,20 @@ NOT_KNOWN: Container[str] = _NotKnown()
 """The offer of a source that has not answered yet."""
 
 _SILENT_TTFB = 4.0
-"""A source is silent after this multiple of its time to first byte, or `LEAST_SILENCE_S` if longer."""
+"""Multiple of its time to first byte after which a source is silent (at least `LEAST_SILENCE_S`)."""
 _UNKNOWN_TTFB_S = 0.25
-"""Assumed time to first byte while no source has a known one."""
+"""Default time to first byte."""
 _AGAIN = 3.0
-"""A silent source is probed with one group after this multiple of that time, doubled after each failed probe."""
+"""Multiple of that silence after which a source is probed with one group; doubled after each failed probe."""
 _MOST_TRIES = 8
 """Maximum doublings."""
 _TELLING_BYTES = 1 << 15
-"""Minimum request size for re-measuring the rate of a source."""
+"""Minimum request size for measuring a source again."""
 _MOVED, _MOVED_S = 1.5, 0.05
-"""A request without a first byte moves if its source would take this many times as long, and this many seconds
+"""A request without a first byte moves if its source would take this many times as long and this many seconds
 longer."""
 _MOVED_BEGUN = 3.0
-"""Same factor for a request that has begun to arrive; moving it discards the received bytes."""
+"""Same factor after the first byte; moving discards the received bytes."""
 
 
 class Sources:
@@ -73,9 +73,8 @@ class Sources:
         self._silent: dict[int, float] = {}
         """When to probe each silent source with one group."""
         self._tried: int | None = None
-        """The silent source to probe with the next request."""
         self._tries: dict[int, int] = {}
-        """Probes of each source that have delivered no bytes."""
+        """Failed probes of each source."""
         self._heard_s: dict[int, float] = {}
         """When each source last delivered bytes, or was first used after a pause."""
 
@@ -103,7 +102,7 @@ class Sources:
         return chosen
 
     def _idle(self, source: int, now: float) -> bool:
-        """Return whether a source was unused for so long that its known rate may be stale."""
+        """Return whether a source's known rate may be stale."""
         since_s = self._heard_s.get(source, now)
         again_s = self._patience_s(source) * 2 ** self._tries.get(source, 0)
         return source not in self._in_flight.asked and now - since_s >= again_s
@@ -173,11 +172,7 @@ class Sources:
         yield from self._probes(now)
 
     def _probes(self, now: float) -> Iterator[tuple[Transfer, str]]:
-        """Yield the request to repeat at a silent source.
-
-        Only requests that still wait in another source's queue qualify, since a transfer that has begun would start
-        over, and requests at sources that are silent too.
-        """
+        """Yield the request to repeat at a silent source: one still queued elsewhere, or at another silent source."""
         self._tried = None
         for source, again_s in self._silent.items():
             if now < again_s or source in self._in_flight.asked or self._tried is not None:
@@ -191,7 +186,6 @@ class Sources:
                 yield last, "a silent source is tried again"
 
     def _may_try(self, source: int, one: Transfer, now: float) -> bool:
-        """Return whether a silent source may be probed with a request from another source."""
         if one.local or not self._has(source, one.track) or (source, one.group, one.track) in self._refused:
             return False
         if self._is_silent(one.source, now):
@@ -200,7 +194,6 @@ class Sources:
         return not tried and one.first_byte_s is None and self._brings(one.source, now)
 
     def _leave_alone(self, source: int, now: float) -> None:
-        """Pause requests to a silent source."""
         self._silent[source] = now + _AGAIN * self._patience_s(source) * 2 ** self._tries.get(source, 0)
 
     def _late(self, source: int) -> list[Transfer]:
@@ -235,7 +228,6 @@ class Sources:
         return source not in self._in_flight.asked or now - self._heard_s.get(source, now) < LEAST_SILENCE_S / 2
 
     def _others(self, transfer: Transfer) -> list[int]:
-        """Return the other sources that could serve a request."""
         return [
             source
             for source in self._having(transfer.track)
@@ -245,7 +237,6 @@ class Sources:
         ]
 
     def _having(self, track: str) -> list[int]:
-        """Return the sources that have a track, except dropped ones."""
         return [source for source in range(len(self._offers)) if self._has(source, track)]
 
     def _has(self, source: int, track: str) -> bool:
@@ -255,7 +246,7 @@ class Sources:
     def _ends_s(self, source: int, nbytes: int, *, alone: bool = False) -> float:
         """Return the seconds until a source has delivered ``nbytes`` more, after its queue or ``alone``.
 
-        An unknown rate counts as that of the slowest source; if all are unknown, the result only ranks by bytes.
+        An unknown rate counts as the lowest known one.
         """
         rate, _, ttfb_s = self._samplers[source].estimates()
         if rate <= 0:
@@ -265,6 +256,6 @@ class Sources:
         return (left + nbytes) / rate + ttfb_s
 
     def _ttfb_s(self, source: int) -> float:
-        """Return the time to first byte of a source; if unknown, its round trip or the longest known time."""
+        """Return a source's time to first byte; if unknown, its round trip or the longest known time."""
         known = [self._samplers[each].estimates()[2] for each in range(len(self._offers))]
         return known[source] or self._round_trips[source] or max(known) or _UNKNOWN_TTFB_S

@@ -22,15 +22,15 @@ _SHORTEST_SHARE = 1 / 400
 _LONGEST_SHARE = 1 / 12
 """Maximum sample length during slow start, as a share of the deadline."""
 _SILENCE_SHARE = 1 / 25
-"""A link is silent if requests have waited for this share of the deadline and three times the time to first byte."""
+"""A link is silent after this share of the deadline and three times the time to first byte."""
 _PACKET = 1200
-"""Minimum chunk size, in bytes, that indicates a rate."""
+"""Minimum size in bytes of a meaningful chunk."""
 _RAMP = 1.25
-"""A sample this many times faster than the previous one still belongs to slow start."""
+"""Minimum growth between samples of slow start."""
 _ALIKE = 0.9
-"""Share of the first sample's rate from which the second may belong to the same window, if the first was short."""
+"""Share of a short first sample's rate from which the second may belong to the same window."""
 _RAMP_BYTES = 0.5
-"""Share of the previous sample's bytes that a sample must have to count for slow start: windows grow."""
+"""Minimum bytes of a slow-start sample, as a share of the previous sample's: windows grow."""
 
 
 class Limited(Protocol):
@@ -48,22 +48,22 @@ class ThroughputSampler:
         self._limited = limited
         self._deadline_s = deadline_s
         self._known: tuple[float, float, float] | None = None
-        """Cached estimates until the next sample; read far more often than they change."""
+        """Cached estimates until the next sample."""
         self._begin()
         self._told: float | None = None
-        """Rate reported by earlier plays, or 0.0; slow start up to that rate does not count as growth."""
+        """Rate reported by earlier plays, or 0.0; reaching it is no growth."""
         self._ramp_rate: float | None = 0.0
-        """Rate of the last slow-start sample, while each is clearly faster than the previous; None afterwards."""
+        """Rate of the last slow-start sample; None after slow start."""
         self._ramp_bytes = 0
         self._brief = False
-        """True if the first sample is so short that the next may belong to the same window."""
+        """True if the first sample was short, so that the next may belong to the same window."""
         self._shortest_s = _SHORTEST_SHARE * deadline_s
         self._silence_s = _SILENCE_SHARE * deadline_s
         self._since: float | None = None
         """When the current sample began; None between transfers."""
         self._bytes = 0
         self._held: dict[Limit, int] = {}
-        """Bytes of the current sample that the network did not limit, by bottleneck."""
+        """Bytes of the current sample that the network did not limit."""
         self._quiet_since = 0.0
 
     @property
@@ -145,7 +145,6 @@ class ThroughputSampler:
         return max(self._shortest_s, min(self.estimates()[2], _LONGEST_SHARE * self._deadline_s))
 
     def _conclude(self, seconds: float, now: float) -> None:
-        """Pass the sample to the estimator and start a new one."""
         if self._says_something(self._bytes / seconds, now):
             if not self._bytes:  # bytes in transit are lost: see `_silent`
                 self._ramp_rate = None if self._ramp_rate else self._ramp_rate
@@ -156,7 +155,7 @@ class ThroughputSampler:
         self._held.clear()
 
     def _says_something(self, rate: float, now: float) -> bool:
-        """Return whether a sample measures the link; slow samples with another main bottleneck do not."""
+        """Return whether a sample measures the link; slow samples with another bottleneck do not."""
         if 2 * sum(self._held.values()) <= self._bytes:
             return True
         fed = rate > self.estimates()[0]
@@ -165,7 +164,7 @@ class ThroughputSampler:
         return fed
 
     def _forget_slow_start(self, rate: float, seconds: float) -> None:
-        """Restart the estimator during slow start: while the window doubles, only the last sample measures the link."""
+        """Restart the estimator in slow start: only the last sample of a growing window measures the link."""
         if self._ramp_rate is None:
             return
         if rate > _RAMP * self._ramp_rate:
@@ -177,7 +176,7 @@ class ThroughputSampler:
             self._brief = False
 
     def _silent(self, seconds: float, now: float) -> None:
-        """Record silence; if the link is faster afterwards, it is recovering and not in slow start."""
+        """Record silence; faster samples afterwards are recovery, not slow start."""
         self._ramp_rate = None if self._ramp_rate else self._ramp_rate
         self._sample(0, seconds, now)
 

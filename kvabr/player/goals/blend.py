@@ -25,7 +25,7 @@ from kvabr.types.events import TokensChosen, TokensDone, TokensFailed, TokensSta
 from kvabr.types.loss import played_loss
 
 _AHEAD_SHARE = 0.5
-"""Maximum engine time for tokens computed ahead, as a share of the time that the rest of the base takes."""
+"""Maximum engine time for computing ahead, as a share of the time that the rest of the base takes."""
 
 
 class BlendAim(WholeAim):
@@ -45,13 +45,12 @@ class BlendAim(WholeAim):
         """True if token choice has started; true if the option is final."""
         self._computing: BlendOption | None = None
         self._ahead: BlendOption | None = None
-        """Option being computed in a publisher's order."""
         self._ahead_s = self._choosing_s = 0.0
-        """When that started, and when token choice did."""
+        """When computing ahead and token choice started."""
         self._next = 0
-        """First passage with tokens that were neither computed ahead nor skipped."""
+        """First passage neither computed ahead nor skipped."""
         self._failed = False
-        """True if the engine failed at the end and is no longer used."""
+        """True if the engine failed at the end."""
         self._wait_s = math.inf
         """When a deliverable cache stops waiting for the tokens."""
         play.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
@@ -134,7 +133,6 @@ class BlendAim(WholeAim):
             self._reserve(now)
 
     def _reserve(self, now: float) -> None:
-        """Reserve time for tokens according to their value."""
         view, left_s = self.play.view, self._full_s - now
         tokens_s = self._plan.reserve_s(left_s, self.play.record.bytes_fetched, view.lower_bound)
         if self._blend.chosen_s is not None and tokens_s:

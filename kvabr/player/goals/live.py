@@ -17,9 +17,9 @@ from kvabr.types.events import GroupsPublished, ProducerStopped, SoonerAlone
 _MOST_PACE = 4.0
 """Limit of the factor between observed and expected pace when extrapolating to later groups."""
 _LEAST_LOOK_S = 0.01
-"""Minimum seconds between checks whether layers are still worth the wait."""
+"""Minimum seconds between checks for layers worth the wait."""
 _LATE, _LATE_S = 4.0, 0.25
-"""Layers later than this multiple of the announced time plus this many seconds are not waited for."""
+"""Layers are too late after this multiple of the announced time plus this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class LiveEdge:
         """Number of published groups."""
         self._first_s = self._last_s = 0.0
         self._firsts = 0
-        """Groups published at the first announcement; they may be much older."""
+        """Groups in the first announcement; they may be much older."""
         self.ended: str | None = None
         """Why the producer stopped before the last group; None if it did not."""
         self.coming: dict[int, tuple[float, float]] = {}

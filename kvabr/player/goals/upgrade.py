@@ -19,7 +19,7 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 
 _MOST_WAITING = 4
-"""Maximum groups waiting for decoding or admission to the cache before requests pause."""
+"""Maximum groups waiting for decoding or admission before requests pause."""
 _SILENT = 5.0
 """Deadline lengths without a requested byte after which the play ends."""
 
@@ -104,7 +104,7 @@ class UpgradeAim(WholeAim):
         return self.play.undecoded() < _MOST_WAITING
 
     def _done(self) -> bool:
-        """Return whether no group can be improved; results for leading groups are kept."""
+        """Return whether no group can be improved."""
         while self._best < self.play.view.groups and self._is_best(self._best):
             self._best += 1
         return self._best == self.play.view.groups

@@ -128,7 +128,6 @@ class WholeAim:
         return False
 
     def _excess(self) -> str:
-        """Describe in words how a complete cache exceeds the loss limit."""
         loss, most = delivered_loss(self.play.catalog, self.play.record), self.play.view.max_loss
         return f"the cache would lose {loss:.2g} nats per token, and max_loss is {most:g}"
 
