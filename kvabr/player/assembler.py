@@ -1,12 +1,12 @@
 """Assembles groups into a cache, in any order and from any track, never half written.
 
 Without a destination, checked groups stay compressed and are expanded elsewhere (`kvabr.codec.paged`). Otherwise they
-are expanded into the places that a `Destination` names: by default parts of one contiguous KV tensor per layer class,
-or the layers of a cache, or blocks of a paged one, on any device.
+are expanded into a `Destination`: by default one contiguous KV tensor per layer class, or the layers of a cache, or
+blocks of a paged one, on any device.
 
 A group with an empty place is decoded directly into it if that is fast, and counts as in place once the whole frame is
-verified. Other groups are decoded into scratch memory and then copied. After a handover with upgrades, each group is
-decoded into memory of its own, and the user of the cache decides when to write it into place.
+verified. Other groups are decoded into scratch memory and copied. After a handover with upgrades, each group is decoded
+into memory of its own, and the user of the cache decides when to write it into place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tensors:
     """One contiguous tensor [layer, K/V, head, token, dim] per layer class, with the tokens of `Catalog.spans`."""
 
     def __init__(self, catalog: Catalog, out: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> None:
-        """Create tensors, or use ``out``; see `kvabr.player.assembler.Assembler` for arguments and errors."""
+        """Create tensors, or use ``out``; see `kvabr.player.assembler.Assembler`."""
         spec, spans = catalog.spec, catalog.spans
         shapes = [part.shape(span.tokens) for part, span in zip(spec.parts, spans, strict=True)]
         if out is None:
@@ -172,7 +172,6 @@ class Assembler:
         for part in catalog.spec.parts:
             check_wanted(dtype or part.torch_dtype, part)
         self.coded = coded
-        """True if groups stay compressed."""
         self._to: Destination | None = None
         """Where groups are expanded; None: they stay compressed."""
         if not coded:
@@ -195,7 +194,7 @@ class Assembler:
 
     @property
     def together(self) -> bool:
-        """True if groups are best put in batches, because they are decoded on a GPU or not at all."""
+        """True if groups are best put in batches: decoded on a GPU, or not at all."""
         return self._to is None or self._to.device.type == "cuda"
 
     @property
@@ -223,13 +222,13 @@ class Assembler:
             group: the requested group.
             track: the requested track.
             frame: the received bytes; untrusted. The caller must not change them afterwards.
-            has_digest: compares the frame's digest if the caller has computed it; None: it is computed here.
-            below: layers received with it and not in place, lowest first; all are decoded together.
+            has_digest: compares the frame's digest if the caller has computed it.
+            below: layers received with it and not in place, lowest first.
 
         Raises:
             ForeignError: a valid frame of another asset or group.
-            FormatError: a frame is corrupt, truncated, contradicts the catalog, or is an enhancement without its base
-                in place. Groups in place have not changed.
+            FormatError: a frame is corrupt, truncated, contradicts the catalog, or lacks its base. Groups in place have
+                not changed.
         """
         (verdict,) = self.put_many([(group, (*below, Layer(track, frame, has_digest)))])
         if isinstance(verdict, Exception):
@@ -374,7 +373,7 @@ class Assembler:
 
         Returns:
             A function that writes the group into place and returns the result. Call it once, while no thread reads the
-                group's tokens. After `seal` it has no effect.
+                group. After `seal` it has no effect.
 
         Raises:
             ForeignError, FormatError: see `put`.
@@ -446,7 +445,7 @@ class Assembler:
 
         Raises:
             HoleError: a group is missing. One zero-filled group of eight cost 0.6 nats per token on a real model, over
-                half of the loss without any cache, so a cache with a hole cannot be taken.
+                half of the loss without any cache.
         """
         with self._lock:
             self._no_hole(self._catalog.groups)

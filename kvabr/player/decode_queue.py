@@ -1,13 +1,11 @@
 """Groups that wait to be decoded: their order, and the time that decoding takes.
 
-Groups that are not in place are decoded first; groups that the policy will replace are decoded last. A group with more
-layers in flight waits briefly so that all are decoded together, unless time is short or an engine needs everything
-before its own groups.
+Missing groups are decoded first, groups that the policy will replace last. A group with more layers in flight waits
+briefly so that all are decoded together, unless time is short or an engine needs everything before its own groups.
 
 Decoding time (`DecodeRates`) is a latency per batch plus seconds per group of each track. A CPU decodes groups one by
 one without latency; a GPU decodes all received groups together. Seconds are measured on this device or taken from the
-catalog, and corrected by every decoded group. The tracks of a family share code and so share the correction: if AC-L0
-takes eight times as long as the table says, so does AC-L3.
+catalog, and corrected by every decoded group. The tracks of a family share code and so share the correction.
 """
 
 from __future__ import annotations
@@ -107,14 +105,14 @@ class DecodeRates:
 
 
 class DecodeShare:
-    """Decode rates of a play that shares the decoders equally with other plays, as it does the link."""
+    """Decode rates of a play that shares the decoders equally with other plays."""
 
     def __init__(self, rates: DecodeRates, plays: Callable[[], int]) -> None:
         """Share ``rates``; ``plays`` returns the current number of plays, including this one."""
         self._rates, self._plays = rates, plays
 
     def seconds(self, track: str) -> float:
-        """Return `DecodeRates.seconds` for this play's share of the decoders."""
+        """Return the seconds that this play's share of the decoders takes."""
         return self._rates.seconds(track) * self._plays()
 
     def latency(self, track: str) -> float:
@@ -303,7 +301,7 @@ class DecodeQueue:
             aside.append(heappop(heap))
         return None
 
-    def _replaced(self, placed: bool) -> int | None:  # a part of a kind
+    def _replaced(self, placed: bool) -> int | None:
         """Return the first group deferred for its replacement."""
         kind = placed, False
         return next((entry[1] for entry in self._aside[kind] if self._counts(entry, kind)), None)

@@ -67,7 +67,7 @@ class RequestPriorities:
     def required(self, group: int, *, dearer: bool) -> int:
         """Return the priority of a missing group; it stays the same if the group is requested again.
 
-        ``dearer``: the request is for a track other than the cheapest, so other groups need not wait for it.
+        ``dearer``: the track is not the cheapest, so other groups need not wait for it.
         """
         # The policy requests the groups that the engine needs first.
         place = self._places.setdefault(group, len(self._places)) * DEARER // self._groups
@@ -79,7 +79,7 @@ class RequestPriorities:
         Args:
             request: its number.
             saved: loss saved, nats per generated token.
-            nbytes: its size, with the layers below it in the same request.
+            nbytes: its size, including lower layers in the same request.
             in_flight: numbers of the requests in flight.
         """
         before, least, worth = self._last
@@ -149,7 +149,7 @@ def choose_late(
         freed += max(0, more)
         if more > best_freed:
             best, best_freed, other = transfer, more, found or cheapest
-    # Replacing one of many large transfers never seems to pay; count the effect of replacing all.
+    # Replacing one of many large transfers never seems to pay; count all of them.
     after_s = need_s - freed / view.rate + view.ttfb_s
     if best is None or after_s >= need_s:
         return None
@@ -164,15 +164,15 @@ def choose_collapsed(
 ) -> list[tuple[Transfer, str]]:
     """Return the transfers to replace after the link has collapsed, each with its smaller track.
 
-    A collapsed link may not recover its best rate. Requests for missing groups that have not begun cost little on the
-    cheapest track, and can be upgraded later. Once no group is missing, upgrades that have not begun are replaced by
-    the best ones for the remaining rate, if that pays for a round trip.
+    The best rate may never return. Missing groups without a first byte cost little on the cheapest track, and can be
+    upgraded later. Once no group is missing, upgrades without a first byte are replaced by the best ones for the
+    current rate, if that pays for a round trip.
 
     Args:
         view: the play.
         best_rate: the best rate so far, bytes per second.
         instead: returns the cheapest track left for a group.
-        here: returns the track on which a group has arrived or is in place.
+        here: returns the track of a group, received or in place.
     """
     needed = view.in_flight.required_bytes
     if not 0 < view.rate < _COLLAPSED * best_rate:
@@ -224,7 +224,7 @@ def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Tran
 
     Args:
         view: the play.
-        here: returns the track on which a group has arrived or is in place.
+        here: returns the track of a group, received or in place.
     """
     if view.rate <= 0 or not view.arrived:
         return None
@@ -263,7 +263,7 @@ class StallDetector:
     """Detects stalled transfers of one play."""
 
     def __init__(self, patience_s: float) -> None:
-        """Set the seconds without bytes after which a transfer has stalled; half as long if another overtakes it."""
+        """Set the seconds of silence that make a stall; half as long if another transfer overtakes it."""
         self._patience_s = patience_s
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
@@ -313,8 +313,8 @@ class StallDetector:
             transfers: those in flight, by request.
             ttfb_s: the usual time to first byte, seconds.
             now: the time of the play, seconds.
-            drain_s: seconds to receive everything in flight at the current rate. While a slow link still delivers, an
-                overtaken transfer may wait that long.
+            drain_s: seconds to receive everything in flight at the current rate; overtaken transfers on a slow link may
+                wait that long.
         """
         found: list[tuple[Transfer, bool]] = []
         if self._known_s is None:
@@ -353,8 +353,8 @@ _TRACKS = 2
 class RetryTracker:
     """The failures of one play.
 
-    A group is requested at most ``attempts`` times on a track that fails. Its upgrades end after that happened on two
-    tracks: one damaged track must not rule out the others, and a hostile origin must not have every track fetched.
+    A group is requested at most ``attempts`` times on a failing track, and is no longer upgraded after that happened on
+    two tracks: one damaged track must not rule out the others, and a hostile origin must not have every track fetched.
     """
 
     def __init__(self, ladder: Ladder, attempts: int) -> None:
@@ -370,7 +370,7 @@ class RetryTracker:
 
     @property
     def last_words(self) -> tuple[str, ...]:
-        """The last faults of a transfer and of the engine, for the report of a play that is given up."""
+        """The last faults of a transfer and of the engine."""
         return tuple(self._faults.values())
 
     def failed(self, group: int, track: str, reason: str, *, upgrade: bool, counts: bool = True) -> None:
@@ -407,14 +407,14 @@ class RetryTracker:
             self.unavailable.add((group, track))
 
     def cheapest_left(self, group: int) -> Track | None:
-        """Return the cheapest track on which a group has not failed too often; None if there is none."""
+        """Return the cheapest available track of a group, or None."""
         return next((track for track in self._ladder.tracks if (group, track.name) not in self.unavailable), None)
 
     def usable(self, group: int, track: str, *, engine: bool) -> str | None:
-        """Return the track on which to request a missing group: ``track`` if possible, else the cheapest one left.
+        """Return the track for a request of a missing group: ``track`` if possible, else the cheapest one left.
 
-        Return None if no track is left. With an engine, also return None after ``attempts`` failures on all tracks
-        together: the engine then computes the group, which saves time.
+        Return None if no track is left or, with an engine, after ``attempts`` failures on all tracks together, so that
+        the engine computes the group without further delay.
         """
         if group in self._abandoned:
             track = self._ladder.cheapest  # the same request would be abandoned again

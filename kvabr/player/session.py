@@ -1,20 +1,19 @@
 """The state machine of one play.
 
 A group starts absent, is requested, arrives, and is decoded into place; or the engine computes it. After a failure it
-falls back (`kvabr.player.groups.Stage`). A group that has arrived or is in place can have an upgrade in flight. One
-request can cover several layers; layers that have arrived are decoded together (`DecodeQueue`). The rules:
+falls back (`kvabr.player.groups.Stage`). A group that has arrived or is in place can have an upgrade in flight. Layers
+of one group can share a request, and those that have arrived are decoded together (`DecodeQueue`). The rules:
 
 1. After every event and at every tick, the session re-plans the engine's work, cancels transfers that would be late,
    takes decisions from the policy until enough requests are in flight, and lets its goal end the play.
 2. The policy sees a group as missing while it is absent and not left to the engine, and as settled while it has arrived
    or is in place with no request in flight.
-3. The goal (`kvabr.player.goals`) decides when the play ends and what it delivers. A whole cache is delivered when
-   every group is in place and either the policy is done or the deadline has passed. A cache with a hole is never
-   delivered: the play is given up when its patience ends with groups missing, even if some are still being decoded. An
-   engine gets extra time to complete it (`ENGINE_PATIENCE`).
-4. Unpublished groups of a live asset are absent but not missing. The play does not end while such groups could arrive
-   before the deadline, unless the engine has computed them, nor while layers that are worth the wait are about to be
-   published.
+3. The goal (`kvabr.player.goals`) ends the play and delivers the result. A whole cache is delivered when every group is
+   in place and either the policy is done or the deadline has passed. A cache with a hole is never delivered: the play
+   is given up when its patience ends, even if groups are still being decoded. An engine gets extra time
+   (`ENGINE_PATIENCE`).
+4. Unpublished groups of a live asset are absent but not missing. The play does not end while they could arrive before
+   the deadline, unless the engine has computed them, nor while layers that are worth the wait are due.
 5. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
 """
 
@@ -87,23 +86,23 @@ from kvabr.types.events import (
 )
 
 _PLAN_AFTER = 0.1
-"""Share of the deadline before which no group is left to the engine: slow start makes every link look too slow."""
+"""Share of the deadline before which the engine gets no groups: slow start makes every link look too slow."""
 _DECIDED = 0.9
-"""Same, for policies that divide the work themselves: re-planning then only corrects their misjudgements."""
+"""Same, for policies that divide the work themselves: this only corrects their misjudgements."""
 _LONGEST_PLAY = 4.0
 """Maximum duration of a play, as a multiple of a full prefill; half as much measures rates twice as often."""
 _SLOW_START = 0.5
-"""Maximum share of the deadline that slow start may take when planning the engine's work."""
+"""Maximum share of the deadline to allow for slow start."""
 _ASKED = 64
-"""Maximum decisions per event. The policy continues at once, but pending events are handled first."""
+"""Maximum decisions before pending events are handled."""
 _ABANDONED = 64
 """Maximum transfers cancelled per tick."""
 _HURRY_TICKS = 1.5
-"""Decoding is urgent this many ticks before the last moment to start it."""
+"""Ticks of margin before decoding becomes urgent."""
 
 
 class Session:
-    """One play: takes events through its methods and returns actions from `actions`."""
+    """One play: takes events through its methods and returns `actions`."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class Session:
         offers: Sequence[Offer] | None = None,
         round_trips: Sequence[float | None] = (),
     ) -> None:
-        """Start with every group absent; see `kvabr.player.builder.new_session` for arguments and errors."""
+        """Start with every group absent; see `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
             raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
         self.config = config = config or PlayerConfig()
@@ -168,21 +167,20 @@ class Session:
         self._decoders = DecodeQueue(self.view, self.groups, config.decode_ahead_s, together=config.together)
         self._actions: list[Action] = []
         self.heard_s = self._store_s = 0.0
-        """Play time of the last received bytes: any bytes, and bytes from the local store."""
+        """Time of the last received bytes: any, and from the local store."""
         self._requests = 0
         self._pushed: set[int] = set()
-        """Requests that the publisher pushes."""
         self._priorities = RequestPriorities(self.catalog.groups)
         self.content = False
         """True if the policy needs no further request for now."""
         self._engine_due = True
-        """True if the policy's division gives the engine work."""
+        """True if the policy leaves work to the engine."""
         self._computed_on = 0
-        """Number of steps in the record when the engine last started."""
+        """Steps in the record when the engine last started."""
         self._more_s = math.inf
         """When `_ASKED` cut the policy's decisions short; infinite if it did not."""
         self.over = self.closed = False
-        """True once the play has ended; `closed` is already true when groups arrive too late for the cache."""
+        """True once the play has ended; `closed` already when groups arrive too late for the cache."""
         self._live = None if expected_s is None else LivePlay(self, expected_s)
         self.aim = self._aim(goal, mode)
 
@@ -218,8 +216,7 @@ class Session:
         Args:
             edge: the number of groups published so far.
             now: when they were first known to exist.
-            changes: missing tracks and newly available ones. The base of a group without an earlier request is
-                requested like any other.
+            changes: missing and newly available tracks, and groups to request instead of waiting for a push.
         """
         if not self.over and self._live is not None:
             self._live.published(edge, now, changes)
@@ -291,8 +288,7 @@ class Session:
             request: its number.
             reason: the cause.
             now: the time of the play, seconds.
-            busy: the publisher is overloaded; the failure does not count against the group, which may be requested
-                again.
+            busy: the publisher is overloaded; this does not count against the group.
             lost: the source is unreachable.
         """
         transfer = self.view.in_flight.pop(request, None)
@@ -344,7 +340,7 @@ class Session:
         self.record.tokens_recomputed += self.catalog.tokens_before(last) - self.catalog.tokens_before(first)
         if self.closed:
             return
-        # Groups placed since the engine started did not influence its result, and it replaces those in its range.
+        # Groups placed meanwhile did not influence the result, and it replaces those in its range.
         since = self.record.steps[self._computed_on :]
         since = [step for step in since if not first <= step[1] < last]
         self.record.steps[self._computed_on :] = [("compute", first, last), *since]
@@ -417,12 +413,10 @@ class Session:
         self.advance(now)
 
     def _move(self, now: float) -> None:
-        """Cancel requests that another source should serve."""
         for transfer, reason in self.sources.misplaced(now):
             self.cancel(transfer, reason, now)
             if self.sources.trying and transfer.upgrade and self.view.track_of[transfer.group] is not None:
-                # A policy that assumes a dead link would not repeat the request, so the link would never be seen to
-                # recover.
+                # A policy that assumes a dead link would not repeat the request, and the recovery would go unnoticed.
                 again = Decision.upgrade(transfer.group, transfer.track, reason)
                 self._fetch(transfer.group, transfer.track, again, now)
 
@@ -434,7 +428,7 @@ class Session:
     def cut_off(self, reason: str, now: float) -> None:
         """Handle the loss of every source: the engine computes the missing groups.
 
-        Without an engine the play continues, because a returning source is its only chance.
+        Without an engine the play waits for a source to return.
         """
         if self.closed or self.engine is None:
             return
@@ -498,7 +492,7 @@ class Session:
         self._actions.append(action)
 
     def waiting(self) -> bool:
-        """Return whether any request is in flight, or any group is being decoded or queued for it."""
+        """Return whether requests are in flight, or groups are being decoded or queued for it."""
         return bool(self.view.in_flight or self._decoders.decoding or self._decoders)
 
     def decoding(self) -> bool:
@@ -572,7 +566,6 @@ class Session:
             self._fetch(group, decision.track, decision, now)
 
     def _fetch(self, group: int, track: str, decision: Decision, now: float) -> None:
-        """Request a track, or the best available replacement."""
         view = self.view
         layers = view.layers(track, view.track_of[group])
         unavailable = next((n for n, layer in enumerate(layers) if (group, layer) in view.unavailable), len(layers))
@@ -629,7 +622,6 @@ class Session:
         self._decoders.moved(group)
 
     def _not_local(self, transfer: Transfer) -> None:
-        """Count a local request in flight as network traffic."""
         self.view.in_flight.not_local(transfer)
         self.view.outstanding_bytes += transfer.remaining
 
@@ -680,7 +672,6 @@ class Session:
         self.events.emit(RecomputeStarted, now, first, last)
 
     def _leave_out(self, groups: Collection[int]) -> None:
-        """Leave groups that no asset has to the engine from the start."""
         if groups:
             every = self.catalog.by_name
             self.retries.unavailable.update((group, track) for group in groups for track in every)
@@ -689,18 +680,18 @@ class Session:
             self.groups.restage(range(self.catalog.groups))
 
     def _settle(self, source: int, now: float) -> None:
-        """End a transfer's part in the throughput sample; it may have been the source's last active one."""
+        """End a transfer's part in the throughput sample."""
         self._sampler[source].settle(now, idle=source not in self.view.in_flight.receiving)
 
     def _dead(self, now: float) -> bool:
-        """Return whether requests have been silent for so long that the engine should start."""
+        """Return whether the silence is long enough to start the engine."""
         share, view = self.config.stalled_after, self.view
         if share is None or not view.in_flight or self.undecoded():
             return False
         return now - self.heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, LEAST_SILENCE_S)
 
     def _engine_waits(self) -> bool:
-        """Return whether the engine idles while no bytes arrive; the policy may then act despite requests in flight."""
+        """Return whether the engine and the link idle; the policy may then act despite requests in flight."""
         idle = self.engine is not None and self.view.engine_backlog_s <= 0 and self.guard.policy.divides
         return idle and (self.view.rate <= 0 or not self.record.bytes_fetched)
 
@@ -747,13 +738,13 @@ class Session:
         self._engine_s = now
 
     def _end_decoding(self, request: int) -> tuple[Transfer, ...]:
-        """Take the batch of a request from the decoders; empty if it is unknown or the play is closed."""
+        """Take the batch of a request from the decoders; empty if unknown or too late."""
         if self.closed:
             return ()  # too late: cache and record are final
         return self._decoders.end(request)
 
     def _place(self, transfer: Transfer, now: float, *, better: bool) -> None:
-        """Record that a group is in place on a transfer's track; ``better``: it replaces another track."""
+        """Record that a group is in place; ``better``: it replaces another track."""
         record = self.record.groups[transfer.group]
         if record.track == RECOMPUTED:
             self.record.bytes_wasted += transfer.bytes
@@ -779,7 +770,7 @@ class Session:
         *,
         counts: bool = True,
     ) -> None:
-        """Return a group to its previous state after a failed or cancelled transfer; see `RetryTracker.failed`."""
+        """Let a group fall back after a failed or cancelled transfer; see `RetryTracker.failed`."""
         group = transfer.group
         progress = self.groups[group]
         self.record.bytes_wasted += transfer.received
@@ -795,7 +786,6 @@ class Session:
         self.groups.fall_back(group)
 
     def _drop(self, transfer: Transfer) -> None:
-        """Discard a transfer that has arrived and is now useless."""
         self.groups[transfer.group].drop(transfer)
         self.record.bytes_wasted += transfer.bytes
         self._actions.append(Cancel(transfer.request))
@@ -875,5 +865,4 @@ class Session:
 
 
 def _between(first: int, last: int) -> range:
-    """Return the range between two groups, in either order."""
     return range(min(first, last), max(first, last))

@@ -24,8 +24,8 @@ class WholeGoal:
 class PrefixGoal:
     """Deliver the groups before the first miss, for an engine that computes the rest without kvabr (vLLM, SGLang).
 
-    The play never waits for the engine. It ends when every group is in place, when computing the rest is faster than
-    fetching it, when only the engine could still provide a group, or at the deadline.
+    The play ends when every group is in place, when computing the rest is faster than fetching it, when only the engine
+    could still provide a group, or at the deadline. It never waits for the engine.
     """
 
 
@@ -34,13 +34,13 @@ class UpgradeGoal:
     """Fetch better tracks for a complete cache that is already in use."""
 
     tracks: tuple[str, ...]
-    """Per group, the track in place, or ``recomputed`` for groups to leave alone: those that are exact enough, and
-    state snapshots on any track."""
+    """Per group, the track in place, or ``recomputed`` to leave it alone (exact enough, or a state snapshot on any
+    track)."""
     until_s: float = math.inf
     """Seconds after which the play ends; infinite: when every group is at its best."""
     rate: float = 0.0
-    """Link rate during the previous play, bytes per second. Used until the estimator has a rate, since a policy
-    without one requests no upgrades."""
+    """Link rate of the previous play, bytes per second, until the estimator has one: without a rate, policies
+    request no upgrades."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,11 @@ class BlendGoal:
     """Deliver the whole cache of a prompt joined from passages; the engine recomputes some tokens at the end."""
 
     share: float | None = None
-    """Share of the passages' tokens to recompute, if time allows; None: chosen from the fusion losses in the
-    passages' catalogs."""
+    """Share of the passages' tokens to recompute, if time allows; None: chosen from the passages' fusion losses."""
     question: int = 0
-    """Number of question tokens, which select the tokens to recompute; 0: no tokens are recomputed."""
+    """Number of question tokens, which select the tokens to recompute; 0: none."""
     max_loss: float = math.inf
-    """Expected loss, nats per generated token, above which the play is given up and the prompt must be computed."""
+    """Expected loss, nats per generated token, above which the play is given up."""
 
     def __post_init__(self) -> None:
         if self.share is not None and not (isinstance(self.share, int | float) and 0 <= self.share <= 1):
@@ -70,18 +69,18 @@ WHOLE = WholeGoal()
 # -------------------------------------------------------------------- configuration
 
 GPU_PRICE = 1e-3
-"""Default price of a second of engine time, nats per token, for a mostly idle engine."""
+"""Default price of a second on a mostly idle engine, nats per token."""
 TIME_PRICE = 1e-3
 """Default price of a second before the first token, nats per generated token."""
 MAX_TICK_S = 1.0
-"""Maximum seconds between two ticks of a session, for any deadline."""
+"""Maximum seconds between two ticks of a session."""
 
 ENGINE_PATIENCE = 2.0
-"""Extra time, as a multiple of a full prefill, that an incomplete play with an engine gets after its patience ends.
-A prefill in progress, however slow, ends sooner than a new one started after an error."""
+"""Extra time for an incomplete play with an engine, as a multiple of a full prefill. A running prefill, however
+slow, ends sooner than one started after an error."""
 MOST_REQUESTS = 512
-"""Maximum requests in flight. A connection sends fewer at a time; requests that wait there were decided too early
-and are cancelled if the play ends."""
+"""Maximum requests in flight. A connection sends fewer at a time; the others are decided too early and are cancelled
+if the play ends."""
 MAX_DECODERS = 1024
 """Maximum decoder threads."""
 
@@ -106,35 +105,34 @@ class PlayerConfig:
     least_ahead_bytes: int = 4 << 20
     """Bytes in flight below which `ahead` does not apply: in slow start the rate says little."""
     ticks: int = 50
-    """Ticks per deadline, at least one a second. At each tick the session looks for slow or stalled transfers."""
+    """Ticks per deadline, at least one a second; each looks for slow or stalled transfers."""
     attempts: int = 3
-    """Attempts per group and track before that track counts as unavailable for the group."""
+    """Attempts per group and track before the track is unavailable for the group."""
     give_up_after: float = 10.0
-    """Deadlines after which an incomplete play ends; with an engine, some time later (`ENGINE_PATIENCE`). Replays
-    wait that long to measure how late a play is. Real plays use `PlayOptions.patience`, 1 by default."""
+    """Deadlines after which an incomplete play ends; later with an engine (`ENGINE_PATIENCE`). Replays wait that
+    long to measure lateness; real plays use `PlayOptions.patience`, 1 by default."""
     gpu_price: float = GPU_PRICE
-    """Price of a second of engine time, nats per token: near zero for an idle engine, high if other requests wait
-    for it. Infinite: the engine computes only groups that the network cannot deliver in time."""
+    """Price of a second of engine time, nats per token: near zero if idle, high if other requests wait. Infinite:
+    the engine computes only groups that the network cannot deliver in time."""
     decoders: int = 1
     """Groups decoded at once: the driver's decoder threads."""
     decode_ahead_s: float = 0.0
-    """Seconds of decoding queued per thread. Without a queue, a thread that has decoded a small group waits for the
-    event loop, which takes longer than the group."""
+    """Seconds of decoding queued per thread, so that threads need not wait for the event loop after a small group."""
     together: bool = False
     """True if the decoders take all waiting groups in one batch, as a GPU does."""
     decodes_last: bool = False
-    """True if groups stay compressed until the play has ended; see `View.decodes_last`."""
+    """True if groups stay compressed until the play ends; see `View.decodes_last`."""
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per generated token. Zero: only the deadline counts."""
     max_loss: float = math.inf
     """Maximum expected loss of a delivered cache, nats per generated token. To stay below it, the play computes
-    more, cuts the prefix, or misses the deadline. Infinite: any loss is accepted."""
+    more, cuts the prefix, or misses the deadline. Infinite: no limit."""
     chunked: bool = False
-    """True if bytes are reported in chunks as they are read from a transport, rather than as they flow."""
+    """True if bytes are reported in chunks read from a transport, rather than as they flow."""
     stalled_after: float | None = None
-    """Share of the deadline after which a stalled transfer is requested again; None: never."""
+    """Share of the deadline before a stalled transfer is requested again; None: never."""
     silent_after: float | None = None
-    """Share of the deadline. A late play is given up after that long without bytes, if it is also three times the
+    """Share of the deadline. A late play is given up after that long without bytes, and at least three times the
     usual time to first byte. None: never."""
 
     def __post_init__(self) -> None:
@@ -157,7 +155,7 @@ class FetchGroup:
     """Request one group of one track."""
 
     request: int
-    """Number of the request, used in every event about it."""
+    """Number of the request in every event about it."""
     group: int
     """The group, counted from the catalog's first (`Catalog.offset`)."""
     track: str
@@ -166,15 +164,14 @@ class FetchGroup:
     priority: int
     """MoQT subscriber priority, 0 (most urgent) to 255: serve requests in flight in ascending order."""
     pushed: bool = False
-    """True if the publisher sends it without a request, since the group was published during the play
-    (`Session.published`)."""
+    """True if the publisher sends it without a request, because the play is live (`Session.published`)."""
     source: int = 0
-    """Number of the source to request it from."""
+    """Number of the source."""
 
 
 @dataclass(slots=True)
 class Cancel:
-    """Stop a request, or discard its data. No further events about it are expected."""
+    """Stop a request, or discard its data; expect no further events."""
 
     request: int
 
@@ -188,7 +185,7 @@ class Decode:
     group: int
     track: str
     below: tuple[int, ...] = ()
-    """Requests for the layers below ``track`` that are not in place yet, lowest first."""
+    """Requests for lower layers that are not in place yet, lowest first."""
 
 
 @dataclass(slots=True)
@@ -210,19 +207,17 @@ class ChooseTokens:
 class RecomputeTokens:
     """Recompute the passages' most important tokens over the cache in place, which no longer changes.
 
-    Answer with `BlendAim.tokens_recomputed` or `BlendAim.tokens_failed`. Choose the tokens first if they are not chosen
-    yet. Also put tokens that were computed ahead into place.
+    Choose the tokens first if necessary, and also place tokens that were computed ahead. Answer with
+    `BlendAim.tokens_recomputed` or `BlendAim.tokens_failed`.
     """
 
     share: float
-    """Share of the passages' tokens."""
     tokens: int
-    """Number of these tokens."""
     question: int = 0
-    """Question tokens that must still choose the tokens; 0: they are chosen, or being chosen."""
+    """Tokens of the question, if it has yet to choose the tokens; else 0."""
     passage: int | None = None
-    """Compute only tokens of this passage, in its publisher's order, ahead of the others. The rest of the prompt is
-    still arriving, so they are kept apart until it is complete."""
+    """Compute only tokens of this passage, in its publisher's order, and keep them apart until the rest of the
+    prompt has arrived."""
 
 
 @dataclass(slots=True)
@@ -232,12 +227,12 @@ class Deliver:
     now: float
     met: bool
     cut: str | None = None
-    """Why a prefix play ended before every group was in place; None if it is complete."""
+    """Why a prefix play ended before every group was in place; None if complete."""
 
 
 @dataclass(slots=True)
 class GiveUp:
-    """End the play with groups missing; at most those before the first missing group can be used."""
+    """End the play with groups missing; only groups before the first missing one can be used."""
 
     now: float
     reason: str
@@ -254,9 +249,9 @@ class GroupRecord:
 
     group: int
     track: str | None = None
-    """The track in place at delivery, or ``recomputed``; None if the group is missing."""
+    """The track in place at delivery, ``recomputed``, or None."""
     bytes: int = 0
-    """Bytes of the frame in place, summed over its layers."""
+    """Bytes of all layers in place."""
     requested_s: float | None = None
     first_byte_s: float | None = None
     done_s: float | None = None
@@ -313,7 +308,7 @@ class GroupRecords(Sequence[GroupRecord]):
 
 @dataclass(slots=True)
 class LiveRecord:
-    """Progress of the producer of an asset that was still being prefilled; times as in `GroupRecord`."""
+    """Producer of an asset that was still being prefilled; times as in `GroupRecord`."""
 
     published: int = 0
     """Groups published when the play ended."""
@@ -322,7 +317,7 @@ class LiveRecord:
     stopped: str | None = None
     """Why the producer stopped before the last group; None if it did not."""
     sooner_alone_s: float | None = None
-    """Seconds by which the player's own engine should have been faster; None if it has none, or was not faster."""
+    """Seconds by which the player's own engine should have been faster, if so."""
 
 
 @dataclass(slots=True)
@@ -330,18 +325,18 @@ class BlendRecord:
     """Recomputed tokens of a prompt joined from passages; times as in `GroupRecord`."""
 
     share: float = 0.0
-    """Share of the passages' tokens that the question chose."""
+    """Share of the passages' tokens chosen by the question."""
     tokens: int = 0
     """Number of these tokens."""
     ahead: int = 0
-    """Additional tokens computed in their publishers' order while the cache was arriving."""
+    """Additional tokens computed ahead, in their publishers' order."""
     chosen_s: float | None = None
-    """When the tokens were chosen; None if not before the cache was complete."""
+    """When the tokens were chosen, if before the cache was complete."""
     begun_s: float | None = None
     done_s: float | None = None
-    """When the tokens were computed and in place; None if there were none."""
+    """When the tokens were computed and in place."""
     fusion_loss: float | None = 0.0
-    """Loss from joining the delivered cache, nats per generated token; None if it was not measured."""
+    """Loss from joining, nats per generated token; None if not measured."""
 
 
 @dataclass(slots=True)
@@ -352,7 +347,6 @@ class PlayRecord:
     delivered_s: float | None = None
     """When the cache was delivered; None if the play was given up."""
     met: bool = False
-    """True if it was delivered by the deadline."""
     bytes_fetched: int = 0
     """Bytes received, useful or not."""
     bytes_held_up: dict[str, int] = field(default_factory=dict)
@@ -369,19 +363,17 @@ class PlayRecord:
     recompute_s: float = 0.0
     """Seconds of engine time."""
     tail: int = 0
-    """Tokens of the cache that the engine computed with the question, in `tail_s` additional seconds."""
+    """Cache tokens that the engine computed with the question, in `tail_s` additional seconds."""
     tail_s: float = 0.0
     abandoned: int = 0
     """Transfers cancelled because they would have been late."""
     cut: str | None = None
-    """Why a prefix play ended before every group was in place; None if complete, or for another goal."""
+    """Why a prefix play ended before every group was in place; else None."""
     used: int | None = None
-    """Number of groups used of a cut prefix; the engine computes the rest, even groups in place. None: all before
-    the first missing group."""
+    """Groups used of a cut prefix; the engine computes the rest. None: all before the first missing group."""
     gave_up: str | None = None
-    """Why the play was given up."""
     late_for_loss: bool = False
-    """True if a complete cache missed the deadline because it lost more than `PlayerConfig.max_loss`."""
+    """True if a complete cache was late because it lost more than `PlayerConfig.max_loss`."""
     live: LiveRecord | None = None
     """None if the asset was complete when the play began."""
     blend: BlendRecord | None = None
@@ -389,9 +381,8 @@ class PlayRecord:
     steps: list[tuple[str, int, int | str]] = field(default_factory=list)
     """Placed groups, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
     division: Division | None = None
-    """Division of work between network and engine, and the expected result, from when the rate was first known, else
-    the last one. None without an engine, or if the policy does not divide the work. Later divisions are not
-    recorded."""
+    """Division of work between network and engine, and the expected result: the first with a known rate, else the
+    last. None without an engine, or if the policy does not divide the work."""
 
     @property
     def missing(self) -> tuple[int, ...]:
