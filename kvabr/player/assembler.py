@@ -105,7 +105,7 @@ class Layer(NamedTuple):
     frame: bytes | memoryview
     """Untrusted. The caller must not change it afterwards."""
     has_digest: HasDigest | None = None
-    """Compares the frame's digest if the caller has computed it; None: it is computed here."""
+    """Compares the frame's digest, if the caller has computed it."""
 
 
 class Placement(Enum):
@@ -157,12 +157,11 @@ class Assembler:
                 neither computing on the cache nor single tokens. None: a new tensor per layer class.
             dtype: element type of new tensors, by default the asset's. A float8 tensor holds the codes of the
                 publisher's engine, any other the numbers they stand for (`kvabr.codec.quantised`).
-            coded: keep groups compressed, for `take_coded`; computing and upgrades in place are not possible.
+            coded: keep groups compressed, for `take_coded`, without computing or upgrades in place.
 
         Raises:
             ForeignError: the profile is of another model.
-            UsageError: ``out`` has the wrong shape, is not a float tensor, or is of a quantised type other than the
-                asset's; or there are several layer classes, which always need new tensors.
+            UsageError: ``out`` has the wrong shape or type, or there are several layer classes, which need new tensors.
         """
         if profile is not None:
             profile.check(catalog.spec)
@@ -187,9 +186,9 @@ class Assembler:
         self._direct: set[int] = set()
         """Groups being decoded directly into their empty places; no other thread writes there."""
         self._spare: list[list[torch.Tensor]] = [[] for _ in catalog.spec.parts]
-        """Unused scratch tensors, per class; the system would clear fresh memory for every group."""
+        """Unused scratch tensors, per class; fresh memory would have to be cleared."""
         self._taken = self._open = self._handed = False
-        """True if groups are refused; if upgrades are accepted nevertheless; if the cache has been handed over."""
+        """True if groups are refused; if upgrades are still accepted; if the cache has been handed over."""
         self._again: set[int] = set()
 
     @property
@@ -302,8 +301,8 @@ class Assembler:
     def put_computed(self, first: int, last: int, *parts: torch.Tensor) -> Placement:
         """Place groups ``first`` to ``last`` - 1 as computed by the engine.
 
-        ``parts``: per layer class, [layer, K/V, head, token, dim] for exactly the tokens of these groups
-        (`Catalog.tokens_before`); for a state, the snapshot after them. Any float dtype.
+        ``parts``: per layer class, [layer, K/V, head, token, dim] for exactly these groups' tokens
+        (`Catalog.tokens_before`), or the state snapshot after them; any float dtype.
 
         Raises:
             UsageError: a tensor has another shape, or contains NaN or infinity.
@@ -349,8 +348,7 @@ class Assembler:
 
         Raises:
             HoleError: a group before it is missing.
-            UsageError: the catalog is a suffix or a piece of a prompt, so the first tokens are elsewhere; or an engine
-                cannot start there.
+            UsageError: the first tokens are in another cache, or an engine cannot start at ``group``.
         """
         catalog = self._catalog
         if catalog.first_token:
@@ -397,9 +395,7 @@ class Assembler:
         return write
 
     def put_tokens(self, at: Sequence[int], computed: torch.Tensor) -> Placement:
-        """Put single tokens into a complete cache, which accepts no groups afterwards.
-
-        The cache is handed over with all of the tokens or none; after a handover this has no effect.
+        """Put single tokens into a complete cache, all or none; afterwards it accepts no groups.
 
         Args:
             at: their places, counted from the cache's first token.
@@ -458,11 +454,11 @@ class Assembler:
         """Hand over the longest prefix in place, compressed, see `longest_prefix`; accept no data afterwards.
 
         Args:
-            groups: exclude groups from this one on.
+            groups: number of leading groups to consider; None: all.
             block: the prefix must end at a multiple of this many tokens of the prompt.
 
         Returns:
-            The groups of `PlacedPrefix.groups`, and the prefix's contents.
+            The groups of `PlacedPrefix.groups`, and the prefix.
         """
         with self._lock:
             self._handed = self._taken = True
@@ -478,14 +474,10 @@ class Assembler:
         return CodedGroup(payload, offer.name, self._context(group), self._below(group, offer), number)
 
     def take_prefix(self, groups: int | None = None, block: int = 1) -> tuple[tuple[torch.Tensor, ...], PlacedPrefix]:
-        """Hand over the longest prefix in place, see `longest_prefix`; accept no data afterwards.
-
-        Args:
-            groups: exclude groups from this one on.
-            block: the prefix must end at a multiple of this many tokens of the prompt.
+        """Hand over the longest prefix in place; arguments as for `take_coded`.
 
         Returns:
-            A tensor per layer class, with the tokens of `PlacedPrefix.spans`; and the prefix's contents.
+            A tensor per layer class, with the tokens of `PlacedPrefix.spans`; and the prefix.
         """
         with self._lock:
             self._handed = True
@@ -526,7 +518,7 @@ class Assembler:
     def _claim(self, group: int, layers: Sequence[Layer]) -> bool:
         """Return whether to decode a group directly into its place; if so, the caller must remove it from `_direct`.
 
-        Empty places have no readers, so a bad frame does no harm. `seal` waits for direct decoding, so on a CPU only
+        Bad frames do no harm in empty places, which have no readers. `seal` waits for direct decoding, so on a CPU only
         tracks that decode about as fast as copying qualify.
         """
         context, track = self._context(group), self._catalog.track(layers[-1].track)

@@ -16,11 +16,11 @@ from kvabr.types.joined import fusion_loss, joined_passages
 from kvabr.types.loss import played_loss
 
 _UNKNOWN_LINK_SHARE = 0.5
-"""Maximum share of the deadline reserved for tokens while the link rate is unknown."""
+"""Maximum share of the deadline reserved for tokens on an unknown link."""
 _MOST_SHARES = 64
-"""Maximum shares to weigh, since every passage may name this many of its own."""
+"""Maximum shares to weigh; every passage may name this many."""
 _AHEAD = 0.15
-"""Share of a passage's tokens that is computed in its publisher's order."""
+"""Share of a passage's tokens to compute in its publisher's order."""
 _ORDER_WORTH = 0.3
 """Savings of the publisher's order, relative to the question's choice of as many tokens (SmolLM2-135M: .3 to .45)."""
 
@@ -60,10 +60,10 @@ class BlendPlan:
 
         Args:
             ladder: of the joined catalog.
-            cost: cost of the engine's prefill; None: it computes no tokens.
+            cost: of the engine's prefill; None: it computes no tokens.
             goal: of the play.
             time_price: price of a second before the first token, nats per generated token.
-            gpu_price: price of a second of engine time; infinite: tokens are computed only if the goal names a share.
+            gpu_price: price of a second of engine time; infinite: only a share named by the goal is computed.
         """
         self._catalog, self._goal = ladder.catalog, goal
         self.passages = joined_passages(ladder.catalog)
@@ -107,7 +107,7 @@ class BlendPlan:
         return (1 - share) * codec + (self.fusion(coverage, share) or 0.0)
 
     def reserve_s(self, left_s: float, received: int, rate: float) -> float:
-        """Return the seconds before the deadline that are worth more for tokens than for the last layers.
+        """Return the time before the deadline, in seconds, that tokens use better than the last layers.
 
         Args:
             left_s: seconds to the deadline.
@@ -123,15 +123,14 @@ class BlendPlan:
                 codec = 0.0
             else:
                 codec = self._codec(received + rate * max(0.0, left_s - needed_s), option.share)
-            # Options of equal value have ascending tokens; take the last, which is the share that the user names, if
-            # any.
+            # `_worth` favours the share that the user names.
             worth = codec + self._worth(option, option.fusion)
             if worth < least:
                 best, least = needed_s, worth
         return best
 
     def ahead(self, number: int) -> BlendOption | None:
-        """Return the tokens of a passage that are worth computing in its publisher's order; None if there are none."""
+        """Return the tokens of a passage worth computing in its publisher's order, or None."""
         cost, passage = self._cost, self.passages[number]
         if cost is None or passage.notes is None or not passage.notes.order or len(self.options) < 2:
             return None
@@ -174,24 +173,20 @@ class BlendPlan:
         return loss + self._price * option.seconds
 
     def _shares(self) -> list[float]:
-        """Return the shares to choose from: the measured ones, and the user's."""
         measured = {share for one in self.passages if one.notes is not None for share, _ in one.notes.fusion}
         if self._goal.share is None:
             return _thinned(share for share in measured if share > 0)
         return _thinned({share for share in measured if 0 < share < self._goal.share} | ({self._goal.share} - {0.0}))
 
     def _codec(self, nbytes: float, share: float) -> float:
-        """Return the lowest codec loss if ``nbytes`` arrive, or the penalty of a miss if the cache stays incomplete.
-
-        The recomputed ``share`` of the tokens has no codec loss.
-        """
+        """Return the lowest codec loss if ``nbytes`` arrive, or that of a miss; recomputed tokens have none."""
         if nbytes < self._base_bytes:
             return MISS_PENALTY + self._losses[0] * (2 - nbytes / self._base_bytes)
         return (1 - share) * self._losses[bisect_right(self._spent, nbytes - self._base_bytes) - 1]
 
 
 def _thinned(shares: Iterable[float]) -> list[float]:
-    """Return the shares in ascending order, evenly thinned to `_MOST_SHARES`, including the highest."""
+    """Return the shares in ascending order, thinned to `_MOST_SHARES`, including the highest."""
     ascending = sorted(shares)
     step = max(1, -(-len(ascending) // _MOST_SHARES))
     return ascending[::-step][::-1]

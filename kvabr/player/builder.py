@@ -67,7 +67,7 @@ def opening(
 def choose_tail(policy: str, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
     """Return the offer that a policy takes, usually the one with the lowest of the `tail_costs`.
 
-    The choice is made before the play, by a separate instance of the policy.
+    It is chosen before the play, by a separate instance of the policy.
 
     Raises:
         PolicyError: there is no such policy, or it raises, or takes none of them.
@@ -102,20 +102,19 @@ def new_session(
         ladder: the tracks; its catalog may be a suffix of a published asset (`Catalog.suffix`).
         deadline_s: seconds from `Session.start` to the deadline; for upgrades, the planning horizon.
         policy: name of the policy, see `load_policy`.
-        estimator: a fresh one, see `new_estimator`; for several sources, one each in their order.
+        estimator: a fresh one, see `new_estimator`, or one per source.
         goal: purpose of the play.
-        cost: cost of the engine's prefill, counted from the first token of the prompt; None for no engine.
-        mode: the groups that the engine can recompute. It is always ``suffix`` for prefix plays and for models with
-            several layer classes or windows, since their groups cannot be computed one by one; upgrades have no engine.
-        config: limits and timeouts for every policy.
-        patience_s: seconds from `Session.start` after which an incomplete play is given up; None: see ``config``.
-        cached_groups: returns the groups of a track that need not cross the network, as published.
-        oracle: the future of the link, for policies that use it; only known in simulations.
+        cost: of the engine's prefill, counted from the first token of the prompt; None for no engine.
+        mode: the groups that the engine can recompute. Always ``suffix`` for prefix plays, and for several layer
+            classes or windows, since their groups cannot be computed one by one. Upgrades have no engine.
+        config: limits and timeouts.
+        patience_s: seconds from `Session.start` until an incomplete play is given up; None: see ``config``.
+        cached_groups: returns the groups of a track, as published, that need not cross the network.
+        oracle: the future of a simulated link, for policies that use it.
         decode_rates: of this machine, corrected by the session; None: from the catalog, uncorrected.
-        expected_s: when each group of an asset that is still being prefilled should be published, see `LiveEdge`; None:
-            all are published.
+        expected_s: when each group of a live asset should be published, see `LiveEdge`; None: all are published.
         log: receives every event.
-        offers: for several sources, the tracks of each, in their order; more may be added during the play.
+        offers: the tracks of each source; more may be added during the play.
         round_trips: to each source, seconds, if known.
 
     Raises:

@@ -24,9 +24,9 @@ class ComputeQueue:
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
         self._cost, self._mode, self._view, self._tick_s = cost, mode, view, tick_s
         self.planned: range = range(0)
-        """Groups that the planner currently leaves to the engine; re-planned at every event."""
+        """Groups that the planner leaves to the engine until the next event."""
         self.chosen = GroupSet(view.groups, ())
-        """Groups left to the engine for good, by the policy or because no request can deliver them."""
+        """Groups left to the engine for good."""
         self.left = GroupSet(view.groups)
         """Groups that are neither received, nor being computed, nor in `chosen`."""
         self.computing: tuple[int, int] | None = None
@@ -36,7 +36,7 @@ class ComputeQueue:
         self._asked = False
         """True if the policy chose any group of `chosen`."""
         self._waiting, self._waiting_s = 0, 0.0
-        """Number of `chosen` groups that have not started, and their total seconds, computed one by one."""
+        """Number of `chosen` groups that have not started, and the sum of their seconds."""
         self._found: Plan | None = None
         self._kept, self._kept_s = 0, 0.0
         """Remaining events (`View.keeps`), and time, until the slow search for a plan is repeated."""
@@ -74,7 +74,7 @@ class ComputeQueue:
 
     @property
     def tail(self) -> int:
-        """The first group of the tail left to the engine for good; the number of groups if there is no tail."""
+        """The first group of the tail left to the engine for good; the number of groups if none."""
         first = self.chosen.first() if self._mode == "suffix" else None
         return self._view.groups if first is None else self._view.catalog.cut(first)
 
@@ -86,7 +86,7 @@ class ComputeQueue:
             self.left.discard(group)
 
     def choose(self, groups: Iterable[int], *, asked: bool = False) -> None:
-        """Leave groups to the engine for good; ``asked``: the policy chose them, so a tail need not wait."""
+        """Leave groups to the engine for good; ``asked``: by the policy, so a tail need not wait."""
         self._asked = self._asked or asked
         for group in groups:
             if group not in self.chosen:
@@ -119,7 +119,7 @@ class ComputeQueue:
         return [*_without(before, self.planned), *_without(self.planned, before)], found
 
     def overdue(self, now: float, absent: GroupSet) -> bool:
-        """Return whether the network is later than the engine would take, so that waiting is no longer the better bet.
+        """Return whether the network is later than the engine would take: waiting is then no longer the better bet.
 
         Lost bytes keep looking as if they were about to arrive.
         """
@@ -132,9 +132,9 @@ class ComputeQueue:
         return 1e9 * late_s >= absent.total("seconds", self._each)
 
     def ready(self, now: float, absent: GroupSet, *, at_once: bool = False) -> tuple[int, int] | None:
-        """Return the groups that the engine should start now, if everything before them is in place; or None.
+        """Return the groups that the engine should start now, or None.
 
-        ``at_once``: start a tail that the network could still shorten, because the policy alone decides.
+        ``at_once``: start even a tail that the network could still shorten, because the policy alone decides.
         """
         if self.computing is not None or not self.waiting():
             return None
@@ -189,7 +189,7 @@ class ComputeQueue:
         constant_s = 2 * self._seconds(first, first + 1) - self._seconds(first, first + 2)
         if constant_s <= 0:
             return first + 1
-        # Searched, because below a minimum duration calls of one and two groups take equally long.
+        # Searched, because calls of one and two groups may take equally long.
         seconds, ends = partial(self._seconds, first), range(first + 1, last + 1)
         count = 1 + bisect_left(ends[:-1], LEAST_CALL * constant_s, key=seconds)
         return first + (bisect_right(ends[:count], in_time, key=seconds) or count)

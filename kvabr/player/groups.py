@@ -1,8 +1,7 @@
 """The stage of each group in a play, and the policy's view of it.
 
-A group's `Stage` follows from its layers in flight, received or being decoded, from the track in place, and from the
-engine's queue. After a change, `Groups.restage` updates the stage and the sets that policies and planners read.
-`TRANSITIONS` lists the possible changes.
+A group's `Stage` follows from its layers, the track in place, and the engine's queue. After a change, `Groups.restage`
+updates the stage and the sets that policies and planners read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvabr.types.catalog import RECOMPUTED
 
 
 class Stage(IntEnum):
-    """Stage of a group. Up to `LEFT` it is absent: no independently decodable layer has arrived."""
+    """Stage of a group; up to `LEFT` no independently decodable layer has arrived."""
 
     UNPUBLISHED = 0
     """Not published by its producer yet."""
@@ -25,7 +24,7 @@ class Stage(IntEnum):
     """To be requested by the policy."""
     REQUESTED = 2
     LEFT = 3
-    """Left to the engine, for now or for good; it may be in flight, too."""
+    """Left to the engine, possibly in flight too."""
     COMPUTING = 4
     """Being computed by the engine."""
     ARRIVED = 5
@@ -46,14 +45,14 @@ TRANSITIONS: Mapping[Stage, Sequence[Stage]] = {
     Stage.PLACED: (Stage.COMPUTING,),
     Stage.COMPUTED: (),
 }
-"""The stages that can follow each. Failed, refused or cancelled groups fall back, as do those of a failed engine."""
+"""The possible next stages. Failed, refused or cancelled groups fall back, as do those of a failed engine."""
 
 
 class GroupProgress:
     """The transfers of one group that are not in place yet.
 
-    Layers may arrive in any order. The best track with all layers present is decoded in one batch. The layers that it
-    replaces are kept until then, in case it proves damaged.
+    The best track with all layers received is decoded in one batch. Layers that it replaces are kept until then, in
+    case it proves damaged.
     """
 
     __slots__ = ("_stacks", "arrived", "decoding", "flying")
@@ -63,9 +62,8 @@ class GroupProgress:
         self._stacks = stacks
         self.flying: tuple[Transfer, ...] = ()  # empty tuples are not tracked by the garbage collector
         self.arrived: tuple[Transfer, ...] = ()
-        """Received, not being decoded yet."""
         self.decoding: tuple[Transfer, ...] = ()
-        """The batch being decoded, from the lowest layer to the highest."""
+        """The batch being decoded, lowest layer first."""
 
     @property
     def idle(self) -> bool:
@@ -138,7 +136,7 @@ class GroupProgress:
 
 
 class Groups(dict[int, GroupProgress]):
-    """The groups of one play; as a mapping, the progress of groups with current transfers."""
+    """The groups of one play; maps groups with current transfers to their progress."""
 
     def __init__(self, view: View, records: GroupRecords) -> None:
         """Start with every group missing."""
@@ -219,7 +217,7 @@ class Groups(dict[int, GroupProgress]):
             self._view.settled.add(group)
 
     def fall_back(self, group: int) -> None:
-        """Update the view after a loss: the group has no track, or the best one in place or received."""
+        """Update the view after a loss."""
         view, progress = self._view, self[group]
         self.restage((group,))
         stage = self.stage(group)

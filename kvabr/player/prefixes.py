@@ -1,7 +1,7 @@
 """The longest prefix of a prompt that is completely in place, for any layer classes.
 
-A prefix needs every group of full attention and latents, the window groups that are still visible at its end, and the
-state snapshot there. With windows, the end of a prompt can therefore be complete without its beginning.
+It needs every group of full attention and latents, the window groups still visible at its end, and the state snapshot
+there. With windows, the end of a prompt can be complete without its beginning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PlacedPrefix(NamedTuple):
     groups: tuple[int, ...]
     """The groups that hold the prefix, ascending."""
     spans: tuple[Span, ...]
-    """The prefix's tokens in the tensor of each layer class; tokens outside these spans are unused."""
+    """Its tokens in the tensor of each layer class."""
 
 
 def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -> PlacedPrefix:
@@ -31,8 +31,8 @@ def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -
 
     Args:
         catalog: of the play.
-        placed: per group, a true value if it is in place; groups after the last entry are not.
-        block: the prefix must end at a multiple of this many tokens of the prompt, which may be inside a group.
+        placed: per group, a true value if it is in place; later groups are not.
+        block: the prefix must end at a multiple of this many tokens of the prompt, possibly inside a group.
     """
     first, size = catalog.first_token, catalog.spec.group_tokens
     if catalog.every_token:

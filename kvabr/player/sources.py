@@ -1,10 +1,9 @@
 """The sources of a play: chooses one for each request, and moves requests between them.
 
-Groups are named by content, so any source that has an asset can serve any of its groups. Each request goes to the
-source that should deliver it first, given its time to first byte, its queued bytes and its rate. Requests queued at one
-source for longer than another would need move there, and so does everything at a source that falls silent. If a source
-refuses or loses a request, the others are tried before it counts as an attempt. A source that sends content other than
-the catalog names is dropped for the play.
+Any source that has an asset can serve any of its groups, since groups are named by content. Each request goes to the
+source that should deliver it first, given its time to first byte, queued bytes and rate. Requests move if they are
+queued for longer than another source would need, or if their source falls silent. If a source refuses or loses a
+request, the others are tried before it counts as an attempt. A source that sends wrong content is dropped for the play.
 """
 
 from __future__ import annotations
@@ -20,30 +19,29 @@ Offer = Container[str] | None
 
 
 class _NotKnown:
-    """Empty container compared by identity, so no built-in empty container would do."""
+    """Empty container, compared by identity."""
 
     def __contains__(self, track: object, /) -> bool:
         return False
 
 
 NOT_KNOWN: Container[str] = _NotKnown()
-"""The offer of a source that has not answered yet."""
+"""Offer of a source that has not answered yet."""
 
 _SILENT_TTFB = 4.0
-"""Multiple of its time to first byte after which a source is silent (at least `LEAST_SILENCE_S`)."""
+"""Multiple of the time to first byte that makes a silence (at least `LEAST_SILENCE_S`)."""
 _UNKNOWN_TTFB_S = 0.25
 """Default time to first byte."""
 _AGAIN = 3.0
-"""Multiple of that silence after which a source is probed with one group; doubled after each failed probe."""
+"""Multiple of that silence between probes of a source, doubled after each failed probe."""
 _MOST_TRIES = 8
 """Maximum doublings."""
 _TELLING_BYTES = 1 << 15
 """Minimum request size for measuring a source again."""
 _MOVED, _MOVED_S = 1.5, 0.05
-"""A request without a first byte moves if its source would take this many times as long and this many seconds
-longer."""
+"""A request without a first byte moves if its source needs this many times as long and this many seconds longer."""
 _MOVED_BEGUN = 3.0
-"""Same factor after the first byte; moving discards the received bytes."""
+"""Same factor after the first byte, since moving discards the received bytes."""
 
 
 class Sources:
@@ -61,8 +59,8 @@ class Sources:
         Args:
             samplers: estimate the rate of each source.
             view: the play.
-            offers: the tracks of each source, which may change during the play; None: there is one source.
-            round_trips: to each source, seconds, if known before the first request.
+            offers: the tracks of each source, which may change; None: there is one source.
+            round_trips: to each source, seconds, if known.
         """
         self._samplers, self._view, self._in_flight = samplers, view, view.in_flight
         self._offers: Sequence[Offer] = (None,) if offers is None else offers
@@ -116,11 +114,11 @@ class Sources:
                 self._samplers[source].revived()
 
     def waited(self, now: float) -> None:
-        """Restart the clocks: until now, other plays used the links."""
+        """Restart the clocks after other plays used the links."""
         self._heard_s = dict.fromkeys(self._heard_s, now)
 
     def failed(self, transfer: Transfer, *, lost: bool = False) -> bool:
-        """Record that a source failed a request, or is ``lost``; return whether another source may serve it."""
+        """Record that a source failed a request, or is ``lost``; return whether another may serve it."""
         if not self.several:
             return False
         if lost:
@@ -144,7 +142,7 @@ class Sources:
 
     @property
     def none_yet(self) -> bool:
-        """True if no request is possible until another source has answered."""
+        """True if requests must wait for a source to answer."""
         return self._awaited and all(
             source in self._dropped or offer is NOT_KNOWN for source, offer in enumerate(self._offers)
         )
@@ -154,7 +152,7 @@ class Sources:
         return any(offer is NOT_KNOWN for offer in self._offers)
 
     def misplaced(self, now: float) -> Iterator[tuple[Transfer, str]]:
-        """Yield transfers that another source should serve, and why; the caller cancels each as it is yielded."""
+        """Yield transfers to move, and why; the caller cancels each as it is yielded."""
         if not self.several:
             return
         for source in list(self._in_flight.asked):
@@ -197,7 +195,7 @@ class Sources:
         self._silent[source] = now + _AGAIN * self._patience_s(source) * 2 ** self._tries.get(source, 0)
 
     def _late(self, source: int) -> list[Transfer]:
-        """Return the requests at the end of a source's queue that others would deliver clearly sooner."""
+        """Return the last queued requests of a source that others would deliver clearly sooner."""
         found: list[Transfer] = []
         moved = dict.fromkeys(range(len(self._offers)), 0)
         asked = sorted(self._of(source), key=lambda one: (one.first_byte_s is None, one.priority, one.request))
@@ -224,7 +222,7 @@ class Sources:
         return now - self._heard_s.get(source, now) >= self._patience_s(source)
 
     def _brings(self, source: int, now: float) -> bool:
-        """Return whether a source delivered bytes recently or is unused; otherwise all sources may be in an outage."""
+        """Return whether a source is unused or recently delivered bytes; otherwise all may be in an outage."""
         return source not in self._in_flight.asked or now - self._heard_s.get(source, now) < LEAST_SILENCE_S / 2
 
     def _others(self, transfer: Transfer) -> list[int]:

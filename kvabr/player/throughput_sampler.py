@@ -1,7 +1,7 @@
 """Throughput samples for the estimator: the bytes of all requests over the time that the link was busy.
 
-A sample limited by the publisher or this process can raise the estimate but never lowers it. Silence always counts,
-since it has no visible cause.
+A sample limited by the publisher or this process never lowers the estimate. Silence always counts, since it has no
+visible cause.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Limited(Protocol):
 
 
 class ThroughputSampler:
-    """Samples a play's link if bytes are reported as they flow, as in the simulator."""
+    """Samples a play's link from bytes reported as they flow, as in the simulator."""
 
     def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
         self._estimator = estimator
@@ -68,7 +68,7 @@ class ThroughputSampler:
 
     @property
     def growing(self) -> bool:
-        """True if the last sample was clearly faster than the previous, as in slow start, and than earlier plays."""
+        """True if the last sample clearly exceeds the previous one, as in slow start, and earlier plays."""
         return (self._ramp_rate or 0.0) > (self._told or 0.0)
 
     def estimates(self) -> tuple[float, float, float]:
@@ -127,7 +127,7 @@ class ThroughputSampler:
         self._quiet_since = now
 
     def settle(self, now: float, *, idle: bool) -> None:
-        """Record the end of a transfer; if none is receiving bytes (``idle``), the sample ends too."""
+        """Record the end of a transfer, and of the sample if no other receives bytes (``idle``)."""
         if self._since is None:
             return
         seconds = now - self._since
@@ -138,7 +138,7 @@ class ThroughputSampler:
             self._since = None
 
     def _least_s(self) -> float:
-        """Return the minimum sample length: short for the first, later long enough to show the end of slow start."""
+        """Return the minimum sample length: short at first, later enough to show the end of slow start."""
         if not self._ramp_rate:
             return self._shortest_s
         # A late first byte, as after an outage, says little about slow start.
@@ -196,7 +196,7 @@ class ThroughputSampler:
         self._quiet_since = now
 
     def tick(self, now: float, *, waiting: bool, idle: bool) -> None:
-        """Let time pass. If all requests wait far longer than a round trip, the rate is zero."""
+        """Let time pass; if all requests wait far longer than a round trip, the rate is zero."""
         if not idle:
             self.settle(now, idle=False)
         elif not waiting:  # a link without requests is not silent
@@ -207,11 +207,11 @@ class ThroughputSampler:
 
 
 class ChunkedThroughputSampler(ThroughputSampler):
-    """Samples a play's link over a real transport, which reports bytes in chunks some time after they arrive.
+    """Samples a play's link over a real transport, which reports bytes in chunks with a delay.
 
-    The duration of the first chunk is unknown, so it does not count; later chunks took the time since it, as in packet
-    dispersion. If no chunk follows the first, the wait for it gives a lower bound of the rate, which can only raise the
-    estimate.
+    The first chunk has no known duration and does not count; later chunks took the time since it, as in packet
+    dispersion. If there are none, the wait for the first chunk gives a lower bound of the rate, which can only raise
+    the estimate.
     """
 
     def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
@@ -263,7 +263,7 @@ class SourceSamplers:
     def __init__(
         self, estimators: Sequence[Estimator], deadline_s: float, limited: Limited | None = None, *, chunked: bool
     ) -> None:
-        """Start with one estimator per source; ``chunked``: bytes are reported some time after they arrive."""
+        """Start with one estimator per source; ``chunked``: bytes are reported with a delay."""
         meter = ChunkedThroughputSampler if chunked else ThroughputSampler
         self._each = [meter(estimator, deadline_s, limited) for estimator in estimators]
         self.told_rate = sum(estimator.told for estimator in estimators)

@@ -2,11 +2,11 @@
 
 The cache is fetched to a deadline that leaves time for the tokens (`BlendPlan`): at every event, layers and tokens
 compete for the remaining time at one price. Once every group is in place, the engine chooses the tokens that the
-question attends to, while layers still arrive; the choice on the cheapest track is as good as on the best. At the end
-of the play, the tokens are computed over the cache as it is then, and the cache is delivered.
+question attends to, while layers still arrive; the choice on the cheapest track is as good as on the best. Finally the
+tokens are computed over the cache, which is then delivered.
 
-On a slow link the engine would be idle meanwhile. It then computes the tokens that their publisher ranks highest,
-passage by passage, as soon as everything before is in place. The expected loss ignores these savings.
+On a slow link the otherwise idle engine first computes the tokens that their publisher ranks highest, passage by
+passage, as soon as everything before is in place. The expected loss ignores these savings.
 
 If the engine fails, or does not finish by the deadline and within twice the expected time, the joined cache is
 delivered unchanged. If its expected loss exceeds the goal's limit, the play waits for the engine until its patience
@@ -59,7 +59,7 @@ class BlendAim(WholeAim):
     # ------------------------------------------------------------------ events
 
     def start(self, now: float) -> bool:
-        """See `WholeAim.start`; give up a play with a loss that must exceed the limit."""
+        """See `WholeAim.start`; give up if the lowest loss exceeds the limit."""
         if (least := self._plan.least_loss) > self._max_loss:
             self.play.give_up(now, self._too_lossy(least))
         return not self.play.over
@@ -74,7 +74,7 @@ class BlendAim(WholeAim):
         self.play.advance(now)
 
     def tokens_recomputed(self, now: float, *, ahead: bool = False) -> None:
-        """Handle tokens that are computed and in place, or kept apart if they were computed ahead."""
+        """Handle computed tokens, in place or, if ``ahead``, kept apart."""
         option = self._ahead if ahead else self._computing
         if self.play.over or option is None:
             return
@@ -92,7 +92,7 @@ class BlendAim(WholeAim):
             self._finish(now)
 
     def tokens_failed(self, reason: str, now: float, *, ahead: bool = False) -> None:
-        """Handle an engine failure while choosing or computing tokens; ``ahead``: before the cache was complete."""
+        """Handle an engine failure while choosing or computing tokens."""
         if self.play.over:
             return
         self.play.events.emit(TokensFailed, now, reason)
@@ -151,7 +151,7 @@ class BlendAim(WholeAim):
             play.act(ChooseTokens(self._question))
 
     def _compute_ahead(self, now: float) -> None:
-        """Have an idle engine compute a passage's tokens while the rest of the prompt is arriving."""
+        """Have an idle engine compute a passage's tokens while the rest arrives."""
         lane, view, passages = self.play.engine, self.play.view, self._plan.passages
         if lane is None or lane.computing is not None or self._ahead is not None or view.rate <= 0:
             return

@@ -15,7 +15,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import GroupsPublished, ProducerStopped, SoonerAlone
 
 _MOST_PACE = 4.0
-"""Limit of the factor between observed and expected pace when extrapolating to later groups."""
+"""Maximum factor between observed and expected pace in extrapolations."""
 _LEAST_LOOK_S = 0.01
 """Minimum seconds between checks for layers worth the wait."""
 _LATE, _LATE_S = 4.0, 0.25
@@ -62,7 +62,7 @@ class LiveEdge:
         """When further tracks of a group are due, and the announced delay."""
 
     def reach(self, edge: int, now: float) -> None:
-        """Record that the first ``edge`` groups are published; groups after the previous edge are new."""
+        """Record that the first ``edge`` groups are published."""
         if not self.edge:
             self._first_s, self._firsts = now, edge
         self.edge, self._last_s = edge, now
@@ -76,7 +76,7 @@ class LiveEdge:
                 self.coming[group] = now + rest_s, rest_s
 
     def rest_s(self, group: int, now: float) -> float | None:
-        """Return the seconds until further tracks of a group should follow; None if they are too late to wait for.
+        """Return the seconds until further tracks of a group should follow; None if they are too late.
 
         An overdue track is expected to take as long again as it is late.
         """
@@ -112,7 +112,7 @@ class LiveEdge:
 
 
 class LivePlay:
-    """The part of a play that follows a producer: published groups, and layers worth waiting for."""
+    """The part of a play that follows a producer."""
 
     def __init__(self, play: Playing, expected_s: Sequence[float]) -> None:
         """Start with no group published; see `LiveEdge`."""
@@ -184,7 +184,7 @@ class LivePlay:
         return f"; the producer has published {live.edge or 'none'}, {why}"
 
     def layers_pay(self, now: float) -> bool:
-        """Return whether the layers that a producer is still encoding save more than waiting for them costs."""
+        """Return whether layers that are still being encoded save more than waiting for them costs."""
         live, view, saved, soonest_s = self.edge, self.play.view, 0.0, math.inf
         if not live.coming:
             self.look_s = math.inf

@@ -1,12 +1,12 @@
 """Upgrades of a cache in use, after the deadline.
 
-A play for upgrades starts where a play ended: every group is in place. The same policy drives it, so upgrades arrive in
-the same order, most loss saved per byte first. The policy's deadline stays one deadline's length ahead until the real
-end is nearer. So no more bytes are in flight than before the handover, and none would arrive after the end.
+The play starts with every group in place. The previous policy drives it, so upgrades keep their order, most loss saved
+per byte first. Its deadline stays one deadline's length ahead until the real end is nearer, so that requests in flight
+stay limited and none would arrive after the end.
 
 A decoded upgrade waits until the engine admits it to the cache; while several wait, requests pause. The play ends when
 time is up, when the policy is done or has requested no group for one deadline's length, when every group is at its
-best, or when no request has made progress for several deadline lengths.
+best, or when requests have been silent for several deadline lengths.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvabr.types.errors import UsageError
 _MOST_WAITING = 4
 """Maximum groups waiting for decoding or admission before requests pause."""
 _SILENT = 5.0
-"""Deadline lengths without a requested byte after which the play ends."""
+"""Deadline lengths of silence that end the play."""
 
 
 class UpgradeAim(WholeAim):
-    """Upgrades of a cache in use; its deadline is the planning horizon, equal to the previous play's deadline."""
+    """Upgrades of a cache in use; the deadline is the planning horizon."""
 
     drops_upgrades = False  # the planning horizon is not the end of the play
 
@@ -43,7 +43,7 @@ class UpgradeAim(WholeAim):
             raise UsageError(f"{len(tracks)} tracks for a cache of {view.groups} groups")
         self._horizon_s, self._until_s, self._rate = view.deadline_s, goal.until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
-        """When the policy last requested a group, and when one was last being decoded or no request was in flight."""
+        """When the policy last requested a group, and when the network was last not awaited."""
         self._best = 0
         """Groups before this one cannot be improved."""
         view.time_price = 0.0  # the first token is out

@@ -88,7 +88,7 @@ class WholeAim:
         return play.config.give_up_after * play.view.deadline_s + engine_s
 
     def next_timer(self, soonest_s: float) -> float:
-        """Return when the session's timer must fire, given the session's own time for it."""
+        """Return when the timer must fire, given the session's own time for it."""
         return soonest_s
 
     def timer(self, now: float) -> bool:
@@ -170,7 +170,7 @@ class WholeAim:
             play.give_up(now, f"{play.lacking()}, and nothing has come for {now - play.heard_s:.2f} s")
 
     def fall_short(self, now: float) -> None:
-        """End a live play: the producer has stopped, and all its published groups are in place."""
+        """End a live play: the producer has stopped, and all published groups are in place."""
         self.play.give_up(now, self.play.lacking())
 
     def stop(self, now: float, reason: str) -> None:
@@ -181,7 +181,7 @@ class WholeAim:
             self.play.give_up(now, reason)
 
     def go_on(self, now: float) -> bool:
-        """Return whether the session should continue as usual after an event; False if this goal has handled it."""
+        """Return whether the session should continue after an event; False if this goal has handled it."""
         del now
         return True
 
