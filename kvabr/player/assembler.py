@@ -282,7 +282,6 @@ class Assembler:
         return _Decoding(number, group, layers, coded, TensorPlace(scratch), scratch)
 
     def _settle(self, one: _Decoding) -> Placement | Exception:
-        """Mark a decoded group as in place, or copy it there."""
         with self._lock:
             if not one.claimed:
                 self._lock.wait_for(lambda: one.group not in self._direct)
@@ -596,7 +595,6 @@ class Assembler:
         return verdict
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:
-        """Return the payloads of the layers that a track refines, base first."""
         payloads: list[memoryview] = []
         while offer.refines is not None:
             payload = self._kept.get(group, {}).get(offer.refines)

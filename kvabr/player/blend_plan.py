@@ -186,7 +186,6 @@ class BlendPlan:
 
 
 def _thinned(shares: Iterable[float]) -> list[float]:
-    """Return the shares in ascending order, thinned to `_MOST_SHARES`, including the highest."""
     ascending = sorted(shares)
     step = max(1, -(-len(ascending) // _MOST_SHARES))
     return ascending[::-step][::-1]

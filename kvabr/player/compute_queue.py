@@ -43,7 +43,6 @@ class ComputeQueue:
         self._each: list[int] = []
         """Nanoseconds of each group alone; integers, so that sums are exact."""
         self._sums: list[int] = []
-        """Prefix sums of these."""
 
     def backlog_s(self, now: float) -> float:
         """Return the seconds until the engine has finished its current groups and all of `chosen`."""

@@ -24,11 +24,11 @@ from kvabr.types.errors import UsageError
 _WINDOW = 9
 """Decoded groups per correction. Their median tolerates four delayed ones."""
 _MAX_LOG = math.log(1024)
-"""Limit of a correction. Larger ratios indicate a clock that jumped or a process that slept."""
+"""Limit of a correction; larger ratios indicate a clock that jumped or a process that slept."""
 
 
 def family(track: str) -> str:
-    """Return the family of tracks that share a decoder: the part before the first hyphen, as in AC-L0."""
+    """Return the family of a track, which shares a decoder: the part before the first hyphen, as in AC-L0."""
     return track.partition("-")[0]
 
 
@@ -64,7 +64,6 @@ class DecodeRates:
         self._observed: dict[str, deque[float]] = {}
         """Logarithms of observed over expected seconds, by family; the first is 0."""
         self._known: dict[str, float] = {}
-        """Cached seconds per track until the next observation."""
 
     def seconds(self, track: str) -> float:
         """Return the seconds to decode a full group of a track; 0.0 if unknown."""
@@ -73,7 +72,7 @@ class DecodeRates:
         return known
 
     def latency(self, track: str) -> float:
-        """Return the seconds that a batch with groups of a track takes in addition to its groups."""
+        """Return the additional seconds of a batch with groups of a track."""
         return self._latencies.get(family(track), 0.0)
 
     def correction(self, track: str) -> float:
@@ -134,7 +133,7 @@ _LOOKED_AT = 64
 _MOST_HANDED = 32
 """Maximum groups queued per decoder."""
 _CHEAP = 0.2
-"""Share of a decoder's queue time; groups below it are decoded at once, even if they may be replaced."""
+"""Share of a decoder's queue time; quicker groups are decoded at once, even if they may be replaced."""
 _ASIDE = 0.125
 """Share of the longest wait before deferred groups are inspected again."""
 
@@ -164,12 +163,11 @@ class DecodeQueue:
         self._came = 0
         self._counted: list[tuple[str, ...]] = [()] * view.groups
         self._tracks: dict[str, int] = {}
-        """Number of undecoded batches by top track; decoding a layer includes all below it. If decoding is last,
-        groups in place count too."""
+        """Number of undecoded batches by top track, which includes all below it; with groups in place if decoding is
+        last."""
         self._handed: dict[int, float] = {}
         """Expected decoding seconds, by request."""
         self._handed_s = 0.0
-        """Their sum."""
         self.decoding: dict[int, Transfer] = {}
         """Transfers being decoded, by request."""
         view.undecoded = self._waiting
@@ -181,7 +179,7 @@ class DecodeQueue:
         return len(self._waiting)
 
     def update(self, group: int, placed: str | None) -> None:
-        """Update the queue after a change in a group's received or decoding layers; ``placed``: the track in place."""
+        """Update the queue after a change in a group's received or decoding layers."""
         progress = self._progress[group]
         stacked = progress.decodable(placed)
         tops = tuple(batch[-1].track for batch in (progress.decoding, stacked) if batch)
@@ -219,7 +217,7 @@ class DecodeQueue:
         )
 
     def begin(self, group: int, placed: str | None) -> tuple[Transfer, ...]:
-        """Start decoding a group and return its layers, lowest first; ``placed`` is the track in place."""
+        """Start decoding a group and return its layers, lowest first."""
         batch = self._progress[group].begin_decoding(placed)
         top = batch[-1]
         del self._waiting[group]
@@ -229,7 +227,7 @@ class DecodeQueue:
         return batch
 
     def end(self, request: int) -> tuple[Transfer, ...]:
-        """Return the batch of a request after decoding or a failure; empty if there is none."""
+        """Return the batch of a request after decoding or a failure."""
         if (transfer := self.decoding.get(request)) is None:
             return ()
         batch = self._progress[transfer.group].end_decoding()
@@ -289,7 +287,6 @@ class DecodeQueue:
         self._aside_for, self._aside_s = self._view.keeps, now + _ASIDE * self._longest_s
 
     def _first(self, kind: Kind, suits: Callable[[int], bool]) -> int | None:
-        """Return the first suitable group of a kind, and defer the others."""
         heap, aside = self._heaps[kind], self._aside[kind]
         for _ in range(_LOOKED_AT):
             while heap and not self._counts(heap[0], kind):
@@ -302,7 +299,6 @@ class DecodeQueue:
         return None
 
     def _replaced(self, placed: bool) -> int | None:
-        """Return the first group deferred for its replacement."""
         kind = placed, False
         return next((entry[1] for entry in self._aside[kind] if self._counts(entry, kind)), None)
 

@@ -59,7 +59,6 @@ def _solid(catalog: Catalog, there: dict[tuple[int, int], int]) -> int:
 
 
 def _at(catalog: Catalog, there: dict[tuple[int, int], int], end: int) -> PlacedPrefix | None:
-    """Return the prefix that ends at token ``end`` of the prompt; None if a group is missing."""
     spec, first, found, spans = catalog.spec, catalog.first_token, [], []
     for part, one in enumerate(spec.parts):
         groups = groups_needed(spec, part, end, first, first + catalog.tokens)

@@ -40,8 +40,8 @@ LEAST_URGENT = 128
 _OCTAVE = 3.0
 """Priorities per factor of two in loss saved per byte."""
 _OVERTAKES, _OVERTAKES_HELD = 24, 9
-"""Priority difference for overtaking an older upgrade, and for overtaking one that waits for it; the second keeps
-slightly better upgrades from starving both."""
+"""Priority difference for overtaking an older upgrade, and for overtaking a third that waits for it; the latter
+keeps slightly better upgrades from starving both."""
 _MOST_WORTH = 2.0**-12
 """Loss saved per byte at the most urgent priority, nats per generated token; the least urgent is 1e-17."""
 
@@ -65,7 +65,7 @@ class RequestPriorities:
         """The last requested upgrade, its priority, and the priority that its savings merit."""
 
     def required(self, group: int, *, dearer: bool) -> int:
-        """Return the priority of a missing group; it stays the same if the group is requested again.
+        """Return the priority of a missing group, the same for every request of it.
 
         ``dearer``: the track is not the cheapest, so other groups need not wait for it.
         """
@@ -93,22 +93,22 @@ class RequestPriorities:
 # -------------------------------------------------------------- which to cancel
 
 _ON_ITS_WAY = 2.0
-"""Multiple of the usual time to first byte by which a first byte is due."""
+"""Multiple of the usual time to first byte after which a first byte is overdue."""
 _MARGIN = 1.05
-"""Abandon only if the rest needs this multiple of the time left: estimates fluctuate."""
+"""Multiple of the time left that the rest must need before a transfer is abandoned: estimates fluctuate."""
 _ONCE_BEGUN = 0.7
-"""Same, for further transfers at the same moment: the rate may still be overestimated."""
+"""Same, for further transfers at that moment: the rate may still be overestimated."""
 _COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
-"""A link has collapsed below this share of its best rate, if required bytes need that share of the time left; factor
-by which a track is much smaller."""
+"""A link has collapsed below this share of its best rate, if required bytes need that share of the time left; size
+ratio of a much smaller track."""
 _SAVED = 0.2
 """Minimum savings of replaced upgrades, as a share of their cost."""
 
 LEAST_SILENCE_S = 0.2
-"""A shorter silence, in seconds, proves no fault: machines are often busy that long."""
+"""Seconds of silence that prove no fault: machines are often busy that long."""
 _OVERTAKEN_TTFB = 3.0
 _SILENT_TTFB = 4.0
-"""Minimum silence of a stalled transfer, as a multiple of the usual time to first byte."""
+"""Minimum silence of a stall, as a multiple of the usual time to first byte."""
 
 
 def choose_late(
@@ -116,10 +116,8 @@ def choose_late(
 ) -> tuple[Transfer, str] | None:
     """Return the transfer to abandon now and the reason, or None.
 
-    Args:
-        view: the play.
-        instead: returns the cheapest track left for a group.
-        begun: another transfer was abandoned at this moment.
+    ``instead`` returns the cheapest available track of a group; ``begun``: another transfer was abandoned at this
+    moment.
     """
     if view.rate <= 0 or not view.in_flight:
         return None
@@ -222,9 +220,7 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
 def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
     """Return an upgrade that cannot end in time although a smaller one of its group can, and the reason; or None.
 
-    Args:
-        view: the play.
-        here: returns the track of a group, received or in place.
+    ``here`` returns the track of a group, received or in place.
     """
     if view.rate <= 0 or not view.arrived:
         return None
@@ -244,7 +240,7 @@ def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Tran
 
 
 def _smaller(view: View, one: Transfer, current: str | None, ahead: int) -> str | None:
-    """Return a better track than the current one that would surely be in time instead of ``one``, or None."""
+    """Return a better track than the current, surely in time instead of ``one``, or None."""
     group, tracks = one.group, view.catalog.by_name
     if current not in tracks or view.lower_bound <= 0:
         return None
@@ -263,7 +259,7 @@ class StallDetector:
     """Detects stalled transfers of one play."""
 
     def __init__(self, patience_s: float) -> None:
-        """Set the seconds of silence that make a stall; half as long if another transfer overtakes it."""
+        """Set the seconds of silence of a stall; half as long for an overtaken transfer."""
         self._patience_s = patience_s
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
@@ -275,7 +271,7 @@ class StallDetector:
         self._any_s: dict[int, float] = {}
         """When each source last delivered bytes."""
         self._known_s: float | None = None
-        """When the time to first byte became known; from then on a missing first byte can be a stall."""
+        """When the time to first byte became known, so that missing first bytes can be stalls."""
         self._sources: set[int] = set()
 
     def asked(self, transfer: Transfer) -> None:
@@ -366,7 +362,6 @@ class RetryTracker:
         self._faults: dict[str, str] = {}
         self._abandoned: set[int] = set()
         self.unavailable: set[tuple[int, str]] = set()
-        """See `View.unavailable`."""
 
     @property
     def last_words(self) -> tuple[str, ...]:
@@ -376,7 +371,7 @@ class RetryTracker:
     def failed(self, group: int, track: str, reason: str, *, upgrade: bool, counts: bool = True) -> None:
         """Record a failed request.
 
-        ``upgrade``: the group is in place on another track; ``counts``: the failure counts as an attempt.
+        ``upgrade``: the group is in place on another track; ``counts``: as an attempt.
         """
         self._failures[group, track] += counts
         self._of_group[group] += counts
@@ -397,11 +392,11 @@ class RetryTracker:
         self._faults["engine"] = f"the engine failed: {reason}"
 
     def abandoned(self, group: int) -> None:
-        """Record that a required transfer was abandoned because it would have been late."""
+        """Record that a required transfer was abandoned as late."""
         self._abandoned.add(group)
 
     def dropped(self, group: int, track: str) -> None:
-        """Record that an upgrade was cancelled because it could not end in time."""
+        """Record that an upgrade was cancelled as late."""
         self._dropped[group, track] += 1
         if self._dropped[group, track] >= self._attempts:  # the policy keeps requesting it
             self.unavailable.add((group, track))

@@ -1,8 +1,8 @@
 """The state machine of one play.
 
-A group starts absent, is requested, arrives, and is decoded into place; or the engine computes it. After a failure it
-falls back (`kvabr.player.groups.Stage`). A group that has arrived or is in place can have an upgrade in flight. Layers
-of one group can share a request, and those that have arrived are decoded together (`DecodeQueue`). The rules:
+A group is requested, arrives and is decoded into place, or the engine computes it; after a failure it falls back
+(`kvabr.player.groups.Stage`). A group that has arrived or is in place can have an upgrade in flight. Layers of one
+group can share a request, and are decoded together (`DecodeQueue`). The rules:
 
 1. After every event and at every tick, the session re-plans the engine's work, cancels transfers that would be late,
    takes decisions from the policy until enough requests are in flight, and lets its goal end the play.
@@ -86,9 +86,9 @@ from kvabr.types.events import (
 )
 
 _PLAN_AFTER = 0.1
-"""Share of the deadline before which the engine gets no groups: slow start makes every link look too slow."""
+"""Share of the deadline before which the engine gets no groups, as slow start makes every link look slow."""
 _DECIDED = 0.9
-"""Same, for policies that divide the work themselves: this only corrects their misjudgements."""
+"""Same, for policies that divide the work themselves, to correct their misjudgements."""
 _LONGEST_PLAY = 4.0
 """Maximum duration of a play, as a multiple of a full prefill; half as much measures rates twice as often."""
 _SLOW_START = 0.5
@@ -149,7 +149,7 @@ class Session:
         self.events = EventLog(log, self.view)
         self.guard = PolicyGuard(policy, self.view)
         horizon_s = deadline_s
-        if cost is not None and config.time_price > 0:  # with an engine, a play ends well before a long deadline
+        if cost is not None and config.time_price > 0:  # such plays end well before a long deadline
             horizon_s = min(deadline_s, _LONGEST_PLAY * cost.seconds(0, ladder.catalog.tokens))
         self.tick_s = self.next_tick_s = min(horizon_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
@@ -161,7 +161,7 @@ class Session:
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
         self.groups.engine = self.engine
         self.alone_s = None if cost is None else cost.seconds(0, self.catalog.tokens)
-        """Seconds of a full prefill; None if the play started without an engine."""
+        """Seconds of a full prefill; None if started without an engine."""
         self._engine_s = 0.0
         self._stalls = None if config.stalled_after is None else StallDetector(config.stalled_after * deadline_s)
         self._decoders = DecodeQueue(self.view, self.groups, config.decode_ahead_s, together=config.together)
@@ -178,7 +178,7 @@ class Session:
         self._computed_on = 0
         """Steps in the record when the engine last started."""
         self._more_s = math.inf
-        """When `_ASKED` cut the policy's decisions short; infinite if it did not."""
+        """When `_ASKED` cut the policy's decisions short, else infinite."""
         self.over = self.closed = False
         """True once the play has ended; `closed` already when groups arrive too late for the cache."""
         self._live = None if expected_s is None else LivePlay(self, expected_s)
@@ -201,7 +201,7 @@ class Session:
         """Start the play.
 
         Raises:
-            PolicyError: the policy refuses the play, raises, or makes an invalid decision. Every event may raise it.
+            PolicyError: the policy refuses the play, raises, or decides nonsense. Every event may raise it.
         """
         if not self.aim.start(now):
             return
@@ -222,7 +222,7 @@ class Session:
             self._live.published(edge, now, changes)
 
     def producer_stopped(self, reason: str, now: float) -> None:
-        """Handle the end of a live asset's producer, which publishes no further groups."""
+        """Handle the end of a live asset's producer."""
         if not self.over and self._live is not None:
             self._live.stopped(reason, now)
 
@@ -284,12 +284,8 @@ class Session:
     def failed(self, request: int, reason: str, now: float, *, busy: bool = False, lost: bool = False) -> None:
         """Handle a failed request: reset, refused, or of the wrong length.
 
-        Args:
-            request: its number.
-            reason: the cause.
-            now: the time of the play, seconds.
-            busy: the publisher is overloaded; this does not count against the group.
-            lost: the source is unreachable.
+        ``busy``: the publisher is overloaded, which does not count against the group; ``lost``: the source is
+        unreachable.
         """
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
@@ -302,7 +298,7 @@ class Session:
             self.advance(now)
 
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
-        """Handle a batch of layers that is decoded and in place; ``seconds`` is the time one thread took."""
+        """Handle a batch of layers decoded into place, in ``seconds`` of one thread."""
         batch = self._end_decoding(request)
         better = bool(batch) and self.record.groups[batch[0].group].ready_s is not None
         for transfer in batch:
@@ -321,7 +317,7 @@ class Session:
             self.advance(now)
 
     def refused(self, request: int, reason: str, now: float) -> None:
-        """Handle a frame that cannot be decoded (corrupt, truncated or foreign); its whole batch is not in place."""
+        """Handle a corrupt, truncated or foreign frame; no layer of its batch is in place."""
         if not (batch := self._end_decoding(request)):
             return
         number = next(number for number, transfer in enumerate(batch) if transfer.request == request)
@@ -362,7 +358,7 @@ class Session:
         self.advance(now)
 
     def compute_failed(self, reason: str, now: float) -> None:
-        """Handle a failure of the engine; the session does not use it again and fetches the rest."""
+        """Handle a failure of the engine; the session does not use it again."""
         lane = self.engine
         if self.closed or lane is None or lane.computing is None:
             return
@@ -380,7 +376,7 @@ class Session:
         self.advance(now)
 
     def waited(self, now: float) -> None:
-        """Restart the clocks: until now, other plays used the shared link."""
+        """Restart the clocks after other plays used the shared link."""
         self.heard_s = now
         self._sampler.waited(now)
         self.sources.waited(now)
@@ -396,7 +392,7 @@ class Session:
             return
         self.next_tick_s = now + self.tick_s
         self._sampler.tick(now, self.view.in_flight)
-        if now - self._store_s >= LEAST_SILENCE_S:  # a slow store is not free: an engine may be faster
+        if now - self._store_s >= LEAST_SILENCE_S:  # an engine may be faster than a slow store
             for transfer in [one for one in self.view.in_flight.values() if one.local]:
                 if now - transfer.requested_s >= LEAST_SILENCE_S:
                     self._not_local(transfer)
@@ -444,12 +440,12 @@ class Session:
     # ----------------------------------------------------------------- outputs
 
     def actions(self) -> list[Action]:
-        """Return the driver's next actions, in order; each is returned once."""
+        """Return and clear the driver's next actions, in order."""
         out, self._actions = self._actions, []
         return out
 
     def next_timer(self) -> float | None:
-        """Return when the driver must call `timer`, seconds since the play began; None once the play is over."""
+        """Return when the driver must call `timer`, seconds since the play began; None if over."""
         if self.over:
             return None
         soonest_s = self._more_s
@@ -468,7 +464,7 @@ class Session:
 
     @property
     def stopped(self) -> str | None:
-        """Why the producer stopped before the last group; None if it did not."""
+        """Why the producer stopped before the last group, or None."""
         return None if self._live is None else self._live.edge.ended
 
     def lacking(self) -> str:
@@ -480,7 +476,7 @@ class Session:
         return lacking if self._live is None else lacking + self._live.lacking()
 
     def layers_pay(self, now: float) -> bool:
-        """Return whether layers that a producer is still encoding are worth the wait."""
+        """Return whether layers that are still being encoded are worth the wait."""
         return self._live is not None and self._live.layers_pay(now)
 
     def asked(self) -> int:
@@ -504,7 +500,7 @@ class Session:
         return len(self._decoders.decoding) + len(self._decoders)
 
     def silent(self, now: float) -> bool:
-        """Return whether waiting is pointless: no bytes arrive, and no group is being decoded or computed."""
+        """Return whether no bytes arrive and no group is being decoded or computed."""
         share = self.config.silent_after
         if share is None or self.undecoded() or (self.engine is not None and self.engine.busy):
             return False
@@ -637,7 +633,6 @@ class Session:
             self.view.engine_backlog_s = lane.backlog_s(now)
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
-        """Re-plan the engine's groups, and start those it can compute now."""
         alone = self.guard.policy.computes
         after = 1.0 if alone else _PLAN_AFTER
         if self.guard.policy.divides and math.isfinite(self.config.gpu_price):
@@ -726,14 +721,14 @@ class Session:
             self._actions.append(Decode(top.request, group, top.track, tuple(one.request for one in below)))
 
     def compute_all(self, now: float) -> bool:
-        """Leave all groups to the engine; return False if there is none."""
+        """Leave all groups to the engine; return False without one."""
         if self.engine is None:
             return False
         self._leave_to_engine(range(self.catalog.groups), now, asked=True)
         return True
 
     def engine_done(self, begun_s: float, now: float) -> None:
-        """Count engine time since ``begun_s``; the engine runs its jobs one after another."""
+        """Count engine time since ``begun_s``; jobs run one after another."""
         self.record.recompute_s += now - max(begun_s, self._engine_s)
         self._engine_s = now
 
@@ -819,7 +814,7 @@ class Session:
             self.cancel(*hopeless, now)
 
     def cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
-        """Cancel a transfer and those that need it, unless it is no longer in flight."""
+        """Cancel a transfer and others that need it, unless it is no longer in flight."""
         if self.view.in_flight.pop(transfer.request, None) is None:
             return
         self.groups[transfer.group].land(transfer)

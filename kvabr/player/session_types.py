@@ -34,18 +34,17 @@ class UpgradeGoal:
     """Fetch better tracks for a complete cache that is already in use."""
 
     tracks: tuple[str, ...]
-    """Per group, the track in place, or ``recomputed`` to leave it alone (exact enough, or a state snapshot on any
-    track)."""
+    """Per group, the track in place, or ``recomputed`` to leave it alone (exact enough, or a state snapshot)."""
     until_s: float = math.inf
     """Seconds after which the play ends; infinite: when every group is at its best."""
     rate: float = 0.0
-    """Link rate of the previous play, bytes per second, until the estimator has one: without a rate, policies
-    request no upgrades."""
+    """Link rate of the previous play, bytes per second, until the estimator has one; policies need it to request
+    upgrades."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlendGoal:
-    """Deliver the whole cache of a prompt joined from passages; the engine recomputes some tokens at the end."""
+    """Deliver the whole cache of a prompt joined from passages, with some tokens recomputed."""
 
     share: float | None = None
     """Share of the passages' tokens to recompute, if time allows; None: chosen from the passages' fusion losses."""
@@ -76,11 +75,11 @@ MAX_TICK_S = 1.0
 """Maximum seconds between two ticks of a session."""
 
 ENGINE_PATIENCE = 2.0
-"""Extra time for an incomplete play with an engine, as a multiple of a full prefill. A running prefill, however
-slow, ends sooner than one started after an error."""
+"""Extra time for an incomplete play with an engine, as a multiple of a full prefill: even a slow prefill ends sooner
+than a second one after an error."""
 MOST_REQUESTS = 512
-"""Maximum requests in flight. A connection sends fewer at a time; the others are decided too early and are cancelled
-if the play ends."""
+"""Maximum requests in flight. A connection sends fewer at a time; the others are decided too early and cancelled if
+the play ends."""
 MAX_DECODERS = 1024
 """Maximum decoder threads."""
 
@@ -101,7 +100,7 @@ class PlayerConfig:
     """Minimum requests in flight while the rate is unknown."""
     ahead: float = 8.0
     """Requests pause while more bytes are in flight than the link carries in this multiple of a round trip and a
-    tick. Policies that pace themselves request a whole base at once, up to `MOST_REQUESTS`."""
+    tick. Policies that pace themselves request a whole base, up to `MOST_REQUESTS`."""
     least_ahead_bytes: int = 4 << 20
     """Bytes in flight below which `ahead` does not apply: in slow start the rate says little."""
     ticks: int = 50
@@ -109,15 +108,15 @@ class PlayerConfig:
     attempts: int = 3
     """Attempts per group and track before the track is unavailable for the group."""
     give_up_after: float = 10.0
-    """Deadlines after which an incomplete play ends; later with an engine (`ENGINE_PATIENCE`). Replays wait that
-    long to measure lateness; real plays use `PlayOptions.patience`, 1 by default."""
+    """Deadlines until an incomplete play ends; more with an engine (`ENGINE_PATIENCE`). Replays wait that long to
+    measure lateness; real plays use `PlayOptions.patience`, 1 by default."""
     gpu_price: float = GPU_PRICE
     """Price of a second of engine time, nats per token: near zero if idle, high if other requests wait. Infinite:
-    the engine computes only groups that the network cannot deliver in time."""
+    compute only groups that the network cannot deliver in time."""
     decoders: int = 1
     """Groups decoded at once: the driver's decoder threads."""
     decode_ahead_s: float = 0.0
-    """Seconds of decoding queued per thread, so that threads need not wait for the event loop after a small group."""
+    """Seconds of decoding queued per thread, to bridge delays of the event loop."""
     together: bool = False
     """True if the decoders take all waiting groups in one batch, as a GPU does."""
     decodes_last: bool = False
@@ -125,15 +124,15 @@ class PlayerConfig:
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per generated token. Zero: only the deadline counts."""
     max_loss: float = math.inf
-    """Maximum expected loss of a delivered cache, nats per generated token. To stay below it, the play computes
-    more, cuts the prefix, or misses the deadline. Infinite: no limit."""
+    """Maximum expected loss of a delivered cache, nats per generated token; to stay below it, the play computes
+    more, cuts the prefix, or misses the deadline."""
     chunked: bool = False
     """True if bytes are reported in chunks read from a transport, rather than as they flow."""
     stalled_after: float | None = None
     """Share of the deadline before a stalled transfer is requested again; None: never."""
     silent_after: float | None = None
-    """Share of the deadline. A late play is given up after that long without bytes, and at least three times the
-    usual time to first byte. None: never."""
+    """Share of the deadline, and at least three times the usual time to first byte, without bytes until a late play
+    is given up. None: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.give_up_after < math.inf:
@@ -190,7 +189,7 @@ class Decode:
 
 @dataclass(slots=True)
 class Recompute:
-    """Have the engine compute groups ``first`` to ``last`` - 1; all before are in place. Answer: `Session.computed`."""
+    """Have the engine compute groups ``first`` to ``last`` - 1; answer with `Session.computed`."""
 
     first: int
     last: int
@@ -205,7 +204,7 @@ class ChooseTokens:
 
 @dataclass(slots=True)
 class RecomputeTokens:
-    """Recompute the passages' most important tokens over the cache in place, which no longer changes.
+    """Recompute the passages' most important tokens over the cache, which no longer changes.
 
     Choose the tokens first if necessary, and also place tokens that were computed ahead. Answer with
     `BlendAim.tokens_recomputed` or `BlendAim.tokens_failed`.
@@ -216,8 +215,8 @@ class RecomputeTokens:
     question: int = 0
     """Tokens of the question, if it has yet to choose the tokens; else 0."""
     passage: int | None = None
-    """Compute only tokens of this passage, in its publisher's order, and keep them apart until the rest of the
-    prompt has arrived."""
+    """Compute only tokens of this passage, in its publisher's order, and keep them apart until the prompt is
+    complete."""
 
 
 @dataclass(slots=True)
@@ -263,7 +262,7 @@ class GroupRecord:
 
 
 class GroupRecords(Sequence[GroupRecord]):
-    """Records of all groups of a play, created on access: most of a long prompt may never arrive."""
+    """Records of all groups of a play, created on access, since most of a long prompt may never arrive."""
 
     __slots__ = ("_groups", "_made")
 
@@ -315,7 +314,7 @@ class LiveRecord:
     complete_s: float | None = None
     """When the last group was published, if the player saw it."""
     stopped: str | None = None
-    """Why the producer stopped before the last group; None if it did not."""
+    """Why the producer stopped before the last group, or None."""
     sooner_alone_s: float | None = None
     """Seconds by which the player's own engine should have been faster, if so."""
 
@@ -348,7 +347,6 @@ class PlayRecord:
     """When the cache was delivered; None if the play was given up."""
     met: bool = False
     bytes_fetched: int = 0
-    """Bytes received, useful or not."""
     bytes_held_up: dict[str, int] = field(default_factory=dict)
     """Bytes received that the network did not limit, by bottleneck: ``publisher`` or ``cpu``."""
     bytes_wasted: int = 0
@@ -356,12 +354,11 @@ class PlayRecord:
     damaged: list[tuple[int, str, str]] = field(default_factory=list)
     """Unusable frames, one entry per arrival: group, track, and fault."""
     failed: int = 0
-    """Failed requests for groups: not found, refused, or lost with a connection."""
+    """Failed requests: not found, refused, or lost with a connection."""
     bytes_undecoded: int = 0
     """Bytes received but not decoded when the play ended."""
     tokens_recomputed: int = 0
     recompute_s: float = 0.0
-    """Seconds of engine time."""
     tail: int = 0
     """Cache tokens that the engine computed with the question, in `tail_s` additional seconds."""
     tail_s: float = 0.0
@@ -370,7 +367,7 @@ class PlayRecord:
     cut: str | None = None
     """Why a prefix play ended before every group was in place; else None."""
     used: int | None = None
-    """Groups used of a cut prefix; the engine computes the rest. None: all before the first missing group."""
+    """Groups used of a cut prefix; None: all before the first missing group."""
     gave_up: str | None = None
     late_for_loss: bool = False
     """True if a complete cache was late because it lost more than `PlayerConfig.max_loss`."""
@@ -382,7 +379,7 @@ class PlayRecord:
     """Placed groups, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
     division: Division | None = None
     """Division of work between network and engine, and the expected result: the first with a known rate, else the
-    last. None without an engine, or if the policy does not divide the work."""
+    last. None if the policy does not divide the work."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -410,13 +407,13 @@ class EventLog:
             self._log(event(*args, **kwargs))
 
     def progress(self, now: float, received: int) -> None:
-        """Emit the total bytes received and the current estimates, if requests are in flight."""
+        """Emit the total bytes received and the estimates, if requests are in flight."""
         view = self._view
         if self._log is not None and view.in_flight:
             self._log(ProgressMade(now, received, view.rate, view.lower_bound, self._slack()))
 
     def limited(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
-        """Emit a throughput sample that the network did not limit; ``rate`` in bytes per second."""
+        """Emit a throughput sample (bytes per second) that the network did not limit."""
         self.emit(SampleLimited, now, by, rate, fed)
 
     def decision(
@@ -449,7 +446,7 @@ class EventLog:
         )
 
     def divided(self, division: Division | None, record: PlayRecord, now: float) -> None:
-        """Record the division of work until the rate is known, and emit it if it changed."""
+        """Record the division of work until the rate is known; emit changes."""
         if division is None:
             return
         if record.division is None or not record.division.known:

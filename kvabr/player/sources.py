@@ -72,7 +72,6 @@ class Sources:
         """When to probe each silent source with one group."""
         self._tried: int | None = None
         self._tries: dict[int, int] = {}
-        """Failed probes of each source."""
         self._heard_s: dict[int, float] = {}
         """When each source last delivered bytes, or was first used after a pause."""
 

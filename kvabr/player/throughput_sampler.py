@@ -48,7 +48,6 @@ class ThroughputSampler:
         self._limited = limited
         self._deadline_s = deadline_s
         self._known: tuple[float, float, float] | None = None
-        """Cached estimates until the next sample."""
         self._begin()
         self._told: float | None = None
         """Rate reported by earlier plays, or 0.0; reaching it is no growth."""
@@ -56,14 +55,13 @@ class ThroughputSampler:
         """Rate of the last slow-start sample; None after slow start."""
         self._ramp_bytes = 0
         self._brief = False
-        """True if the first sample was short, so that the next may belong to the same window."""
+        """True if the first sample was short and may share its window with the next."""
         self._shortest_s = _SHORTEST_SHARE * deadline_s
         self._silence_s = _SILENCE_SHARE * deadline_s
         self._since: float | None = None
         """When the current sample began; None between transfers."""
         self._bytes = 0
         self._held: dict[Limit, int] = {}
-        """Bytes of the current sample that the network did not limit."""
         self._quiet_since = 0.0
 
     @property
@@ -141,7 +139,7 @@ class ThroughputSampler:
         """Return the minimum sample length: short at first, later enough to show the end of slow start."""
         if not self._ramp_rate:
             return self._shortest_s
-        # A late first byte, as after an outage, says little about slow start.
+        # A late first byte, as after an outage, is no slow start.
         return max(self._shortest_s, min(self.estimates()[2], _LONGEST_SHARE * self._deadline_s))
 
     def _conclude(self, seconds: float, now: float) -> None:
@@ -219,7 +217,7 @@ class ChunkedThroughputSampler(ThroughputSampler):
         self._arrived_s = 0.0
         self._first_chunk = 0
         self._waited_s = 0.0
-        """Seconds of waiting for the first chunk; 0.0 after the next sample."""
+        """Seconds of waiting for the first chunk; 0.0 after a sample."""
 
     def first_byte(self, waited_s: float | None, now: float) -> None:
         """See `ThroughputSampler.first_byte`."""
@@ -281,7 +279,7 @@ class SourceSamplers:
         return 2 * sum(each.estimates()[0] for each in growing) >= self.estimates()[0]
 
     def estimates(self) -> tuple[float, float, float]:
-        """Return the total rate, its lower bound, and the earliest first byte; see `ThroughputSampler.estimates`."""
+        """Return the total rate, its lower bound, and the earliest first byte."""
         first, *others = (each.estimates() for each in self._each)
         for one in others:
             soonest = min(first[2], one[2]) if first[2] > 0 and one[2] > 0 else first[2] or one[2]

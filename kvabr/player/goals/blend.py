@@ -50,7 +50,6 @@ class BlendAim(WholeAim):
         self._next = 0
         """First passage neither computed ahead nor skipped."""
         self._failed = False
-        """True if the engine failed at the end."""
         self._wait_s = math.inf
         """When a deliverable cache stops waiting for the tokens."""
         play.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
@@ -151,7 +150,6 @@ class BlendAim(WholeAim):
             play.act(ChooseTokens(self._question))
 
     def _compute_ahead(self, now: float) -> None:
-        """Have an idle engine compute a passage's tokens while the rest arrives."""
         lane, view, passages = self.play.engine, self.play.view, self._plan.passages
         if lane is None or lane.computing is not None or self._ahead is not None or view.rate <= 0:
             return

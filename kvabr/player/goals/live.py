@@ -123,7 +123,6 @@ class LivePlay:
         self.look_s = math.inf
         """When to check again whether announced layers are worth the wait."""
         self._looked_for = 0
-        """Number of further events that reuse the last result; see `View.keeps`."""
 
     def look(self, now: float) -> None:
         """Update the producer's progress in the view."""
@@ -214,7 +213,6 @@ class LivePlay:
         return False
 
     def _note(self, now: float) -> None:
-        """Record the producer's progress, and emit an event if the engine alone would have been faster."""
         play, live = self.play, self.edge
         record = play.record.live = play.record.live or LiveRecord()
         ends_s, began, alone_s = live.ends_s(now), record.published == 0, play.alone_s

@@ -43,7 +43,7 @@ class UpgradeAim(WholeAim):
             raise UsageError(f"{len(tracks)} tracks for a cache of {view.groups} groups")
         self._horizon_s, self._until_s, self._rate = view.deadline_s, goal.until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
-        """When the policy last requested a group, and when the network was last not awaited."""
+        """When the policy last requested a group, and when decoding or an idle link last explained silence."""
         self._best = 0
         """Groups before this one cannot be improved."""
         view.time_price = 0.0  # the first token is out
@@ -104,7 +104,6 @@ class UpgradeAim(WholeAim):
         return self.play.undecoded() < _MOST_WAITING
 
     def _done(self) -> bool:
-        """Return whether no group can be improved."""
         while self._best < self.play.view.groups and self._is_best(self._best):
             self._best += 1
         return self._best == self.play.view.groups

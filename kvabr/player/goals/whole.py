@@ -120,7 +120,6 @@ class WholeAim:
         return play.closed
 
     def _within(self, now: float) -> bool:
-        """Return whether a complete cache is within the loss limit."""
         play = self.play
         if math.isinf(play.view.max_loss) or delivered_loss(play.catalog, play.record) <= play.view.max_loss:
             return True
