@@ -1,12 +1,12 @@
 """Assembles groups into a cache, in any order and from any track, never half written.
 
 Without a destination, checked groups stay compressed and are expanded elsewhere (`kvabr.codec.paged`). Otherwise they
-are expanded into a `Destination`: by default one contiguous KV tensor per layer class, or the layers of a cache, or
-blocks of a paged one, on any device.
+are expanded into a `Destination` on any device: by default one contiguous KV tensor per layer class, or the layers of a
+cache, or blocks of a paged one.
 
 A group with an empty place is decoded directly into it if that is fast, and counts as in place once the whole frame is
 verified. Other groups are decoded into scratch memory and copied. After a handover with upgrades, each group is decoded
-into memory of its own, and the user of the cache decides when to write it into place.
+into its own memory, and the user of the cache decides when to write it into place.
 """
 
 from __future__ import annotations
@@ -122,18 +122,16 @@ class Placement(Enum):
 
 
 class _Decoding(NamedTuple):
-    """A group that is being decoded."""
-
     number: int
     group: int
     layers: Sequence[Layer]
     coded: CodedGroup
     out: Place | None
-    """Decoding target; None: the group stays coded."""
+    """None: the group stays coded."""
     scratch: torch.Tensor | None = None
-    """The target's memory, unless it is the group's place."""
+    """Memory of ``out``, unless it is the group's place."""
     claimed: bool = False
-    """True if the target is the group's place."""
+    """True if ``out`` is the group's place."""
 
 
 class Assembler:
@@ -180,11 +178,11 @@ class Assembler:
         """Frames of layers in place, by group and track."""
         refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._refined = set(catalog.by_name) if coded else refined
-        """Tracks to keep in `_kept`: those that others refine, or all if coded."""
+        """Tracks to keep in `_kept`: refined ones, or all if coded."""
         self._lock = threading.Condition(threading.Lock())
         """Guards all state; notified when a group leaves `_direct`."""
         self._direct: set[int] = set()
-        """Groups being decoded directly into their empty places; no other thread writes there."""
+        """Groups being decoded directly into their empty places, with no other writers."""
         self._spare: list[list[torch.Tensor]] = [[] for _ in catalog.spec.parts]
         """Unused scratch tensors, per class; fresh memory would have to be cleared."""
         self._taken = self._open = self._handed = False
@@ -193,7 +191,7 @@ class Assembler:
 
     @property
     def together(self) -> bool:
-        """True if groups are best put in batches: decoded on a GPU, or not at all."""
+        """True if groups are best put in batches: on a GPU, or without decoding."""
         return self._to is None or self._to.device.type == "cuda"
 
     @property

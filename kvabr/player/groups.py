@@ -168,7 +168,7 @@ class Groups(dict[int, GroupProgress]):
             del self[group]
 
     def here(self, group: int) -> str | None:
-        """Return the track on which a group has arrived or is in place."""
+        """Return the track of a group, received or in place."""
         return self[group].here() or self._records[group].track
 
     def stage(self, group: int) -> Stage:
@@ -217,7 +217,7 @@ class Groups(dict[int, GroupProgress]):
             self._view.settled.add(group)
 
     def fall_back(self, group: int) -> None:
-        """Update the view after a loss."""
+        """Update the view after a loss: the group keeps the best track in place or received."""
         view, progress = self._view, self[group]
         self.restage((group,))
         stage = self.stage(group)

@@ -19,13 +19,13 @@ _KINDS = frozenset(get_args(Kind))
 
 
 class PolicyCalls:
-    """Calls a policy and reports its faults."""
+    """Calls a policy; every method raises `PolicyError` if the policy raises or misbehaves."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
     def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
-        """Return the offer that the policy takes; raise `PolicyError` if it raises or takes none of them."""
+        """Return the offer that the policy takes."""
         index = self._call(partial(self.policy.choose_tail, offers, costs))
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(offers):
             raise self.invalid(f"chose tail {index!r}; there are 0 to {len(offers) - 1}")
@@ -46,25 +46,25 @@ class PolicyCalls:
 
 
 class PolicyGuard(PolicyCalls):
-    """Calls a policy on behalf of a session."""
+    """Calls a policy for a session."""
 
     def __init__(self, policy: Policy, view: View) -> None:
         super().__init__(policy)
         self._view = view
 
     def start(self) -> None:
-        """Start the policy; raise `PolicyError` if it refuses the play or raises."""
+        """Start the policy, which may refuse the play."""
         self._call(partial(self.policy.start, self._view))
 
     def ask(self) -> Decision:
-        """Return the policy's next decision; raise `PolicyError` if it raises or the decision is invalid."""
+        """Return the policy's next decision, checked."""
         decision = self._call(partial(self.policy.decide, self._view))
         if (fault := self._fault(decision)) is not None:
             raise self.invalid(fault)
         return decision
 
     def division(self) -> Division | None:
-        """Return how the policy divides the work, or None; raise `PolicyError` if it raises."""
+        """Return how the policy divides the work, or None."""
         if type(self.policy).division is Policy.division:
             return None
         found = self._call(lambda: self.policy.division)
@@ -73,7 +73,7 @@ class PolicyGuard(PolicyCalls):
         return found
 
     def will_replace(self, group: int) -> bool:
-        """Return whether the policy will request another track for a group; raise `PolicyError` if it raises."""
+        """Return whether the policy will request another track for a group."""
         if type(self.policy).will_replace is Policy.will_replace:
             return False
         return bool(self._call(partial(self.policy.will_replace, self._view, group)))

@@ -8,12 +8,12 @@ per byte, because two halves are worthless.
 A transfer is cancelled if it will be late and a cheaper one would not be, if the link has collapsed and it no longer
 pays, or if it has stalled.
 
-Abandoning follows dash.js and hls.js, applied to a deadline, and weighs the whole play. If everything in flight plus
-every missing group at its cheapest cannot arrive in time, cancel the transfer that frees the most bytes when replaced
-by the cheapest track, provided that replacing all such transfers meets the deadline, or ends a late play sooner. Layers
-requested together with a base count like the base. Another upgrade counts only if its first byte arrived when a
-required transfer was due, as not every peer respects priorities. Once only upgrades are in flight, one that cannot end
-in time is cancelled if a smaller one of its group can.
+Abandoning follows dash.js and hls.js, applied to a deadline and the whole play. If everything in flight plus every
+missing group at its cheapest cannot arrive in time, cancel the transfer that frees the most bytes when replaced by the
+cheapest track, provided that replacing all such transfers meets the deadline, or ends a late play sooner. Layers
+requested together with a base count like the base; other upgrades only if their first byte arrived when a required
+transfer was due, as not every peer respects priorities. Once only upgrades are in flight, cancel an upgrade that cannot
+end in time if a smaller one of its group can.
 
 A publisher serves requests by priority, by age, or all alike. A transfer has therefore stalled if a less urgent, later
 one overtook it and it stays silent. If no transfer moves, requesting again is cheap but proves a fault only if the

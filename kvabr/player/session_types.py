@@ -131,8 +131,8 @@ class PlayerConfig:
     stalled_after: float | None = None
     """Share of the deadline before a stalled transfer is requested again; None: never."""
     silent_after: float | None = None
-    """Share of the deadline, and at least three times the usual time to first byte, without bytes until a late play
-    is given up. None: never."""
+    """Share of the deadline, but at least three times the usual time to first byte, after which a late play without
+    new bytes is given up. None: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.give_up_after < math.inf:

@@ -57,7 +57,7 @@ class LiveEdge:
         self._firsts = 0
         """Groups in the first announcement; they may be much older."""
         self.ended: str | None = None
-        """Why the producer stopped before the last group; None if it did not."""
+        """Why the producer stopped before the last group, or None."""
         self.coming: dict[int, tuple[float, float]] = {}
         """When further tracks of a group are due, and the announced delay."""
 
@@ -76,9 +76,9 @@ class LiveEdge:
                 self.coming[group] = now + rest_s, rest_s
 
     def rest_s(self, group: int, now: float) -> float | None:
-        """Return the seconds until further tracks of a group should follow; None if they are too late.
+        """Return the seconds until further tracks of a group should follow; None if too late.
 
-        An overdue track is expected to take as long again as it is late.
+        An overdue track should take as long again as it is late.
         """
         due_s, announced_s = self.coming[group]
         last_s = due_s + _LATE * announced_s + _LATE_S
