@@ -1,13 +1,12 @@
-"""Assembles groups: in any order, from any track, never half written.
+"""Assembles groups into a cache, in any order and from any track, never half written.
 
-Without a destination groups are kept as they came, once every frame has proved good: somebody else expands them where
-they are needed (`kvabr.codec.paged`). Otherwise they are expanded to the places that a `Destination` names: parts of
-a contiguous KV tensor per layer class, by default, the layers of a cache, or blocks of a paged one, on any device.
+Without a destination, checked groups stay compressed and are expanded elsewhere (`kvabr.codec.paged`). Otherwise they
+are expanded into a `Destination` on any device: by default one contiguous KV tensor per layer class, or the layers of a
+cache, or blocks of a paged one.
 
-A group whose place is empty is decoded into it if that takes little time, and counts as in place only once the whole
-frame has proved good. Every other group is decoded into scratch memory and then copied. A cache can be handed over
-while upgrades still come: then each group is decoded into memory of its own, and the user of the cache decides when it
-is written into place.
+A group with an empty place is decoded directly into it if that is fast, and counts as in place once the whole frame is
+verified. Other groups are decoded into scratch memory and copied. After a handover with upgrades, each group is decoded
+into its own memory, and the user of the cache decides when to write it into place.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from kvabr.types.units import Unit, computed_shape
 
 
 class Destination(Protocol):
-    """What an assembler needs to know of the memory that it fills."""
+    """The memory that an assembler fills."""
 
     @property
     def device(self) -> torch.device:
-        """Where the memory is."""
+        """Device of the memory."""
 
     def place(self, unit: Unit) -> Place:
-        """Return where a group of the catalog belongs."""
+        """Return the place of a group of the catalog."""
 
 
 class Tensors:
     """One contiguous tensor [layer, K/V, head, token, dim] per layer class, with the tokens of `Catalog.spans`."""
 
     def __init__(self, catalog: Catalog, out: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> None:
-        """Make new tensors, or take one; arguments and errors are those of `kvabr.player.assembler.Assembler`."""
+        """Create tensors, or use ``out``; see `kvabr.player.assembler.Assembler`."""
         spec, spans = catalog.spec, catalog.spans
         shapes = [part.shape(span.tokens) for part, span in zip(spec.parts, spans, strict=True)]
         if out is None:
@@ -63,7 +62,7 @@ class Tensors:
         for made, part in zip(self.parts, spec.parts, strict=True):
             check_wanted(made.dtype, part)
         self.begins = tuple(span.first for span in spans)
-        """Per class, the first token of its tensor."""
+        """First token of each class's tensor."""
         self._spec, self._rooms = spec, tuple(map(TensorRoom, self.parts))
 
     @property
@@ -77,11 +76,11 @@ class Tensors:
         return self._rooms[unit.part].place(begin, unit.tokens)
 
     def is_state(self, part: int) -> bool:
-        """Return whether a class is a state, whose tensor has rows where others have tokens."""
+        """Return whether a class is a state, with rows instead of tokens in its tensor."""
         return self._spec.classes[part].kind == "state"
 
     def before(self, end: int, *, every: bool) -> tuple[torch.Tensor, ...]:
-        """Return the tokens before ``end`` of each class, see `Assembler.before_classes`; a view of ``every`` token."""
+        """Return the tokens before ``end`` of each class, see `Assembler.before_classes`; a view if ``every``."""
         if every:
             return (self.parts[0][:, :, :, :end],)
         parts = []
@@ -96,49 +95,47 @@ class Tensors:
 
 
 _MOST_SPARE = 4
-"""Scratch tensors that a batch leaves for the next, per class."""
+"""Maximum scratch tensors kept between batches, per class."""
 
 
 class Layer(NamedTuple):
-    """One frame of a group as it came."""
+    """One received frame of a group."""
 
     track: str
     frame: bytes | memoryview
     """Untrusted. The caller must not change it afterwards."""
     has_digest: HasDigest | None = None
-    """Compares the frame's digest, for a caller that has computed it; None: it is computed here."""
+    """Compares the frame's digest, if the caller has computed it."""
 
 
 class Placement(Enum):
-    """What happened to a group."""
+    """Result of placing a group."""
 
     PLACED = "placed"
     """It filled an empty place."""
     REPLACED = "replaced"
     """It replaced a worse track."""
     STALE = "stale"
-    """A track at least as good is in place; nothing changed."""
+    """Ignored: a track at least as good is in place."""
     LATE = "late"
-    """The cache has been handed over; nothing changed."""
+    """Ignored: the cache has been handed over."""
 
 
 class _Decoding(NamedTuple):
-    """A group that is being decoded."""
-
     number: int
     group: int
     layers: Sequence[Layer]
     coded: CodedGroup
     out: Place | None
-    """Where to; None: it stays coded."""
+    """None: the group stays coded."""
     scratch: torch.Tensor | None = None
-    """The memory of that if it is not the group's place."""
+    """Memory of ``out``, unless it is the group's place."""
     claimed: bool = False
-    """Whether it is."""
+    """True if ``out`` is the group's place."""
 
 
 class Assembler:
-    """One KV cache under construction. Its methods may be called from several threads at once."""
+    """One KV cache under construction. Thread-safe."""
 
     def __init__(
         self,
@@ -152,19 +149,17 @@ class Assembler:
         """Create an empty cache.
 
         Args:
-            catalog: what is played (`Catalog.to_play`), or a suffix of it: groups and tokens are counted from the
-                catalog's first.
+            catalog: of the play (`Catalog.to_play`), or a suffix of it; groups and tokens are counted from its first.
             profile: the model's side information, for tracks that need it.
-            out: [layer, K/V, head, token, dim], any float dtype and strides; or another destination, of which nothing
-                can be computed on, nor single tokens put there. None: a new tensor for each layer class.
-            dtype: element type of the new tensor; by default that of the asset. A tensor in float8 holds the codes of
-                the publisher's engine, any other the numbers that they stand for (`kvabr.codec.quantised`).
-            coded: keep groups compressed, for `take_coded`; nothing can be computed, or upgraded in place.
+            out: [layer, K/V, head, token, dim], any float dtype and strides; or another destination, which supports
+                neither computing on the cache nor single tokens. None: a new tensor per layer class.
+            dtype: element type of new tensors, by default the asset's. A float8 tensor holds the codes of the
+                publisher's engine, any other the numbers they stand for (`kvabr.codec.quantised`).
+            coded: keep groups compressed, for `take_coded`, without computing or upgrades in place.
 
         Raises:
             ForeignError: the profile is of another model.
-            UsageError: ``out`` has another shape, or is not a float tensor, or is of a quantised type that is
-                not the asset's; or there are several layer classes, whose tensors are always new.
+            UsageError: ``out`` has the wrong shape or type, or there are several layer classes, which need new tensors.
         """
         if profile is not None:
             profile.check(catalog.spec)
@@ -174,30 +169,29 @@ class Assembler:
         for part in catalog.spec.parts:
             check_wanted(dtype or part.torch_dtype, part)
         self.coded = coded
-        """Whether groups stay compressed."""
         self._to: Destination | None = None
-        """Where groups are expanded; None: nowhere yet."""
+        """Where groups are expanded; None: they stay compressed."""
         if not coded:
             self._to = Tensors(catalog, out, dtype) if out is None or isinstance(out, torch.Tensor) else out
         self._tracks: list[str | None] = [None] * catalog.groups
         self._kept: dict[int, dict[str, memoryview]] = {}
-        """Frames of the layers in place that others refine, by group and track; where groups stay coded, of all."""
+        """Frames of layers in place, by group and track."""
         refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._refined = set(catalog.by_name) if coded else refined
-        """The tracks of these."""
+        """Tracks to keep in `_kept`: refined ones, or all if coded."""
         self._lock = threading.Condition(threading.Lock())
-        """Guards everything; notified when a group leaves `_direct`."""
+        """Guards all state; notified when a group leaves `_direct`."""
         self._direct: set[int] = set()
-        """Groups with an empty place that is being decoded into. Nobody else writes there meanwhile."""
+        """Groups being decoded directly into their empty places, with no other writers."""
         self._spare: list[list[torch.Tensor]] = [[] for _ in catalog.spec.parts]
-        """Unused scratch tensors, per class. Fresh memory would have to be cleared, page by page, for every group."""
+        """Unused scratch tensors, per class; fresh memory would have to be cleared."""
         self._taken = self._open = self._handed = False
-        """Whether groups are refused; whether upgrades are taken nevertheless; and whether it has been handed over."""
+        """True if groups are refused; if upgrades are still accepted; if the cache has been handed over."""
         self._again: set[int] = set()
 
     @property
     def together(self) -> bool:
-        """Whether groups are best put in batches: they are decoded on a GPU, or not at all."""
+        """True if groups are best put in batches: on a GPU, or without decoding."""
         return self._to is None or self._to.device.type == "cuda"
 
     @property
@@ -207,7 +201,7 @@ class Assembler:
 
     @property
     def computed_again(self) -> tuple[int, ...]:
-        """The places of single tokens that were put into the cache, see `put_tokens`; increasing."""
+        """Places of the tokens put by `put_tokens`, ascending."""
         return tuple(sorted(self._again))
 
     def put(
@@ -222,16 +216,16 @@ class Assembler:
         """Check, decode and place one group as requested.
 
         Args:
-            group: the group that was requested.
-            track: the track that was requested.
-            frame: the bytes that came; untrusted. The caller must not change them afterwards.
-            has_digest: compares the frame's digest, for a caller that has computed it; None: it is computed here.
-            below: layers that came with it and are not in place, lowest first; all are decoded together.
+            group: the requested group.
+            track: the requested track.
+            frame: the received bytes; untrusted. The caller must not change them afterwards.
+            has_digest: compares the frame's digest if the caller has computed it.
+            below: layers received with it and not in place, lowest first.
 
         Raises:
-            ForeignError: a valid frame of something else.
-            FormatError: a frame is corrupt, truncated, not what the catalog promises, or an enhancement whose base is
-                not in place. No group that is in place has changed.
+            ForeignError: a valid frame of another asset or group.
+            FormatError: a frame is corrupt, truncated, contradicts the catalog, or lacks its base. Groups in place have
+                not changed.
         """
         (verdict,) = self.put_many([(group, (*below, Layer(track, frame, has_digest)))])
         if isinstance(verdict, Exception):
@@ -242,7 +236,7 @@ class Assembler:
         """Check, decode and place different groups in one batch, each with its layers, lowest first.
 
         Returns:
-            What happened to each, or what `put` would raise.
+            The result for each group, or the error that `put` would raise.
         """
         done: dict[int, Placement | Exception] = {}
         work: list[_Decoding] = []
@@ -272,7 +266,6 @@ class Assembler:
         return [done[number] for number in range(len(asked))]
 
     def _begin(self, number: int, group: int, layers: Sequence[Layer]) -> _Decoding:
-        """Check the frames of a group, and find room to decode it in."""
         claimed = not self.coded and self._claim(group, layers)
         try:
             coded = self._coded_layers(group, layers)
@@ -287,7 +280,6 @@ class Assembler:
         return _Decoding(number, group, layers, coded, TensorPlace(scratch), scratch)
 
     def _settle(self, one: _Decoding) -> Placement | Exception:
-        """Count a group that was decoded as in place, or put it there."""
         with self._lock:
             if not one.claimed:
                 self._lock.wait_for(lambda: one.group not in self._direct)
@@ -299,7 +291,6 @@ class Assembler:
             return self._write(one.group, one.layers, one.coded, one.scratch)
 
     def _release(self, claimed: Sequence[int]) -> None:
-        """Let others write to the places of groups that were decoded into."""
         with self._lock:
             self._direct.difference_update(claimed)
             self._lock.notify_all()
@@ -307,11 +298,11 @@ class Assembler:
     def put_computed(self, first: int, last: int, *parts: torch.Tensor) -> Placement:
         """Place groups ``first`` to ``last`` - 1 as computed by the engine.
 
-        ``parts``: per layer class, [layer, K/V, head, token, dim] of exactly the tokens that these groups stand for
-        (`Catalog.tokens_before`), of a state the snapshot behind them; of any float dtype.
+        ``parts``: per layer class, [layer, K/V, head, token, dim] for exactly these groups' tokens
+        (`Catalog.tokens_before`), or the state snapshot after them; any float dtype.
 
         Raises:
-            UsageError: a tensor has another shape, or holds NaN or infinity.
+            UsageError: a tensor has another shape, or contains NaN or infinity.
         """
         catalog = self._catalog
         begin, end = catalog.tokens_before(first), catalog.tokens_before(last)
@@ -320,7 +311,7 @@ class Assembler:
             raise UsageError(f"recomputed groups {first} to {last - 1}: {given} is not {shapes}")
         if not all(map(all_finite, parts)):
             raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
-        # Here and all at once, if the engine's device is another one; afterwards it is one copy for each group.
+        # One transfer from the engine's device here, instead of one per group under the lock.
         parts = tuple(kv.to(self._place(first).device) for kv in parts)
         with self._lock:
             self._lock.wait_for(lambda: self._direct.isdisjoint(range(first, last)))
@@ -342,20 +333,19 @@ class Assembler:
         return verdict
 
     def before(self, group: int) -> torch.Tensor:
-        """Return `before_classes` of a model with one layer class."""
+        """Return `before_classes` for a model with one layer class."""
         _ = self._catalog.spec.only
         return self.before_classes(group)[0]
 
     def before_classes(self, group: int) -> tuple[torch.Tensor, ...]:
-        """Return the KV of all tokens before ``group``, for an engine to compute on: a tensor per layer class.
+        """Return the KV of all tokens before ``group``, one tensor per layer class, for an engine to compute on.
 
-        If every token is needed, it is a view. Otherwise windows begin with zeros for tokens that cannot be seen from
-        ``group`` on, which must be one of `Catalog.cut`.
+        The tensor is a view if every token is needed. Otherwise windows start with zeros for tokens that are invisible
+        from ``group`` on, which must be one of `Catalog.cut`.
 
         Raises:
-            HoleError: not all of it is in place.
-            UsageError: the catalog is a suffix or a piece of a prompt, so the first tokens are elsewhere; or an engine
-                cannot begin there.
+            HoleError: a group before it is missing.
+            UsageError: the first tokens are in another cache, or an engine cannot start at ``group``.
         """
         catalog = self._catalog
         if catalog.first_token:
@@ -374,14 +364,14 @@ class Assembler:
         has_digest: HasDigest | None = None,
         below: Sequence[Layer] = (),
     ) -> Callable[[], Placement]:
-        """Check and decode an upgrade of one group of a cache in use, into memory of its own; arguments as for `put`.
+        """Check and decode an upgrade of one group for a cache in use, into separate memory; arguments as for `put`.
 
         Returns:
-            A function that writes the whole group into place and says what happened to it. Call it once, while nothing
-            reads the group's tokens. After `seal` it changes nothing.
+            A function that writes the group into place and returns the result. Call it once, while no thread reads the
+                group. After `seal` it has no effect.
 
         Raises:
-            ForeignError, FormatError: as `put`.
+            ForeignError, FormatError: see `put`.
             UsageError: the cache is not in use, or was taken without upgrades.
         """
         if not self._taken or not self._open:
@@ -402,9 +392,7 @@ class Assembler:
         return write
 
     def put_tokens(self, at: Sequence[int], computed: torch.Tensor) -> Placement:
-        """Put single tokens into a complete cache, which accepts no groups afterwards.
-
-        All of them are in place before the cache can be handed over, or none: then nothing changes any more.
+        """Put single tokens into a complete cache, all or none; afterwards it accepts no groups.
 
         Args:
             at: their places, counted from the cache's first token.
@@ -412,7 +400,7 @@ class Assembler:
 
         Raises:
             HoleError: a group is missing.
-            FormatError: these are not the numbers of ``len(at)`` tokens, or one is not finite; nothing has changed.
+            FormatError: wrong shape, or a value is not finite; the cache has not changed.
         """
         spec, out = self._catalog.spec, self._tensors.parts[0]
         check_tokens(computed, spec, len(at))
@@ -430,7 +418,7 @@ class Assembler:
         return Placement.REPLACED
 
     def seal(self) -> None:
-        """Accept nothing more; a write in progress has finished when this returns."""
+        """Accept no further data; writes in progress have finished when this returns."""
         with self._lock:
             self._taken, self._open = True, False
             self._lock.wait_for(lambda: not self._direct)
@@ -439,18 +427,18 @@ class Assembler:
             spare.clear()
 
     def take(self, *, upgrades: bool = False) -> torch.Tensor:
-        """Hand over the cache of a model with one layer class; otherwise as `take_classes`."""
+        """Hand over the cache of a model with one layer class; see `take_classes`."""
         _ = self._catalog.spec.only
         return self.take_classes(upgrades=upgrades)[0]
 
     def take_classes(self, *, upgrades: bool = False) -> tuple[torch.Tensor, ...]:
-        """Hand over the cache: a tensor per layer class, with the tokens of `Catalog.spans`; none if it is elsewhere.
+        """Hand over the cache: a tensor per layer class with the tokens of `Catalog.spans`, or none if it is elsewhere.
 
-        Afterwards nothing is accepted, except through `prepare` if ``upgrades`` is true.
+        Afterwards only `prepare` accepts data, and only if ``upgrades`` is true.
 
         Raises:
-            HoleError: a group is missing. One zero-filled group of eight cost 0.6 nats per token on a real model, more
-                than half of having no cache at all, so a cache with a hole cannot be taken.
+            HoleError: a group is missing. One zero-filled group of eight cost 0.6 nats per token on a real model, over
+                half of the loss without any cache.
         """
         with self._lock:
             self._no_hole(self._catalog.groups)
@@ -460,14 +448,14 @@ class Assembler:
         return self._to.parts if isinstance(self._to, Tensors) else ()
 
     def take_coded(self, groups: int | None = None, block: int = 1) -> tuple[tuple[CodedGroup, ...], PlacedPrefix]:
-        """Hand over the longest prefix that is in place, compressed, see `longest_prefix`; accept nothing afterwards.
+        """Hand over the longest prefix in place, compressed, see `longest_prefix`; accept no data afterwards.
 
         Args:
-            groups: take none of the groups from this one on.
+            groups: number of leading groups to consider; None: all.
             block: the prefix must end at a multiple of this many tokens of the prompt.
 
         Returns:
-            The groups of `PlacedPrefix.groups`, and what the prefix consists of.
+            The groups of `PlacedPrefix.groups`, and the prefix.
         """
         with self._lock:
             self._handed = self._taken = True
@@ -483,14 +471,10 @@ class Assembler:
         return CodedGroup(payload, offer.name, self._context(group), self._below(group, offer), number)
 
     def take_prefix(self, groups: int | None = None, block: int = 1) -> tuple[tuple[torch.Tensor, ...], PlacedPrefix]:
-        """Hand over the longest prefix that is in place, see `longest_prefix`; accept nothing afterwards.
-
-        Args:
-            groups: take none of the groups from this one on.
-            block: the prefix must end at a multiple of this many tokens of the prompt.
+        """Hand over the longest prefix in place; arguments as for `take_coded`.
 
         Returns:
-            A tensor per layer class, with the tokens of `PlacedPrefix.spans`; and what it consists of.
+            A tensor per layer class, with the tokens of `PlacedPrefix.spans`; and the prefix.
         """
         with self._lock:
             self._handed = True
@@ -505,7 +489,7 @@ class Assembler:
         return tuple(parts), found
 
     def check(self, group: int, layer: Layer) -> memoryview:
-        """Return the payload of a frame of a group; raise a `FormatError` or `ForeignError` as `put` does."""
+        """Return the payload of a frame of a group; raise `FormatError` or `ForeignError` as `put` does."""
         catalog, offer = self._catalog, self._catalog.track(layer.track)
         if len(layer.frame) != (promised := offer.bytes[group]):
             came = f"{len(layer.frame)} bytes came, the catalog says {promised}"
@@ -522,18 +506,17 @@ class Assembler:
         return GroupContext(part, unit.first, unit.tokens, self._profile)
 
     def _coded_layers(self, group: int, layers: Sequence[Layer]) -> CodedGroup:
-        """Check the frames of consecutive layers, and return the group, with what is in place below them."""
+        """Check the frames of consecutive layers; return the group, including layers in place below them."""
         payloads = self._below(group, self._catalog.track(layers[0].track))
         payloads.extend(self.check(group, layer) for layer in layers)
         unit = self._catalog.unit(group)
         return CodedGroup(payloads.pop(), layers[-1].track, self._context(group), payloads, unit.group)
 
     def _claim(self, group: int, layers: Sequence[Layer]) -> bool:
-        """Return whether to decode a group into its place, which is then in `_direct` until the caller removes it.
+        """Return whether to decode a group directly into its place; if so, the caller must remove it from `_direct`.
 
-        Nobody reads an empty place, so a frame that proves bad does no harm there. `seal` waits for what is being
-        decoded, at the deadline if need be, so on a processor this is only for tracks that take little more time than
-        copying.
+        Bad frames do no harm in empty places, which have no readers. `seal` waits for direct decoding, so on a CPU only
+        tracks that decode about as fast as copying qualify.
         """
         context, track = self._context(group), self._catalog.track(layers[-1].track)
         slow = track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None
@@ -547,13 +530,12 @@ class Assembler:
 
     @property
     def _tensors(self) -> Tensors:
-        """The destination, of which something is to be read; a `UsageError` if it is none that can be read."""
+        """The destination for reading; `UsageError` if it cannot be read."""
         if not isinstance(self._to, Tensors):
             raise UsageError("this cache is not in tensors: nothing can be computed on it before it is handed over")
         return self._to
 
     def _place(self, group: int) -> Place:
-        """Return a group's place in the cache."""
         assert self._to is not None  # noqa: S101  # nothing is expanded without a destination
         return self._to.place(self._catalog.unit(group))
 
@@ -562,7 +544,6 @@ class Assembler:
         return self._catalog.spec.parts[unit.part].shape(unit.tokens)
 
     def _scratch(self, group: int) -> torch.Tensor:
-        """Return unused scratch memory for a decoded group."""
         unit, out = self._catalog.unit(group), self._place(group)
         spec, spare = self._catalog.spec.parts[unit.part], self._spare[unit.part]
         need = spec.elements_per_token * unit.tokens
@@ -581,7 +562,7 @@ class Assembler:
             raise HoleError(f"groups {shown} are neither fetched nor recomputed; fetch or recompute them first")
 
     def _refusal(self, group: int, offer: Track, *, closed: bool | None = None) -> Placement | None:
-        """Return why a frame can be ignored, or None."""
+        """Return why to ignore a frame, or None."""
         if self._taken if closed is None else closed:
             return Placement.LATE
         current = self._tracks[group]
@@ -591,7 +572,7 @@ class Assembler:
             return Placement.STALE
         if self._catalog.track(current).loss[group] > offer.loss[group]:
             return None
-        while offer.refines is not None:  # a layer may lose more than the one below, and still be what the next refines
+        while offer.refines is not None:  # a layer may lose more than the layer below, and the next still refine it
             if offer.refines == current:
                 return None
             offer = self._catalog.track(offer.refines)
@@ -612,7 +593,6 @@ class Assembler:
         return verdict
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:
-        """Return the payloads of the layers that a track refines, base first."""
         payloads: list[memoryview] = []
         while offer.refines is not None:
             payload = self._kept.get(group, {}).get(offer.refines)
@@ -627,7 +607,7 @@ class Assembler:
 
 
 def check_tokens(computed: torch.Tensor, spec: KVSpec, tokens: int) -> None:
-    """Raise a `FormatError` unless an engine computed finite numbers, [layer, K/V, head, token, dim], of its tokens."""
+    """Raise `FormatError` unless ``computed`` is finite and [layer, K/V, head, token, dim] for this many tokens."""
     due = spec.shape(tokens)
     if not isinstance(computed, torch.Tensor):
         raise FormatError(f"the engine returned {type(computed).__name__}, where a tensor {due} was due")

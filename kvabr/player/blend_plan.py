@@ -1,4 +1,4 @@
-"""How many tokens of a joined prompt are worth computing again: their price, what they save, and the time they take."""
+"""Decides how many tokens of a joined prompt to recompute, from their price, savings and duration."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from kvabr.types.joined import fusion_loss, joined_passages
 from kvabr.types.loss import played_loss
 
 _UNKNOWN_LINK_SHARE = 0.5
-"""Share of the deadline that is kept for tokens at most while nothing is known of the link."""
+"""Maximum share of the deadline reserved for tokens on an unknown link."""
 _MOST_SHARES = 64
-"""Most shares that are weighed: every passage may name as many of its own."""
+"""Maximum shares to weigh; every passage may name this many."""
 _AHEAD = 0.15
-"""Share of a passage's tokens that is computed in its publisher's order."""
+"""Share of a passage's tokens to compute in its publisher's order."""
 _ORDER_WORTH = 0.3
-"""What the publisher's order saves, as a part of what the question's choice of as many tokens does (SmolLM2-135M: .3 to
-.45)."""
+"""Savings of the publisher's order, relative to the question's choice of as many tokens (SmolLM2-135M: .3 to .45)."""
 
 
 def delivered_loss(catalog: Catalog, record: PlayRecord) -> float:
-    """Return the expected loss of a cache that was delivered, nats per generated token.
+    """Return the expected loss of a delivered cache, nats per generated token.
 
-    What computing tokens of passages again saved is taken off, see `kvabr.types.loss.played_loss` for the rest.
+    It is that of `kvabr.types.loss.played_loss` minus the savings from recomputed tokens.
     """
     loss, blend = played_loss(catalog, record.steps), record.blend
     if blend is None or blend.fusion_loss is None:
@@ -41,18 +40,18 @@ def delivered_loss(catalog: Catalog, record: PlayRecord) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BlendOption:
-    """A number of tokens to compute again."""
+    """A number of tokens to recompute."""
 
     share: float
     tokens: int
     seconds: float
-    """Of the engine, without choosing them."""
+    """Engine time, without choosing the tokens."""
     fusion: float
     """Fusion loss with all groups fetched, nats per generated token; 0.0 if it was not measured."""
 
 
 class BlendPlan:
-    """What there is to choose from in one play. An option is worth what it saves, at the prices of the play."""
+    """The options of one play, valued by their savings at the play's prices."""
 
     def __init__(
         self, ladder: Ladder, cost: PrefillCost | None, goal: BlendGoal, *, time_price: float, gpu_price: float
@@ -61,10 +60,10 @@ class BlendPlan:
 
         Args:
             ladder: of the joined catalog.
-            cost: what the engine's prefill costs; None: it computes no tokens.
+            cost: of the engine's prefill; None: it computes no tokens.
             goal: of the play.
             time_price: price of a second before the first token, nats per generated token.
-            gpu_price: price of a second of engine time; infinite: tokens are computed only if the goal names a share.
+            gpu_price: price of a second of engine time; infinite: only a share named by the goal is computed.
         """
         self._catalog, self._goal = ladder.catalog, goal
         self.passages = joined_passages(ladder.catalog)
@@ -73,7 +72,7 @@ class BlendPlan:
         self._cost, self._price, self._gpu_price = cost, time_price + idle, gpu_price
         can = cost is not None and goal.question > 0 and (goal.share is not None or math.isfinite(gpu_price))
         self.look_s = cost.seconds(ladder.catalog.tokens, goal.question) if cost is not None and can else 0.0
-        """Seconds that the engine takes to choose."""
+        """Seconds that the engine takes to choose the tokens."""
         shares = self._shares() if can else []
         every = [""] * ladder.catalog.groups
         self.options = [BlendOption(0.0, 0, 0.0, fusion_loss(ladder.catalog, every) or 0.0)]
@@ -93,7 +92,7 @@ class BlendPlan:
 
     @property
     def least_loss(self) -> float:
-        """Least expected loss of any option, if the cache comes as well as it can."""
+        """Lowest expected loss of any option, with the best possible cache."""
         return min(option.fusion for option in self.options)
 
     def fusion(self, coverage: Sequence[str], share: float) -> float | None:
@@ -101,19 +100,19 @@ class BlendPlan:
         return fusion_loss(self._catalog, coverage, share)
 
     def loss(self, coverage: Sequence[str], codec: float, share: float) -> float:
-        """Return the expected loss of a cache of which a share is computed again, nats per generated token.
+        """Return the expected loss of a cache after recomputing a share, nats per generated token.
 
-        ``codec`` is what it is without that share, and without what joining it costs.
+        ``codec`` is the loss before that, without the loss from joining.
         """
         return (1 - share) * codec + (self.fusion(coverage, share) or 0.0)
 
     def reserve_s(self, left_s: float, received: int, rate: float) -> float:
-        """Return the seconds before the deadline that tokens are worth more than the last layers.
+        """Return the time before the deadline, in seconds, that tokens use better than the last layers.
 
         Args:
             left_s: seconds to the deadline.
-            received: bytes that are here.
-            rate: expected bytes per second; 0.0: not known yet.
+            received: bytes received so far.
+            rate: expected bytes per second; 0.0: unknown.
         """
         best, least = 0.0, math.inf
         for option in self.options:
@@ -124,14 +123,14 @@ class BlendPlan:
                 codec = 0.0
             else:
                 codec = self._codec(received + rate * max(0.0, left_s - needed_s), option.share)
-            # Of two that are worth the same, that with more tokens: if the user names a share, it is that one.
+            # `_worth` favours the share that the user names.
             worth = codec + self._worth(option, option.fusion)
             if worth < least:
                 best, least = needed_s, worth
         return best
 
     def ahead(self, number: int) -> BlendOption | None:
-        """Return what is worth computing of a passage in its publisher's order; None: nothing."""
+        """Return the tokens of a passage worth computing in its publisher's order, or None."""
         cost, passage = self._cost, self.passages[number]
         if cost is None or passage.notes is None or not passage.notes.order or len(self.options) < 2:
             return None
@@ -143,18 +142,18 @@ class BlendPlan:
         return BlendOption(_AHEAD, tokens, seconds, 0.0)
 
     def tokens_left(self, coverage: Sequence[str]) -> int:
-        """Return how many tokens of passages are not of groups which were computed."""
+        """Return the number of passage tokens outside computed groups."""
         groups = (group for one in self.passages for group in one.groups if coverage[group] != RECOMPUTED)
         return sum(self._catalog.unit(group).tokens for group in groups)
 
     def best(self, left_s: float, coverage: Sequence[str], codec: float, *, chosen: bool) -> BlendOption | None:
-        """Return what to compute now that the cache is in place; None: its expected loss would exceed the limit.
+        """Return the option for a cache in place; None if the expected loss would exceed the limit.
 
         Args:
             left_s: seconds to the deadline.
             coverage: per group the track in place, or ``recomputed``.
-            codec: expected loss of the cache without what joining it costs.
-            chosen: whether the tokens are chosen already.
+            codec: expected loss of the cache without the loss from joining.
+            chosen: the tokens are chosen already.
         """
         found, least = None, math.inf
         for option in self.options if self.tokens_left(coverage) else self.options[:1]:
@@ -170,28 +169,23 @@ class BlendPlan:
 
     def _worth(self, option: BlendOption, loss: float) -> float:
         if self._goal.share is not None:
-            return -option.share * MISS_PENALTY  # the user has decided; what is late is worse than any share
+            return -option.share * MISS_PENALTY  # the user's choice; being late is worse than any share
         return loss + self._price * option.seconds
 
     def _shares(self) -> list[float]:
-        """Return the shares to choose from: those that were measured, and the one that the user names."""
         measured = {share for one in self.passages if one.notes is not None for share, _ in one.notes.fusion}
         if self._goal.share is None:
             return _thinned(share for share in measured if share > 0)
         return _thinned({share for share in measured if 0 < share < self._goal.share} | ({self._goal.share} - {0.0}))
 
     def _codec(self, nbytes: float, share: float) -> float:
-        """Return the least loss that the codec costs if ``nbytes`` arrive; without a whole cache, that of missing.
-
-        The ``share`` of the tokens that is computed again costs nothing.
-        """
+        """Return the lowest codec loss if ``nbytes`` arrive, or that of a miss; recomputed tokens have none."""
         if nbytes < self._base_bytes:
             return MISS_PENALTY + self._losses[0] * (2 - nbytes / self._base_bytes)
         return (1 - share) * self._losses[bisect_right(self._spent, nbytes - self._base_bytes) - 1]
 
 
 def _thinned(shares: Iterable[float]) -> list[float]:
-    """Return shares, ascending: all of them, or at most `_MOST_SHARES`, evenly spread, with the highest."""
     ascending = sorted(shares)
     step = max(1, -(-len(ascending) // _MOST_SHARES))
     return ascending[::-step][::-1]

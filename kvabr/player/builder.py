@@ -1,4 +1,4 @@
-"""The one place where sessions are built: for real plays, prefix plays of engines, upgrades and replays alike."""
+"""Builds all sessions: for real plays, prefix plays of engines, upgrades and replays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvabr.types.events import Log, PlayStarted
 
 
 def new_estimator(policy: str, estimator: str | None = None) -> Estimator:
-    """Return a fresh estimator: the one named, else the one that the policy prefers; see `load_estimator`."""
+    """Return a fresh estimator: the named one, else the policy's preferred one; see `load_estimator`."""
     return load_estimator(estimator or load_policy(policy)().estimator)()
 
 
@@ -65,9 +65,9 @@ def opening(
 
 
 def choose_tail(policy: str, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
-    """Return the offer that a policy takes, as a rule the one with the least of the `tail_costs`.
+    """Return the offer that a policy takes, usually the one with the lowest of the `tail_costs`.
 
-    The policy is asked before the play, and the play gets another object of it.
+    It is chosen before the play, by a separate instance of the policy.
 
     Raises:
         PolicyError: there is no such policy, or it raises, or takes none of them.
@@ -100,27 +100,26 @@ def new_session(
 
     Args:
         ladder: the tracks; its catalog may be a suffix of a published asset (`Catalog.suffix`).
-        deadline_s: seconds from `Session.start` to the deadline; for upgrades, how far ahead they are planned.
-        policy: name of the policy, as `load_policy` takes it.
-        estimator: fresh, see `new_estimator`; of several sources one each, in their order.
-        goal: what the play is for.
-        cost: what the engine's prefill costs, counted from the first token of the prompt; None for no engine.
-        mode: what the engine can recompute. A prefix play is always ``suffix``, and so is one of several layer classes
-            or of windows, whose groups cannot be computed one by one; upgrades have no engine.
-        config: limits and timeouts that hold for every policy.
-        patience_s: seconds from `Session.start` after which an incomplete play is given up; None: as ``config`` says.
-        cached_groups: tells which groups of a track need not cross the network, as they are published.
-        oracle: the future of the link, for policies that are told it; only a simulation knows it.
-        decode_rates: of this machine, which the session corrects; None: as the catalog says, uncorrected.
-        expected_s: when each group of an asset that is still being prefilled should be published, see `LiveEdge`; None:
-            all are.
-        log: takes every event.
-        offers: of several sources, the tracks that each has, in their order; they may become more during the play.
-        round_trips: to each of them, seconds, as far as they are known.
+        deadline_s: seconds from `Session.start` to the deadline; for upgrades, the planning horizon.
+        policy: name of the policy, see `load_policy`.
+        estimator: a fresh one, see `new_estimator`, or one per source.
+        goal: purpose of the play.
+        cost: of the engine's prefill, counted from the first token of the prompt; None for no engine.
+        mode: the groups that the engine can recompute. Always ``suffix`` for prefix plays, and for several layer
+            classes or windows, since their groups cannot be computed one by one. Upgrades have no engine.
+        config: limits and timeouts.
+        patience_s: seconds from `Session.start` until an incomplete play is given up; None: see ``config``.
+        cached_groups: returns the groups of a track, as published, that need not cross the network.
+        oracle: the future of a simulated link, for policies that use it.
+        decode_rates: of this machine, corrected by the session; None: from the catalog, uncorrected.
+        expected_s: when each group of a live asset should be published, see `LiveEdge`; None: all are published.
+        log: receives every event.
+        offers: the tracks of each source; more may be added during the play.
+        round_trips: to each source, seconds, if known.
 
     Raises:
         PolicyError: there is no such policy.
-        UsageError: arguments that make no sense, or a policy that does not fit the goal.
+        UsageError: invalid arguments, or a policy that does not fit the goal.
     """
     config, catalog = config or PlayerConfig(), ladder.catalog
     if not catalog.every_token:

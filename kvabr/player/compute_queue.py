@@ -1,4 +1,4 @@
-"""The engine's queue: which groups are left to it, and when it starts to compute them."""
+"""The engine's queue: the groups left to it, and when it starts to compute them."""
 
 from __future__ import annotations
 
@@ -15,38 +15,37 @@ from kvabr.types.engine import EngineMode
 _LATE = 1.25
 """A tail that ends after this multiple of the deadline is far too late."""
 _PATIENCE = 0.5
-"""Share of the deadline before which such a tail is not started, even if the link has carried nothing."""
+"""Share of the deadline before which such a tail never starts."""
 
 
 class ComputeQueue:
-    """What the engine computes now, and what it will compute later."""
+    """The groups that the engine is computing, and those left to it."""
 
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
         self._cost, self._mode, self._view, self._tick_s = cost, mode, view, tick_s
         self.planned: range = range(0)
-        """Groups that the planner leaves to the engine for now; re-planned at every event."""
+        """Groups that the planner leaves to the engine until the next event."""
         self.chosen = GroupSet(view.groups, ())
-        """Groups that are left to the engine for good, by the policy or because no request can bring them."""
+        """Groups left to the engine for good."""
         self.left = GroupSet(view.groups)
-        """Groups that have not arrived and are not being computed, without the chosen ones."""
+        """Groups that are neither received, nor being computed, nor in `chosen`."""
         self.computing: tuple[int, int] | None = None
-        """The groups that the engine computes now: the first, and the one after the last."""
+        """The groups being computed: the first, and the one after the last."""
         self.started_s = 0.0
         self._free_s = 0.0
         self._asked = False
-        """Whether the policy chose any of them."""
+        """True if the policy chose any group of `chosen`."""
         self._waiting, self._waiting_s = 0, 0.0
-        """How many of `chosen` the engine has not begun, and the seconds that they take one by one."""
+        """Number of `chosen` groups that have not started, and the sum of their seconds."""
         self._found: Plan | None = None
         self._kept, self._kept_s = 0, 0.0
-        """For how many events (`View.keeps`), and until when, the plan found last holds: to search one takes time."""
+        """Remaining events (`View.keeps`), and time, until the slow search for a plan is repeated."""
         self._each: list[int] = []
-        """Nanoseconds that each group takes alone, once that is asked for; whole ones, so that sums are exact."""
+        """Nanoseconds of each group alone; integers, so that sums are exact."""
         self._sums: list[int] = []
-        """The same for all groups before each."""
 
     def backlog_s(self, now: float) -> float:
-        """Return the seconds until the engine has computed what it computes now and all of `chosen`."""
+        """Return the seconds until the engine has finished its current groups and all of `chosen`."""
         running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
         if self.tail < self._view.groups and not self._view.catalog.every_token:
             return running + (0.0 if self.computing else self._seconds(self.tail, self._view.groups))
@@ -57,15 +56,15 @@ class ComputeQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine computes something, or groups are left to it."""
+        """True if the engine is computing, or groups are left to it."""
         return self.computing is not None or self.waiting()
 
     def waiting(self) -> bool:
-        """Return whether groups are left to the engine that it has not started."""
+        """Return whether groups left to the engine have not started."""
         return bool(self.planned) or bool(self.chosen)
 
     def computes(self, group: int) -> bool:
-        """Return whether the engine computes a group now."""
+        """Return whether the engine is computing a group now."""
         return self.computing is not None and self.computing[0] <= group < self.computing[1]
 
     def takes(self, group: int) -> bool:
@@ -74,19 +73,19 @@ class ComputeQueue:
 
     @property
     def tail(self) -> int:
-        """The first group of the tail that is left to the engine for good; the number of groups if there is none."""
+        """The first group of the tail left to the engine for good; the number of groups if none."""
         first = self.chosen.first() if self._mode == "suffix" else None
         return self._view.groups if first is None else self._view.catalog.cut(first)
 
     def absent(self, group: int, *, absent: bool) -> None:
-        """Note that a group is absent, or that it is so no longer."""
+        """Record whether a group is absent."""
         if absent and group not in self.chosen:
             self.left.add(group)
         else:
             self.left.discard(group)
 
     def choose(self, groups: Iterable[int], *, asked: bool = False) -> None:
-        """Leave groups to the engine for good; ``asked``: as the policy wants, so a tail need not wait."""
+        """Leave groups to the engine for good; ``asked``: by the policy, so a tail need not wait."""
         self._asked = self._asked or asked
         for group in groups:
             if group not in self.chosen:
@@ -100,9 +99,9 @@ class ComputeQueue:
             self._waiting_s += by * self._seconds(group, group + 1)
 
     def replan(self, now: float, *, dead: bool = False) -> tuple[list[int], Plan | None]:
-        """Re-plan what the network will not bring.
+        """Plan again which groups the network will not deliver in time.
 
-        Return the groups that `planned` has now and had not, or the other way round; and the plan, if there is one.
+        Return the groups added to or removed from `planned`, and the plan, or None.
         """
         if self.computing is not None and self._mode == "suffix":
             return [], None
@@ -119,22 +118,22 @@ class ComputeQueue:
         return [*_without(before, self.planned), *_without(self.planned, before)], found
 
     def overdue(self, now: float, absent: GroupSet) -> bool:
-        """Return whether the network is late by as long as the engine would take: to wait on is no better bet then.
+        """Return whether the network is later than the engine would take: waiting is then no longer the better bet.
 
-        Bytes that are lost on the way keep looking as if they were about to arrive.
+        Lost bytes keep looking as if they were about to arrive.
         """
         late_s, first = now - self._view.deadline_s, absent.first()
         if first is None or late_s < 0:
-            return False  # as most often, without adding up what the engine takes
+            return False  # the usual case, without summing the engine's times
         if self._mode == "suffix":
             return late_s >= self._seconds(self._view.catalog.cut(first), self._view.groups)
         self._add_up()
         return 1e9 * late_s >= absent.total("seconds", self._each)
 
     def ready(self, now: float, absent: GroupSet, *, at_once: bool = False) -> tuple[int, int] | None:
-        """Return the groups that the engine should start now: everything before them is in place. Or None.
+        """Return the groups that the engine should start now, or None.
 
-        With ``at_once``, a tail that could still be shortened is not held back: the policy alone says what is computed.
+        ``at_once``: start even a tail that the network could still shorten, because the policy alone decides.
         """
         if self.computing is not None or not self.waiting():
             return None
@@ -149,13 +148,13 @@ class ComputeQueue:
             return None
         if self._mode == "hole":
             if first in self.chosen:
-                return first, self.chosen.gap(first)  # what a policy wants in one go
+                return first, self.chosen.gap(first)  # chosen by a policy for one call
             return first, self._run_end(first, now, absent)
         at_once = at_once or (self._asked and first == self.tail)
         return (first, self._view.groups) if at_once or self._last_call(first, now) else None
 
     def start(self, first: int, last: int, now: float) -> None:
-        """Note that the engine starts groups ``first`` to ``last`` - 1."""
+        """Record that the engine starts groups ``first`` to ``last`` - 1."""
         for group in range(first, last):
             if group in self.chosen:
                 self._wait(group, -1)
@@ -163,7 +162,7 @@ class ComputeQueue:
         self._free_s = now + self._seconds(first, last)
 
     def finish(self) -> float:
-        """Note that the engine is done; return when it was started."""
+        """Record that the engine has finished; return when it started."""
         for group in self._here():
             self.chosen.discard(group)
         self.computing, self._kept = None, 0
@@ -174,7 +173,7 @@ class ComputeQueue:
         return self._cost.seconds(begin, end - begin)
 
     def _run_end(self, first: int, now: float, absent: GroupSet) -> int:
-        """Return the end of the next run: a short call if there is time to re-plan, all if only that is in time."""
+        """Return the end of the next run: short if there is time to re-plan, everything if only that is in time."""
         last, end = first + 1, absent.gap(first)
         while last < end and (last in self.planned or last in self.chosen):
             last = min(end, self.planned.stop if last in self.planned else self.chosen.gap(last))
@@ -183,16 +182,13 @@ class ComputeQueue:
         return last if self._seconds(first, last) <= in_time < one_by_one else self._least_run(first, last, in_time)
 
     def _least_run(self, first: int, last: int, in_time: float) -> int:
-        """Return the end of the shortest run that is not mostly what a call takes whatever it computes.
-
-        Of a shorter one, if only that is in time: the network may bring the rest.
-        """
+        """Return the end of the shortest run that is not mostly constant cost, or a shorter one to be in time."""
         if last - first < 2:
             return last
         constant_s = 2 * self._seconds(first, first + 1) - self._seconds(first, first + 2)
         if constant_s <= 0:
             return first + 1
-        # Found, not worked out: below a floor, calls of one and of two groups take as long.
+        # Searched, because calls of one and two groups may take equally long.
         seconds, ends = partial(self._seconds, first), range(first + 1, last + 1)
         count = 1 + bisect_left(ends[:-1], LEAST_CALL * constant_s, key=seconds)
         return first + (bisect_right(ends[:count], in_time, key=seconds) or count)
@@ -204,10 +200,10 @@ class ComputeQueue:
             self._sums = list(accumulate(self._each, initial=0))
 
     def _last_call(self, first: int, now: float) -> bool:
-        """Return whether a tail must be started now; until then the network may still shorten it."""
+        """Return whether a tail must start now; until then the network may still shorten it."""
         deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
         if now + seconds > _LATE * deadline_s and first != self.tail:
-            # Once started it cannot be shortened. If the link has carried anything, waiting is the better bet.
+            # A started tail cannot be shortened. If the link has delivered any bytes, waiting is the better bet.
             view = self._view
             alive = view.rate > 0 or view.settled or any(one.received for one in view.in_flight.values())
             return now >= (deadline_s if alive else _PATIENCE * deadline_s)
@@ -215,7 +211,6 @@ class ComputeQueue:
 
 
 def _without(groups: range, others: range) -> Iterable[int]:
-    """Return what one range has and another has not."""
     if not groups or not others:
         return groups
     return (*range(groups.start, min(groups.stop, others.start)), *range(max(groups.start, others.stop), groups.stop))

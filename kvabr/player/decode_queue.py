@@ -1,12 +1,11 @@
-"""What has arrived and waits to be decoded: which group comes next, and how long all of it takes.
+"""Groups that wait to be decoded: their order, and the time that decoding takes.
 
-Groups that are not in place come first, those that the policy will replace last. One with more in flight waits a moment
-for it, so that all is decoded together, unless time is short, or an engine needs everything before what it computes.
+Missing groups are decoded first, groups that the policy will replace last. A group with more layers in flight waits
+briefly so that all are decoded together, unless time is short or an engine needs everything before its own groups.
 
-How long decoding takes (`DecodeRates`) is a latency per batch, and seconds per group of each track: a processor decodes
-groups one by one, and has no latency; a GPU decodes all that has arrived together. Seconds are what was measured on
-this device, or what the catalog says. Every decoded group tells how far they are off. The tracks of a family share that
-correction, since they share code: if AC-L0 takes eight times as long as the table says, so does AC-L3.
+Decoding time (`DecodeRates`) is a latency per batch plus seconds per group of each track. A CPU decodes groups one by
+one without latency; a GPU decodes all received groups together. Seconds are measured on this device or taken from the
+catalog, and corrected by every decoded group. The tracks of a family share code and so share the correction.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import UsageError
 
 _WINDOW = 9
-"""Decoded groups that a correction is made of. Their median bears four that were held up."""
+"""Decoded groups per correction. Their median tolerates four delayed ones."""
 _MAX_LOG = math.log(1024)
-"""Limit of a correction: more is no difference between machines, but a clock that jumped or a process that slept."""
+"""Limit of a correction; larger ratios indicate a clock that jumped or a process that slept."""
 
 
 def family(track: str) -> str:
-    """Return the family of tracks that share a decoder: what stands before the first hyphen, as in AC-L0."""
+    """Return the family of a track, which shares a decoder: the part before the first hyphen, as in AC-L0."""
     return track.partition("-")[0]
 
 
 class DecodeRates:
-    """Seconds to decode a full group of each track. Not for several threads at once."""
+    """Seconds to decode a full group of each track. Not thread-safe."""
 
     def __init__(
         self,
@@ -42,12 +41,12 @@ class DecodeRates:
         measured: Mapping[str, float] | None = None,
         latencies: Mapping[str, float] | None = None,
     ) -> None:
-        """Begin with a table.
+        """Start with a table.
 
         Args:
-            catalog: its tracks; it says what was not measured.
-            measured: seconds that each further full group of a batch takes to check and decode, by track.
-            latencies: seconds that a batch takes besides, by family; 0 where nothing is said.
+            catalog: its tracks, with default times.
+            measured: seconds to check and decode each further full group of a batch, by track.
+            latencies: additional seconds per batch, by family; 0 by default.
 
         Raises:
             UsageError: a measured time is not a positive, finite number.
@@ -63,36 +62,35 @@ class DecodeRates:
             if track in self._table:
                 self._table[track] = float(seconds)
         self._observed: dict[str, deque[float]] = {}
-        """Logarithms of observed over expected seconds, by family. The first is that of the table itself."""
+        """Logarithms of observed over expected seconds, by family; the first is 0."""
         self._known: dict[str, float] = {}
-        """Seconds per track, until the next observation: they are read far more often than they change."""
 
     def seconds(self, track: str) -> float:
-        """Return the seconds to decode a full group of a track; 0.0 if nothing is known of it."""
+        """Return the seconds to decode a full group of a track; 0.0 if unknown."""
         if (known := self._known.get(track)) is None:
             known = self._known[track] = self._table[track] * self.correction(track)
         return known
 
     def latency(self, track: str) -> float:
-        """Return the seconds that a batch with groups of a track takes, besides those of its groups."""
+        """Return the additional seconds of a batch with groups of a track."""
         return self._latencies.get(family(track), 0.0)
 
     def correction(self, track: str) -> float:
-        """Return the factor between what decoding takes and what the table says."""
+        """Return the ratio of actual decoding time to the table's."""
         observed = self._observed.get(family(track))
         if observed is None:
-            # A machine that is slow at one family is likely to be slow at all.
+            # A machine that is slow for one family is likely slow for all.
             others = [median(other) for other in self._observed.values()]
             return math.exp(median(others)) if others else 1.0
         return math.exp(median(observed))
 
     def observe(self, track: str, share: float, seconds: float) -> None:
-        """Take the time that decoding took; ignore what is no duration, as after a clock was set back.
+        """Record a decoding time; ignore invalid durations, such as after a clock was set back.
 
         Args:
-            track: what was decoded, with the layers below it.
+            track: the decoded track; the time includes the layers below it.
             share: tokens of the group as a share of a full group's.
-            seconds: how long one thread was at it, without the latency of a batch.
+            seconds: time of one thread, without the latency of a batch.
         """
         if not (0 < seconds < math.inf and share > 0):
             return
@@ -106,76 +104,72 @@ class DecodeRates:
 
 
 class DecodeShare:
-    """Decode rates of a play that shares the decoders: each play has an equal part of them, as of the link."""
+    """Decode rates of a play that shares the decoders equally with other plays."""
 
     def __init__(self, rates: DecodeRates, plays: Callable[[], int]) -> None:
-        """Share ``rates`` with the other plays; ``plays`` returns how many there are now, with this one."""
+        """Share ``rates``; ``plays`` returns the current number of plays, including this one."""
         self._rates, self._plays = rates, plays
 
     def seconds(self, track: str) -> float:
-        """As `DecodeRates.seconds`, until the play's part of the decoders has done it."""
+        """Return the seconds that this play's share of the decoders takes."""
         return self._rates.seconds(track) * self._plays()
 
     def latency(self, track: str) -> float:
-        """As `DecodeRates.latency`."""
+        """See `DecodeRates.latency`."""
         return self._rates.latency(track)
 
     def observe(self, track: str, share: float, seconds: float) -> None:
-        """As `DecodeRates.observe`: what a thread was at it, without the wait for others."""
+        """See `DecodeRates.observe`; ``seconds`` excludes waits for other plays."""
         self._rates.observe(track, share, seconds)
 
 
 _WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
-"""Share of the deadline, and seconds, that what has arrived of a group waits for its other layers at most."""
+"""Maximum wait for a group's other layers: share of the deadline, and seconds."""
 _WAITS = 4.0
-"""Multiple of that after which a later request for the group no longer prolongs the wait."""
+"""Multiple of that wait after which later requests no longer extend it."""
 _LOOKED_AT = 64
-"""Groups of one kind that are looked at, in order, for one that neither waits nor will be replaced."""
+"""Maximum groups of one kind to inspect."""
 
 _MOST_HANDED = 32
-"""Most groups that each decoder is given ahead."""
+"""Maximum groups queued per decoder."""
 _CHEAP = 0.2
-"""Share of what a decoder is given ahead: what takes less is decoded at once, even if that is for nothing."""
+"""Share of a decoder's queue time; quicker groups are decoded at once, even if they may be replaced."""
 _ASIDE = 0.125
-"""Share of the longest wait for which nobody looks again at what waits."""
+"""Share of the longest wait before deferred groups are inspected again."""
 
 Kind = tuple[bool, bool]
 """Whether a group is in place, and whether more of it is in flight."""
 
 
 class DecodeQueue:
-    """The groups of one play of which something can be decoded."""
+    """The decodable groups of one play."""
 
     def __init__(
         self, view: View, progress: Mapping[int, GroupProgress], ahead_s: float = 0.0, *, together: bool = False
     ) -> None:
-        """Begin empty.
-
-        ``progress`` is that of each group; ``ahead_s`` and ``together``: `PlayerConfig.decode_ahead_s`, `together`.
-        """
+        """Start empty, with the progress of each group; see `PlayerConfig` for ``ahead_s`` and ``together``."""
         self._view, self._progress, self._ahead_s, self._together = view, progress, ahead_s, together
         self._waiting: dict[int, int] = {}
-        """Groups of which something has arrived and is not being decoded, and when they came: the n-th."""
+        """Arrival numbers of groups that wait to be decoded."""
         self._placed = bytearray(view.groups)
         self._heaps: dict[Kind, list[tuple[int, int, int]]] = {
             (placed, flying): [] for placed in (False, True) for flying in (False, True)
         }
-        """Heaps of place, group and number, by kind. An entry counts as long as the group waits and is of that kind."""
+        """Heaps of (place, group, arrival number) by kind; entries become stale when the group changes."""
         self._aside: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in self._heaps}
-        """Entries that wait for more of their group, or whose group will be replaced, by kind."""
+        """Deferred entries, by kind."""
         self._aside_for, self._aside_s = 0, 0.0
-        """For how many more questions (`View.keeps`), and until when, nobody looks at these again."""
+        """Remaining calls (`View.keeps`), and time, until they are inspected again."""
         self._came = 0
         self._counted: list[tuple[str, ...]] = [()] * view.groups
         self._tracks: dict[str, int] = {}
-        """How many batches wait or are being decoded, by track; if all is decoded last, those in place, too. Decoding a
-        layer decodes all layers below it, so only the top of each batch counts."""
+        """Number of undecoded batches by top track, which includes all below it; with groups in place if decoding is
+        last."""
         self._handed: dict[int, float] = {}
-        """Seconds that what is being decoded should take, by request."""
+        """Expected decoding seconds, by request."""
         self._handed_s = 0.0
-        """All of these together."""
         self.decoding: dict[int, Transfer] = {}
-        """What is being decoded, by request."""
+        """Transfers being decoded, by request."""
         view.undecoded = self._waiting
 
     def __bool__(self) -> bool:
@@ -185,7 +179,7 @@ class DecodeQueue:
         return len(self._waiting)
 
     def update(self, group: int, placed: str | None) -> None:
-        """Take in that something of a group has arrived, is being decoded or is lost; ``placed``: what is in place."""
+        """Update the queue after a change in a group's received or decoding layers."""
         progress = self._progress[group]
         stacked = progress.decodable(placed)
         tops = tuple(batch[-1].track for batch in (progress.decoding, stacked) if batch)
@@ -207,14 +201,14 @@ class DecodeQueue:
         self.reckon()
 
     def moved(self, group: int) -> None:
-        """Take in that more of a group that may wait is in flight, or less."""
+        """Requeue a waiting group after a change in its requests in flight."""
         if (number := self._waiting.get(group)) is not None and not self._progress[group].decoding:
             place = group if self._view.front_first else number
             heappush(self._heaps[self._kind(group)], (place, group, number))
 
     @property
     def busy(self) -> bool:
-        """Whether the decoders have enough to do."""
+        """True if the decoders have enough work."""
         jobs, decoders = len(self._handed), self._view.decoders
         return (
             not self._together
@@ -223,7 +217,7 @@ class DecodeQueue:
         )
 
     def begin(self, group: int, placed: str | None) -> tuple[Transfer, ...]:
-        """Begin to decode what can be of a group, and return it, lowest layer first; ``placed``: what is in place."""
+        """Start decoding a group and return its layers, lowest first."""
         batch = self._progress[group].begin_decoding(placed)
         top = batch[-1]
         del self._waiting[group]
@@ -233,7 +227,7 @@ class DecodeQueue:
         return batch
 
     def end(self, request: int) -> tuple[Transfer, ...]:
-        """Return the batch with a request, which is decoded, or could not be; empty if there is none."""
+        """Return the batch of a request after decoding or a failure."""
         if (transfer := self.decoding.get(request)) is None:
             return ()
         batch = self._progress[transfer.group].end_decoding()
@@ -243,7 +237,7 @@ class DecodeQueue:
         return batch
 
     def reckon(self) -> None:
-        """Tell the policy anew how long everything takes, after a change or once decoding turns out to be slower."""
+        """Recompute the decode backlog in the view."""
         view = self._view
         if view.decodes_last:
             least_s = view.decode_s(view.ladder.cheapest)
@@ -260,9 +254,9 @@ class DecodeQueue:
 
         Args:
             now: seconds since the play began.
-            hurry: decoding has to begin now to be in time.
-            engine: an engine needs everything before what it computes.
-            will_replace: whether the policy will request another track for a group.
+            hurry: decoding must start now to be in time.
+            engine: an engine needs everything before the groups that it computes.
+            will_replace: returns whether the policy will request another track for a group.
         """
         if hurry or self._aside_for == 0 or now >= self._aside_s:
             self._look_again(now)
@@ -276,7 +270,7 @@ class DecodeQueue:
 
             def waited(group: int, first: bool = not placed, at_once: bool = at_once) -> bool:
                 if not hurry and any(transfer.local for transfer in self._progress[group].flying):
-                    return False  # the layers above come from the local store in a moment
+                    return False  # the local store delivers the layers above shortly
                 return at_once or (first and self._cheap(group)) or self._waited(group, now)
 
             for flying, suits in ((False, settled), (True, waited)):
@@ -286,7 +280,6 @@ class DecodeQueue:
         return next((group for group in later if group is not None), None)
 
     def _look_again(self, now: float) -> None:
-        """Return what was put aside to where it was."""
         for kind, entries in self._aside.items():
             for entry in entries:
                 heappush(self._heaps[kind], entry)
@@ -294,7 +287,6 @@ class DecodeQueue:
         self._aside_for, self._aside_s = self._view.keeps, now + _ASIDE * self._longest_s
 
     def _first(self, kind: Kind, suits: Callable[[int], bool]) -> int | None:
-        """Return the first group of a kind that suits, of the first `_LOOKED_AT`; put aside what does not."""
         heap, aside = self._heaps[kind], self._aside[kind]
         for _ in range(_LOOKED_AT):
             while heap and not self._counts(heap[0], kind):
@@ -306,13 +298,12 @@ class DecodeQueue:
             aside.append(heappop(heap))
         return None
 
-    def _replaced(self, placed: bool) -> int | None:  # a part of a kind
-        """Return the first group that was put aside because it will be replaced."""
+    def _replaced(self, placed: bool) -> int | None:
         kind = placed, False
         return next((entry[1] for entry in self._aside[kind] if self._counts(entry, kind)), None)
 
     def _counts(self, entry: tuple[int, int, int], kind: Kind) -> bool:
-        """Return whether what an entry of a heap says is still so, and the group may be decoded now."""
+        """Return whether a heap entry is valid and its group decodable now."""
         _, group, number = entry
         here = self._waiting.get(group) == number and self._kind(group) == kind
         return here and not self._progress[group].decoding and self._view.track_of[group] != RECOMPUTED
@@ -321,7 +312,7 @@ class DecodeQueue:
         return bool(self._placed[group]), bool(self._progress[group].flying)
 
     def _cheap(self, group: int) -> bool:
-        """Return whether a group is so quickly decoded that nothing is gained by waiting for what replaces it."""
+        """Return whether a group decodes so fast that waiting for its replacement gains little."""
         most_s = _CHEAP * self._ahead_s
         return most_s > 0 and self._view.decode_s(self._progress[group].arrived[-1].track) <= most_s
 
@@ -330,10 +321,10 @@ class DecodeQueue:
         return min(_WAIT_SHARE * self._view.deadline_s, _MAX_WAIT_S)
 
     def _waited(self, group: int, now: float) -> bool:
-        """Return whether what has arrived of a group has waited for what is in flight long enough."""
+        """Return whether the received layers have waited long enough for those in flight."""
         longest_s, progress = self._longest_s, self._progress[group]
         came_s = min(one.done_s or 0.0 for one in progress.arrived)
         if progress.arrived[-1].track not in self._view.ladder.stacks[progress.flying[-1].track]:
-            return now - came_s >= _WAITS * longest_s  # what comes replaces it, and decoding it would be for nothing
+            return now - came_s >= _WAITS * longest_s  # layers in flight replace it, so decoding it would be wasted
         asked_s = max(one.requested_s for one in progress.flying)
         return now - max(came_s, min(asked_s, came_s + _WAITS * longest_s)) >= longest_s

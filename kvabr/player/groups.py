@@ -1,8 +1,7 @@
-"""Where every group of a play stands, and what the policy sees of that.
+"""The stage of each group in a play, and the policy's view of it.
 
-A group is at one `Stage`, which follows from facts: which of its layers are in flight, have arrived or are being
-decoded, what is in place, and what the engine takes. After a change of these, `Groups.restage` finds the stage anew,
-and with it the sets that policies and planners read. `TRANSITIONS` says which changes there are.
+A group's `Stage` follows from its layers, the track in place, and the engine's queue. After a change, `Groups.restage`
+updates the stage and the sets that policies and planners read.
 """
 
 from __future__ import annotations
@@ -17,24 +16,23 @@ from kvabr.types.catalog import RECOMPUTED
 
 
 class Stage(IntEnum):
-    """Where a group stands. Up to `LEFT` it is absent: no layer that can be decoded alone is here."""
+    """Stage of a group; up to `LEFT` no independently decodable layer has arrived."""
 
     UNPUBLISHED = 0
-    """Its producer has not published it yet."""
+    """Not published by its producer yet."""
     MISSING = 1
-    """The policy is to request it."""
+    """To be requested by the policy."""
     REQUESTED = 2
-    """In flight."""
     LEFT = 3
-    """Left to the engine, for now or for good; it may be in flight, too."""
+    """Left to the engine, possibly in flight too."""
     COMPUTING = 4
-    """The engine computes it."""
+    """Being computed by the engine."""
     ARRIVED = 5
-    """Its base is here, and is not decoded yet."""
+    """Its base has arrived but is not decoded yet."""
     PLACED = 6
     """In place, on some track; upgrades may be in flight."""
     COMPUTED = 7
-    """In place, exact: the engine has computed it."""
+    """In place and exact, computed by the engine."""
 
 
 TRANSITIONS: Mapping[Stage, Sequence[Stage]] = {
@@ -47,53 +45,51 @@ TRANSITIONS: Mapping[Stage, Sequence[Stage]] = {
     Stage.PLACED: (Stage.COMPUTING,),
     Stage.COMPUTED: (),
 }
-"""The stages that may follow each. What fails, is refused or is cancelled falls back, and so does what a failed engine
-was to compute."""
+"""The possible next stages. Failed, refused or cancelled groups fall back, as do those of a failed engine."""
 
 
 class GroupProgress:
     """The transfers of one group that are not in place yet.
 
-    Layers may arrive in any order. The best track of which every layer is here is decoded, all layers at once. What it
-    replaces is kept until then, in case that it proves damaged.
+    The best track with all layers received is decoded in one batch. Layers that it replaces are kept until then, in
+    case it proves damaged.
     """
 
     __slots__ = ("_stacks", "arrived", "decoding", "flying")
 
     def __init__(self, stacks: Mapping[str, Sequence[str]]) -> None:
-        """Begin with nothing; ``stacks`` maps each track to its layers (`Ladder.stacks`)."""
+        """Start without transfers; ``stacks`` maps each track to its layers (`Ladder.stacks`)."""
         self._stacks = stacks
-        self.flying: tuple[Transfer, ...] = ()  # a list of nothing is something, for the garbage collector
+        self.flying: tuple[Transfer, ...] = ()  # empty tuples are not tracked by the garbage collector
         self.arrived: tuple[Transfer, ...] = ()
-        """What has arrived and is not being decoded yet."""
         self.decoding: tuple[Transfer, ...] = ()
-        """What is being decoded in one go, from the lowest layer to the highest."""
+        """The batch being decoded, lowest layer first."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of the group is under way."""
+        """True if no transfer of the group is in progress."""
         return not (self.flying or self.arrived or self.decoding)
 
     def has(self, tracks: Container[str]) -> bool:
-        """Return whether something on one of these tracks has arrived or is being decoded."""
+        """Return whether any of these tracks has arrived or is being decoded."""
         return any(transfer.track in tracks for transfer in (*self.arrived, *self.decoding))
 
     def top(self) -> str | None:
-        """Return the track that was requested last of those under way, or None."""
+        """Return the last requested track of the current transfers, or None."""
         for transfers in (self.flying, self.arrived, self.decoding):
             if transfers:
                 return max(transfers, key=lambda one: one.request).track
         return None
 
     def here(self) -> str | None:
-        """Return the track that was requested last of those that have arrived, or None."""
+        """Return the last requested track that has arrived, or None."""
         for transfers in (self.arrived, self.decoding):
             if transfers:
                 return max(transfers, key=lambda one: one.request).track
         return None
 
     def decodable(self, placed: str | None) -> tuple[Transfer, ...]:
-        """Return what to decode next, lowest layer first; ``placed`` is the track in place."""
+        """Return the layers to decode next, lowest first; ``placed`` is the track in place."""
         if not self.arrived:
             return ()
         below = self.decoding[-1].track if self.decoding else placed
@@ -106,18 +102,18 @@ class GroupProgress:
         return ()
 
     def begin_decoding(self, placed: str | None) -> tuple[Transfer, ...]:
-        """Move what can be decoded to `decoding`, and return it."""
+        """Move the decodable layers to `decoding`, and return them."""
         self.decoding = self.decodable(placed)
         self.arrived = tuple(transfer for transfer in self.arrived if transfer not in self.decoding)
         return self.decoding
 
     def end_decoding(self) -> tuple[Transfer, ...]:
-        """Take what was being decoded."""
+        """Take the decoded batch."""
         batch, self.decoding = self.decoding, ()
         return batch
 
     def land(self, transfer: Transfer) -> None:
-        """Take a transfer out of the air."""
+        """Remove a transfer from those in flight."""
         self.flying = tuple(one for one in self.flying if one is not transfer)
 
     def drop(self, transfer: Transfer) -> None:
@@ -125,7 +121,7 @@ class GroupProgress:
         self.arrived = tuple(one for one in self.arrived if one is not transfer)
 
     def superseded(self, placed: Transfer) -> list[Transfer]:
-        """Return what has arrived and is of no use once ``placed`` is in place: older, and no layer above it."""
+        """Return received layers that ``placed`` makes useless: older, and not above it."""
         return [
             transfer
             for transfer in self.arrived
@@ -140,10 +136,10 @@ class GroupProgress:
 
 
 class Groups(dict[int, GroupProgress]):
-    """The groups of one play; as a mapping, the progress of those of which something is under way."""
+    """The groups of one play; maps groups with current transfers to their progress."""
 
     def __init__(self, view: View, records: GroupRecords) -> None:
-        """Begin with every group that exists missing."""
+        """Start with every group missing."""
         super().__init__()
         self._view, self._records, self._bases = (
             view,
@@ -151,7 +147,7 @@ class Groups(dict[int, GroupProgress]):
             frozenset(t.name for t in view.catalog.tracks if t.refines is None),
         )
         self.engine: ComputeQueue | None = None
-        """What is left to the engine; None if there is none, or no longer."""
+        """The engine's queue; None without a working engine."""
         self._stages = bytearray([Stage.MISSING]) * view.groups
         self.absent = GroupSet(view.groups)
         """Groups that have not arrived and are not being computed; includes those in flight."""
@@ -163,24 +159,24 @@ class Groups(dict[int, GroupProgress]):
 
     @property
     def complete(self) -> bool:
-        """Whether every group is in place."""
+        """True if every group is in place."""
         return self.in_place == self._view.groups
 
     def rest(self, group: int) -> None:
-        """Forget the progress of a group if nothing of it is under way."""
+        """Forget the progress of a group without current transfers."""
         if group in self and self[group].idle:
             del self[group]
 
     def here(self, group: int) -> str | None:
-        """Return the track on which a group has arrived or is in place."""
+        """Return the track of a group, received or in place."""
         return self[group].here() or self._records[group].track
 
     def stage(self, group: int) -> Stage:
-        """Return where a group stands."""
+        """Return the stage of a group."""
         return Stage(self._stages[group])
 
     def restage(self, groups: Iterable[int]) -> None:
-        """Find out anew where groups stand, after any change of what that follows from."""
+        """Update the stages of groups after a change."""
         view, stages, engine = self._view, self._stages, self.engine
         for group in groups:
             before, stage = stages[group], self._found(group)
@@ -216,12 +212,12 @@ class Groups(dict[int, GroupProgress]):
         return Stage.MISSING if group < self._view.edge else Stage.UNPUBLISHED
 
     def settle(self, group: int) -> None:
-        """Tell the policy that a group can be upgraded, unless more of it is in flight."""
+        """Mark a group as upgradable in the view, unless more of it is in flight."""
         if self.stage(group) in (Stage.ARRIVED, Stage.PLACED) and not self[group].flying:
             self._view.settled.add(group)
 
     def fall_back(self, group: int) -> None:
-        """Tell the policy what a group has after a loss: nothing, or the best that is in place or has arrived."""
+        """Update the view after a loss: the group keeps the best track in place or received."""
         view, progress = self._view, self[group]
         self.restage((group,))
         stage = self.stage(group)

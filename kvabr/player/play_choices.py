@@ -1,4 +1,4 @@
-"""How to play: the options that programs, the command line and replays share."""
+"""The play options shared by programs, the command line and replays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_SELECTOR = "question-peaks"
 
 @dataclass(frozen=True, slots=True)
 class PlayChoices:
-    """How to play."""
+    """Options of a play."""
 
     policy: Annotated[str, Shown("-p --policy NAME|FILE.py:CLASS")] = DEFAULT
     """ABR policy: a name that `kvabr policies` lists, or ``FILE.py:CLASS``."""
@@ -66,12 +66,12 @@ class PlayChoices:
 
     @property
     def joined_loss_limit(self) -> float:
-        """Maximum expected loss of a prompt in parts: by default the price of a missed deadline."""
+        """Maximum expected loss of a prompt in parts; by default the price of a missed deadline."""
         return MISS_PENALTY if self.max_loss is None else self.max_loss
 
     def __post_init__(self) -> None:
         check_fields(self)
-        # Unknown names are found here, before anything is asked of the network.
+        # Reject unknown names before any network request.
         load_policy(self.policy)
         if self.estimator is not None:
             load_estimator(self.estimator)

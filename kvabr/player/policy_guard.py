@@ -19,20 +19,20 @@ _KINDS = frozenset(get_args(Kind))
 
 
 class PolicyCalls:
-    """Calls a policy, and says what it did wrong."""
+    """Calls a policy; every method raises `PolicyError` if the policy raises or misbehaves."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
     def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
-        """Return the offer that the policy takes; raise `PolicyError` if it raises, or takes none of them."""
+        """Return the offer that the policy takes."""
         index = self._call(partial(self.policy.choose_tail, offers, costs))
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(offers):
             raise self.invalid(f"chose tail {index!r}; there are 0 to {len(offers) - 1}")
         return offers[index]
 
     def invalid(self, what: str, error: BaseException | None = None) -> PolicyError:
-        """Return the error that says what the policy did wrong, and in which file."""
+        """Return an error that names the policy, its fault and its file."""
         title = self.policy.name or type(self.policy).__name__
         return PolicyError(f"policy {title} {what} ({where(type(self.policy), error)})")
 
@@ -41,30 +41,30 @@ class PolicyCalls:
             return ask()
         except (PolicyError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
+        except BaseException as error:  # a policy that calls sys.exit() must not silently end the replay
             raise self.invalid(f"raised {error!r}", error) from error
 
 
 class PolicyGuard(PolicyCalls):
-    """Asks a policy on behalf of a session."""
+    """Calls a policy for a session."""
 
     def __init__(self, policy: Policy, view: View) -> None:
         super().__init__(policy)
         self._view = view
 
     def start(self) -> None:
-        """Start the policy; raise `PolicyError` if it refuses the play, or raises."""
+        """Start the policy, which may refuse the play."""
         self._call(partial(self.policy.start, self._view))
 
     def ask(self) -> Decision:
-        """Return the policy's next decision, checked; raise `PolicyError` if it raises, or decides nonsense."""
+        """Return the policy's next decision, checked."""
         decision = self._call(partial(self.policy.decide, self._view))
         if (fault := self._fault(decision)) is not None:
             raise self.invalid(fault)
         return decision
 
     def division(self) -> Division | None:
-        """Return how the policy divides the work, if it says so; raise `PolicyError` if it raises."""
+        """Return how the policy divides the work, or None."""
         if type(self.policy).division is Policy.division:
             return None
         found = self._call(lambda: self.policy.division)
@@ -73,7 +73,7 @@ class PolicyGuard(PolicyCalls):
         return found
 
     def will_replace(self, group: int) -> bool:
-        """Return whether the policy will request another track for a group; raise `PolicyError` if it raises."""
+        """Return whether the policy will request another track for a group."""
         if type(self.policy).will_replace is Policy.will_replace:
             return False
         return bool(self._call(partial(self.policy.will_replace, self._view, group)))

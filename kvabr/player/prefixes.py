@@ -1,7 +1,7 @@
-"""The longest prefix of a prompt for which everything is in place, whatever layer classes its cache has.
+"""The longest prefix of a prompt that is completely in place, for any layer classes.
 
-Of full attention and latents it takes every group of tokens, of a window those that can still be seen at the end of the
-prefix, of a state the snapshot there. So a play of windows may have the end of a prompt complete, and nothing before.
+It needs every group of full attention and latents, the window groups still visible at its end, and the state snapshot
+there. With windows, the end of a prompt can be complete without its beginning.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from kvabr.types.units import Span, groups_needed
 
 
 class PlacedPrefix(NamedTuple):
-    """What can be used of an incomplete cache."""
+    """The usable part of an incomplete cache."""
 
     tokens: int
     """Tokens of the prefix, counted from the catalog's first."""
     groups: tuple[int, ...]
-    """The groups that hold it, ascending: no others are needed."""
+    """The groups that hold the prefix, ascending."""
     spans: tuple[Span, ...]
-    """Its tokens in the tensor of each layer class. Nothing is used of a group before or behind them."""
+    """Its tokens in the tensor of each layer class."""
 
 
 def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -> PlacedPrefix:
-    """Return the longest prefix that is in place and ends with a group of tokens, and what of the cache it consists of.
+    """Return the longest prefix that is in place and ends at the end of a group of tokens.
 
     Args:
-        catalog: what is played.
-        placed: per group, something true if it is in place; those behind the last one are not.
-        block: the prefix must end at a multiple of this many tokens of the prompt; then it may end inside of a group.
+        catalog: of the play.
+        placed: per group, a true value if it is in place; later groups are not.
+        block: the prefix must end at a multiple of this many tokens of the prompt, possibly inside a group.
     """
     first, size = catalog.first_token, catalog.spec.group_tokens
     if catalog.every_token:
@@ -50,7 +50,7 @@ def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -
 
 
 def _solid(catalog: Catalog, there: dict[tuple[int, int], int]) -> int:
-    """Return the leading groups of tokens that are in place in every class that needs them all."""
+    """Return the number of leading groups of tokens in place in every class that needs them all."""
     most = len(catalog.chunks)
     for part, only in enumerate(catalog.spec.classes):
         if only.kind in ("full", "latent"):
@@ -59,7 +59,6 @@ def _solid(catalog: Catalog, there: dict[tuple[int, int], int]) -> int:
 
 
 def _at(catalog: Catalog, there: dict[tuple[int, int], int], end: int) -> PlacedPrefix | None:
-    """Return the prefix that ends at token ``end`` of the prompt; None if something is missing."""
     spec, first, found, spans = catalog.spec, catalog.first_token, [], []
     for part, one in enumerate(spec.parts):
         groups = groups_needed(spec, part, end, first, first + catalog.tokens)
@@ -72,7 +71,7 @@ def _at(catalog: Catalog, there: dict[tuple[int, int], int], end: int) -> Placed
 
 
 def prefix_loss(catalog: Catalog, found: PlacedPrefix, tracks: Sequence[str]) -> float:
-    """Return the expected loss of a prefix, whose groups were fetched on these tracks."""
+    """Return the expected loss of a prefix with its groups fetched on these tracks."""
     if catalog.every_token or not found.groups:
         added = sum(catalog.track(track).loss[group] for group, track in zip(found.groups, tracks, strict=True))
         return promised_loss(catalog, tracks, added)

@@ -1,26 +1,23 @@
-"""The requests of a play: how urgent each is, which to cancel, and which tracks are still worth requesting.
+"""The requests of a play: their priorities, which to cancel, and which tracks are still available.
 
-Priorities go from 0 (most urgent) to 255. What is required comes first, in the order in which the policy requested the
-groups: those on the cheapest track, then those on others, unless the first groups are needed first. Upgrades follow,
-most loss saved per byte first. Their priorities are on one scale for all plays, so that plays that share a connection
-can be served in this order, too: the same bytes then save the most in all of them together. An upgrade does not go
-before an older one of its play that is under way, as of two halves neither is worth anything, unless it saves many
-times as much per byte.
+Priorities range from 0 (most urgent) to 255. Required groups are first, in request order: those on the cheapest track,
+then those on others, unless the first groups are needed first. Upgrades follow, by loss saved per byte, on one scale
+for all plays that share a connection. An upgrade overtakes an older one in flight only if it saves many times as much
+per byte, because two halves are worthless.
 
-Those are cancelled that will be late while a cheaper one would not, those that a collapsed link brings too slowly to be
-worth it, and those that have stalled.
+A transfer is cancelled if it will be late and a cheaper one would not be, if the link has collapsed and it no longer
+pays, or if it has stalled.
 
-Abandoning follows dash.js and hls.js, applied to a deadline, and weighs the whole play. If everything in flight plus
-every missing group at its cheapest cannot arrive in time at the expected rate, cancel the transfer whose replacement by
-the cheapest track frees the most bytes, provided that the play can then meet the deadline if all such transfers are
-replaced, or end sooner if it is late already. Layers that were requested together with a base delay the others like the
-base. Other upgrades normally delay nothing. One is weighed only if its first byte came when a required transfer was
-due, as not every peer respects priorities. Once nothing but upgrades is in flight, one that cannot end in time is
-cancelled if a smaller one of the same group can: until then the group could have nothing else.
+Abandoning follows dash.js and hls.js, applied to a deadline and the whole play. If everything in flight plus every
+missing group at its cheapest cannot arrive in time, cancel the transfer that frees the most bytes when replaced by the
+cheapest track, provided that replacing all such transfers meets the deadline, or ends a late play sooner. Layers
+requested together with a base count like the base; other upgrades only if their first byte arrived when a required
+transfer was due, as not every peer respects priorities. Once only upgrades are in flight, cancel an upgrade that cannot
+end in time if a smaller one of its group can.
 
-Stalls occur on real networks only. A publisher serves the more urgent request first, or the earlier one, or all alike.
-So a transfer has been forgotten if a less urgent, later one overtook it and it stays silent. If nothing moves at all,
-requesting again costs little but proves nothing, unless the repeated transfer starts and stalls too.
+A publisher serves requests by priority, by age, or all alike. A transfer has therefore stalled if a less urgent, later
+one overtook it and it stays silent. If no transfer moves, requesting again is cheap but proves a fault only if the
+repeated transfer starts and stalls too.
 """
 
 from __future__ import annotations
@@ -37,16 +34,16 @@ from kvabr.types.catalog import Track
 # ------------------------------------------------------------------- how urgent
 
 DEARER = 64
-"""Priorities from here on are those of missing groups on other tracks than the cheapest."""
+"""First priority of missing groups on tracks other than the cheapest."""
 LEAST_URGENT = 128
-"""Priorities from here on are those of upgrades, which are served after everything that is required."""
+"""First priority of upgrades, which are served after all required groups."""
 _OCTAVE = 3.0
 """Priorities per factor of two in loss saved per byte."""
 _OVERTAKES, _OVERTAKES_HELD = 24, 9
-"""Priorities between two upgrades from which on the later one overtakes the older one; and between it and one that
-waits behind that, which would wait for ever if all that is a little better overtook both."""
+"""Priority difference for overtaking an older upgrade, and for overtaking a third that waits for it; the latter
+keeps slightly better upgrades from starving both."""
 _MOST_WORTH = 2.0**-12
-"""Loss saved per byte that has the most urgent priority, nats per generated token; the least urgent is 1e-17."""
+"""Loss saved per byte at the most urgent priority, nats per generated token; the least urgent is 1e-17."""
 
 
 def upgrade_priority(saved: float, nbytes: int) -> int:
@@ -58,22 +55,21 @@ def upgrade_priority(saved: float, nbytes: int) -> int:
 
 
 class RequestPriorities:
-    """Gives the requests of one play their priorities."""
+    """Assigns priorities to the requests of one play."""
 
     def __init__(self, groups: int) -> None:
-        """Begin without requests."""
+        """Start without requests."""
         self._groups = groups
         self._places: dict[int, int] = {}
-        """Request order of each group that was required."""
         self._last = (-1, LEAST_URGENT, LEAST_URGENT)
-        """The upgrade that was requested last, its priority, and the one that it is worth."""
+        """The last requested upgrade, its priority, and the priority that its savings merit."""
 
     def required(self, group: int, *, dearer: bool) -> int:
-        """Return the priority of a group that is missing; it stays the same if the group is requested again.
+        """Return the priority of a missing group, the same for every request of it.
 
-        ``dearer``: it is requested on another track than the cheapest, which other groups need not wait for.
+        ``dearer``: the track is not the cheapest, so other groups need not wait for it.
         """
-        # The policy knows which groups the engine needs first.
+        # The policy requests the groups that the engine needs first.
         place = self._places.setdefault(group, len(self._places)) * DEARER // self._groups
         return DEARER + place if dearer else place
 
@@ -82,8 +78,8 @@ class RequestPriorities:
 
         Args:
             request: its number.
-            saved: what it saves, nats per generated token.
-            nbytes: its bytes, with those of the layers below it that are requested together with it.
+            saved: loss saved, nats per generated token.
+            nbytes: its size, including lower layers in the same request.
             in_flight: numbers of the requests in flight.
         """
         before, least, worth = self._last
@@ -97,22 +93,22 @@ class RequestPriorities:
 # -------------------------------------------------------------- which to cancel
 
 _ON_ITS_WAY = 2.0
-"""A request should have its first byte after this multiple of the usual time to first byte."""
+"""Multiple of the usual time to first byte after which a first byte is overdue."""
 _MARGIN = 1.05
-"""The rest must need this multiple of the time left before a transfer is abandoned: estimates fluctuate."""
+"""Multiple of the time left that the rest must need before a transfer is abandoned: estimates fluctuate."""
 _ONCE_BEGUN = 0.7
-"""The same for further transfers at the same moment: what was expected of the link was wrong, and may be still."""
+"""Same, for further transfers at that moment: the rate may still be overestimated."""
 _COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
-"""A link has collapsed at this share of its best rate, if what is needed takes that share of the time left; a track is
-much smaller by this factor."""
+"""A link has collapsed below this share of its best rate, if required bytes need that share of the time left; size
+ratio of a much smaller track."""
 _SAVED = 0.2
-"""Upgrades are replaced if that saves this share of what they cost, and a round trip at least."""
+"""Minimum savings of replaced upgrades, as a share of their cost."""
 
 LEAST_SILENCE_S = 0.2
-"""A shorter silence proves nothing, seconds: machines are busy with something else for that long now and then."""
+"""Seconds of silence that prove no fault: machines are often busy that long."""
 _OVERTAKEN_TTFB = 3.0
 _SILENT_TTFB = 4.0
-"""A stalled transfer has been silent for at least this multiple of the usual time to first byte."""
+"""Minimum silence of a stall, as a multiple of the usual time to first byte."""
 
 
 def choose_late(
@@ -120,19 +116,17 @@ def choose_late(
 ) -> tuple[Transfer, str] | None:
     """Return the transfer to abandon now and the reason, or None.
 
-    Args:
-        view: the play.
-        instead: returns the cheapest track left for a group.
-        begun: another transfer was abandoned at this moment.
+    ``instead`` returns the cheapest available track of a group; ``begun``: another transfer was abandoned at this
+    moment.
     """
     if view.rate <= 0 or not view.in_flight:
         return None
     cheapest, needed = view.ladder.tracks[0], view.in_flight.required
     if not view.missing and not needed:
-        return None  # see `hopeless`
+        return None  # see `choose_hopeless`
     limit_s, decode_s = (_ONCE_BEGUN if begun else _MARGIN) * view.time_left, view.last_decode_s(cheapest.name)
     if (view.outstanding_bytes + view.floor_bytes()) / view.rate + decode_s <= limit_s:
-        return None  # as most often, without a look at every transfer
+        return None  # the usual case, without inspecting every transfer
     due_s = view.now if not needed else next(iter(needed.values())).requested_s
     due_s += _ON_ITS_WAY * view.ttfb_s
     weighed = [
@@ -153,12 +147,12 @@ def choose_late(
         freed += max(0, more)
         if more > best_freed:
             best, best_freed, other = transfer, more, found or cheapest
-    # One by one they would never seem worth it where many are too large: what matters is how far all of them help.
+    # Replacing one of many large transfers never seems to pay; count all of them.
     after_s = need_s - freed / view.rate + view.ttfb_s
     if best is None or after_s >= need_s:
         return None
     if after_s > view.time_left and view.time_left > 0 and after_s > 0.9 * need_s:
-        return None  # it would neither meet the deadline nor end much sooner
+        return None  # too late for the deadline, and hardly sooner
     what = "an upgrade in the way" if best.upgrade else f"{other.name} instead"
     return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"
 
@@ -166,17 +160,17 @@ def choose_late(
 def choose_collapsed(
     view: View, best_rate: float, instead: Callable[[int], Track | None], here: Callable[[int], str | None]
 ) -> list[tuple[Transfer, str]]:
-    """Return the transfers to ask for on a smaller track, and that, since the link has collapsed.
+    """Return the transfers to replace after the link has collapsed, each with its smaller track.
 
-    What it was at its best is no measure of what it will be. Of missing groups, those that have not begun cost next to
-    nothing on the cheapest track, and may be improved once they are in place. Once none is missing, upgrades that have
-    not begun are replaced by those that are worth most at the rate that is left, if that pays for a round trip.
+    The best rate may never return. Missing groups without a first byte cost little on the cheapest track, and can be
+    upgraded later. Once no group is missing, upgrades without a first byte are replaced by the best ones for the
+    current rate, if that pays for a round trip.
 
     Args:
         view: the play.
         best_rate: the best rate so far, bytes per second.
         instead: returns the cheapest track left for a group.
-        here: returns the track on which a group has arrived or is in place.
+        here: returns the track of a group, received or in place.
     """
     needed = view.in_flight.required_bytes
     if not 0 < view.rate < _COLLAPSED * best_rate:
@@ -194,7 +188,7 @@ def choose_collapsed(
 
 
 def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tuple[Transfer, str]]:
-    """Return the upgrades in flight to replace by smaller ones at what time costs now; or none."""
+    """Return upgrades in flight with smaller replacements, at the current cost of time."""
     tracks, found, saved, total = view.catalog.by_name, list[tuple[Transfer, str]](), 0.0, 0.0
 
     def cost(group: int, track: str, current: str, nbytes: int) -> float:
@@ -226,9 +220,7 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
 def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
     """Return an upgrade that cannot end in time although a smaller one of its group can, and the reason; or None.
 
-    Args:
-        view: the play.
-        here: returns the track on which a group has arrived or is in place.
+    ``here`` returns the track of a group, received or in place.
     """
     if view.rate <= 0 or not view.arrived:
         return None
@@ -236,7 +228,7 @@ def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Tran
     ahead = 0
     for one in sorted(view.in_flight.upgrades.values(), key=lambda one: (one.priority, one.request)):
         ends_s = (ahead + one.remaining) / view.rate + view.last_decode_s(one.track)
-        # Of several layers of a group the lowest counts: the others cannot be in place without it.
+        # The lowest layer of a group counts: the others need it.
         if one.group not in seen and ends_s > _MARGIN * view.time_left:
             smaller = _smaller(view, one, here(one.group), ahead)
             if smaller is not None:
@@ -248,7 +240,7 @@ def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Tran
 
 
 def _smaller(view: View, one: Transfer, current: str | None, ahead: int) -> str | None:
-    """Return a better track than the current one that would surely be in time instead of an upgrade, or None."""
+    """Return a better track than the current, surely in time instead of ``one``, or None."""
     group, tracks = one.group, view.catalog.by_name
     if current not in tracks or view.lower_bound <= 0:
         return None
@@ -264,32 +256,31 @@ def _smaller(view: View, one: Transfer, current: str | None, ahead: int) -> str 
 
 
 class StallDetector:
-    """Finds the stalled transfers of one play."""
+    """Detects stalled transfers of one play."""
 
     def __init__(self, patience_s: float) -> None:
-        """Set the seconds without bytes after which a transfer has stalled; half of that if another overtakes it."""
+        """Set the seconds of silence of a stall; half as long for an overtaken transfer."""
         self._patience_s = patience_s
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
-        """When each transfer was overtaken. Before that it may have been waiting for its turn."""
+        """When each transfer was overtaken; earlier silence may have been queueing."""
         self._leading: dict[tuple[int, int], list[int]] = {}
-        """Heap of the requests that none has overtaken, by source and priority. It may hold some that are over."""
+        """Heaps of requests not overtaken, by source and priority; may hold completed ones."""
         self._stood: set[tuple[int, str]] = set()
         """Groups and tracks that have stalled before."""
         self._any_s: dict[int, float] = {}
-        """When any bytes of a source came last."""
+        """When each source last delivered bytes."""
         self._known_s: float | None = None
-        """Since when the usual time to first byte is known: what waits for a first byte may stall from then on."""
+        """When the time to first byte became known, so that missing first bytes can be stalls."""
         self._sources: set[int] = set()
-        """Those that were asked for anything."""
 
     def asked(self, transfer: Transfer) -> None:
-        """Note a new request."""
+        """Record a new request."""
         self._sources.add(transfer.source)
         heappush(self._leading.setdefault((transfer.source, transfer.priority), []), transfer.request)
 
     def heard(self, transfer: Transfer, now: float) -> None:
-        """Note that bytes of a transfer came: it has overtaken the earlier ones of its source that are more urgent."""
+        """Record received bytes: the transfer has overtaken earlier, more urgent ones of its source."""
         self._any_s[transfer.source] = self._heard[transfer.request] = now
         self._known_s = now if self._known_s is None else self._known_s
         if self._overtaken.pop(transfer.request, None) is not None:
@@ -318,8 +309,8 @@ class StallDetector:
             transfers: those in flight, by request.
             ttfb_s: the usual time to first byte, seconds.
             now: the time of the play, seconds.
-            drain_s: seconds that everything in flight takes at the present rate. As long as something moves on a slow
-                link, a transfer that was overtaken may wait that long for its turn.
+            drain_s: seconds to receive everything in flight at the current rate; overtaken transfers on a slow link may
+                wait that long.
         """
         found: list[tuple[Transfer, bool]] = []
         if self._known_s is None:
@@ -329,7 +320,7 @@ class StallDetector:
         silent = {source for source, seconds in nothing_s.items() if seconds >= longest_s}
         if len(silent) == len(nothing_s):
             looked_at: Iterable[Transfer] = transfers.values()
-        else:  # of a source that is not silent, only what was overtaken can have stalled
+        else:  # at an active source only overtaken transfers can have stalled
             self._overtaken = {request: at for request, at in self._overtaken.items() if request in transfers}
             looked_at = [transfers[request] for request in sorted(self._overtaken)]
             if silent:
@@ -352,14 +343,14 @@ class StallDetector:
 # ------------------------------------------------------------ which have failed
 
 _TRACKS = 2
-"""Tracks on which a group may fail before its upgrades end."""
+"""Failed tracks after which a group is no longer upgraded."""
 
 
 class RetryTracker:
     """The failures of one play.
 
-    No group is requested more than ``attempts`` times in vain on the same track. Its upgrades end once that happened on
-    two tracks: one damaged track must not rule out the others, nor may a hostile origin have every track fetched.
+    A group is requested at most ``attempts`` times on a failing track, and is no longer upgraded after that happened on
+    two tracks: one damaged track must not rule out the others, and a hostile origin must not have every track fetched.
     """
 
     def __init__(self, ladder: Ladder, attempts: int) -> None:
@@ -371,17 +362,16 @@ class RetryTracker:
         self._faults: dict[str, str] = {}
         self._abandoned: set[int] = set()
         self.unavailable: set[tuple[int, str]] = set()
-        """See `View.unavailable`."""
 
     @property
     def last_words(self) -> tuple[str, ...]:
-        """The last faults of a transfer and of the engine, for a play that is given up."""
+        """The last faults of a transfer and of the engine."""
         return tuple(self._faults.values())
 
     def failed(self, group: int, track: str, reason: str, *, upgrade: bool, counts: bool = True) -> None:
-        """Note that a request failed; ``upgrade``: the group is in place on another track.
+        """Record a failed request.
 
-        ``counts``: it counts as an attempt.
+        ``upgrade``: the group is in place on another track; ``counts``: as an attempt.
         """
         self._failures[group, track] += counts
         self._of_group[group] += counts
@@ -393,36 +383,36 @@ class RetryTracker:
         self._faults["transfer"] = f"last fault: {reason}"
 
     def added(self, group: int, track: str) -> None:
-        """Note that a track of a group exists now that did not before."""
+        """Record that a track of an existing group is now available."""
         if self._failures[group, track] < self._attempts:
             self.unavailable.discard((group, track))
 
     def engine_failed(self, reason: str) -> None:
-        """Note that the engine failed."""
+        """Record a failure of the engine."""
         self._faults["engine"] = f"the engine failed: {reason}"
 
     def abandoned(self, group: int) -> None:
-        """Note that a required transfer was abandoned because it would have been late."""
+        """Record that a required transfer was abandoned as late."""
         self._abandoned.add(group)
 
     def dropped(self, group: int, track: str) -> None:
-        """Note that an upgrade was cancelled because it could not end in time."""
+        """Record that an upgrade was cancelled as late."""
         self._dropped[group, track] += 1
-        if self._dropped[group, track] >= self._attempts:  # the policy insists
+        if self._dropped[group, track] >= self._attempts:  # the policy keeps requesting it
             self.unavailable.add((group, track))
 
     def cheapest_left(self, group: int) -> Track | None:
-        """Return the cheapest track on which a group has not failed too often; None if there is none."""
+        """Return the cheapest available track of a group, or None."""
         return next((track for track in self._ladder.tracks if (group, track.name) not in self.unavailable), None)
 
     def usable(self, group: int, track: str, *, engine: bool) -> str | None:
-        """Return the track on which to request a missing group: ``track`` if possible, else the cheapest one left.
+        """Return the track for a request of a missing group: ``track`` if possible, else the cheapest one left.
 
-        None if none is left, or if there is an engine and the group has failed ``attempts`` times on all tracks
-        together: then the engine gets it, and no more time is lost.
+        Return None if no track is left or, with an engine, after ``attempts`` failures on all tracks together, so that
+        the engine computes the group without further delay.
         """
         if group in self._abandoned:
-            track = self._ladder.cheapest  # the same request would only be abandoned again
+            track = self._ladder.cheapest  # the same request would be abandoned again
         if engine and self._of_group[group] >= self._attempts:
             return None
         if (group, track) not in self.unavailable:

@@ -1,21 +1,19 @@
 """The state machine of one play.
 
-Theory of operation. A group goes from absent over in flight and arrived to in place, or is left to the engine and
-computed; what has failed falls back (`kvabr.player.groups.Stage`). A group that has arrived or is in place may have an
-upgrade in flight. A request may be for several layers at once; layers that have arrived are decoded together
-(`DecodeQueue`). The rules:
+A group is requested, arrives and is decoded into place, or the engine computes it; after a failure it falls back
+(`kvabr.player.groups.Stage`). A group that has arrived or is in place can have an upgrade in flight. Layers of one
+group can share a request, and are decoded together (`DecodeQueue`). The rules:
 
-1. After every event and at every tick, the session re-plans what the engine must compute, abandons what will be late,
-   asks the policy for requests until enough are in flight, and asks its goal whether the play is over.
-2. A policy sees a group as missing while it is absent and not left to the engine, and as settled while it has arrived
-   or is in place, with nothing in flight.
-3. What is over when, and what is delivered then, is up to the goal (`kvabr.player.goals`). A whole cache is delivered
-   when every group is in place and either the policy wants no more or the deadline has come. A hole is never delivered:
-   a play whose patience has ended with groups missing is given up, whatever is still being decoded. An engine may
-   complete it beyond that, for as long as `ENGINE_PATIENCE` says.
-4. The groups of a live asset are absent until they are published, and not missing; a play does not end while some may
-   still come before the deadline, unless the engine has computed them. Nor does it while layers are about to be
-   published that are worth the wait.
+1. After every event and at every tick, the session re-plans the engine's work, cancels transfers that would be late,
+   takes decisions from the policy until enough requests are in flight, and lets its goal end the play.
+2. The policy sees a group as missing while it is absent and not left to the engine, and as settled while it has arrived
+   or is in place with no request in flight.
+3. The goal (`kvabr.player.goals`) ends the play and delivers the result. A whole cache is delivered when every group is
+   in place and either the policy is done or the deadline has passed. A cache with a hole is never delivered: the play
+   is given up when its patience ends, even if groups are still being decoded. An engine gets extra time
+   (`ENGINE_PATIENCE`).
+4. Unpublished groups of a live asset are absent but not missing. The play does not end while they could arrive before
+   the deadline, unless the engine has computed them, nor while layers that are worth the wait are due.
 5. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
 """
 
@@ -88,24 +86,23 @@ from kvabr.types.events import (
 )
 
 _PLAN_AFTER = 0.1
-"""Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
+"""Share of the deadline before which the engine gets no groups, as slow start makes every link look slow."""
 _DECIDED = 0.9
-"""The same for policies that divide the work themselves: this is for what they did not expect."""
+"""Same, for policies that divide the work themselves, to correct their misjudgements."""
 _LONGEST_PLAY = 4.0
-"""Time that a play takes at most, as a multiple of that of computing everything; half as much measures rates twice as
-often."""
+"""Maximum duration of a play, as a multiple of a full prefill; half as much measures rates twice as often."""
 _SLOW_START = 0.5
-"""Share of the deadline that slow start takes at most, as far as what is left to an engine is concerned."""
+"""Maximum share of the deadline to allow for slow start."""
 _ASKED = 64
-"""Decisions at one event; the policy is asked again at once, but what has happened meanwhile comes first."""
+"""Maximum decisions before pending events are handled."""
 _ABANDONED = 64
-"""Most transfers that are abandoned at one tick."""
+"""Maximum transfers cancelled per tick."""
 _HURRY_TICKS = 1.5
-"""Ticks before the last moment at which decoding must begin to be in time."""
+"""Ticks of margin before decoding becomes urgent."""
 
 
 class Session:
-    """One play. Events go in through the methods below, actions come out of `actions`."""
+    """One play: takes events through its methods and returns `actions`."""
 
     def __init__(
         self,
@@ -125,7 +122,7 @@ class Session:
         offers: Sequence[Offer] | None = None,
         round_trips: Sequence[float | None] = (),
     ) -> None:
-        """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
+        """Start with every group absent; see `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
             raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
         self.config = config = config or PlayerConfig()
@@ -152,7 +149,7 @@ class Session:
         self.events = EventLog(log, self.view)
         self.guard = PolicyGuard(policy, self.view)
         horizon_s = deadline_s
-        if cost is not None and config.time_price > 0:  # a long deadline is not what a play with an engine takes
+        if cost is not None and config.time_price > 0:  # such plays end well before a long deadline
             horizon_s = min(deadline_s, _LONGEST_PLAY * cost.seconds(0, ladder.catalog.tokens))
         self.tick_s = self.next_tick_s = min(horizon_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
@@ -164,28 +161,26 @@ class Session:
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
         self.groups.engine = self.engine
         self.alone_s = None if cost is None else cost.seconds(0, self.catalog.tokens)
-        """Seconds that the engine would take for everything; None if there never was one."""
+        """Seconds of a full prefill; None if started without an engine."""
         self._engine_s = 0.0
-        """When the engine last finished something."""
         self._stalls = None if config.stalled_after is None else StallDetector(config.stalled_after * deadline_s)
         self._decoders = DecodeQueue(self.view, self.groups, config.decode_ahead_s, together=config.together)
         self._actions: list[Action] = []
         self.heard_s = self._store_s = 0.0
-        """When the last bytes came."""
+        """Time of the last received bytes: any, and from the local store."""
         self._requests = 0
         self._pushed: set[int] = set()
-        """Requests for what the publisher sends unasked."""
         self._priorities = RequestPriorities(self.catalog.groups)
         self.content = False
-        """Whether the policy wanted nothing more when it was last asked."""
+        """True if the policy needs no further request for now."""
         self._engine_due = True
-        """Whether the engine is to compute something, as far as the policy says."""
+        """True if the policy leaves work to the engine."""
         self._computed_on = 0
-        """How many steps of the record the engine knows of in what it computes."""
+        """Steps in the record when the engine last started."""
         self._more_s = math.inf
-        """When the policy was not asked for all that it wants; infinite if it was."""
+        """When `_ASKED` cut the policy's decisions short, else infinite."""
         self.over = self.closed = False
-        """True once the play has been delivered or given up; and once groups come too late to get into the cache."""
+        """True once the play has ended; `closed` already when groups arrive too late for the cache."""
         self._live = None if expected_s is None else LivePlay(self, expected_s)
         self.aim = self._aim(goal, mode)
 
@@ -203,10 +198,10 @@ class Session:
     # ------------------------------------------------------------------ events
 
     def start(self, now: float = 0.0) -> None:
-        """Begin the play.
+        """Start the play.
 
         Raises:
-            PolicyError: the policy refuses this play, raises, or makes an invalid decision. Every event may raise it.
+            PolicyError: the policy refuses the play, raises, or decides nonsense. Every event may raise it.
         """
         if not self.aim.start(now):
             return
@@ -216,29 +211,28 @@ class Session:
         self.advance(now)
 
     def published(self, edge: int, now: float, changes: EdgeChanges = NO_CHANGES) -> None:
-        """Handle news of a live asset: the first ``edge`` groups exist; their base, which is pushed, is on its way.
+        """Handle newly published groups of a live asset; their base layers are pushed.
 
         Args:
-            edge: the number of groups.
+            edge: the number of groups published so far.
             now: when they were first known to exist.
-            changes: tracks that are missing, and those that were and exist now. The base of groups that were not asked
-                for before is requested as any group is.
+            changes: missing and newly available tracks, and groups to request instead of waiting for a push.
         """
         if not self.over and self._live is not None:
             self._live.published(edge, now, changes)
 
     def producer_stopped(self, reason: str, now: float) -> None:
-        """Handle the end of a live asset's producer: nothing more will be published, and why."""
+        """Handle the end of a live asset's producer."""
         if not self.over and self._live is not None:
             self._live.stopped(reason, now)
 
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
-        """Handle the first byte of a request; ``limit`` says what limited it."""
+        """Handle the first byte of a request; ``limit`` names the bottleneck."""
         transfer = self.view.in_flight.get(request)
         if transfer is not None and transfer.first_byte_s is None:
             self.view.in_flight.begun(transfer, now)
             if limit != "kept":
-                if transfer.local:  # it was removed from there meanwhile
+                if transfer.local:  # removed from the local store meanwhile
                     self._not_local(transfer)
                 self._sampler[transfer.source].first_byte(
                     None if request in self._pushed else now - transfer.requested_s, now
@@ -246,7 +240,7 @@ class Session:
             self.events.emit(FirstByteReceived, now, request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
-        """Handle progress: ``received`` bytes of a request in all; ``limit`` says what limited the new ones."""
+        """Handle progress: ``received`` is the request's total so far, ``limit`` the bottleneck of the new bytes."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -270,7 +264,7 @@ class Session:
             self._sampler[transfer.source].received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
-        """Handle the end of a request: all its bytes are here; ``limit`` says what limited the new ones."""
+        """Handle the completion of a request; ``limit`` names the bottleneck of the last bytes."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -288,14 +282,10 @@ class Session:
         self.advance(now)
 
     def failed(self, request: int, reason: str, now: float, *, busy: bool = False, lost: bool = False) -> None:
-        """Handle the failure of a request: reset, refused, or the wrong length.
+        """Handle a failed request: reset, refused, or of the wrong length.
 
-        Args:
-            request: its number.
-            reason: what happened.
-            now: the time of the play, seconds.
-            busy: the publisher has too much to do. That says nothing against the group, which may be requested again.
-            lost: its source cannot be reached any more.
+        ``busy``: the publisher is overloaded, which does not count against the group; ``lost``: the source is
+        unreachable.
         """
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
@@ -308,10 +298,7 @@ class Session:
             self.advance(now)
 
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
-        """Handle a group that is decoded and in place, with the layers that were decoded together with it.
-
-        ``seconds`` says how long a thread was at it.
-        """
+        """Handle a batch of layers decoded into place, in ``seconds`` of one thread."""
         batch = self._end_decoding(request)
         better = bool(batch) and self.record.groups[batch[0].group].ready_s is not None
         for transfer in batch:
@@ -330,7 +317,7 @@ class Session:
             self.advance(now)
 
     def refused(self, request: int, reason: str, now: float) -> None:
-        """Handle a frame that cannot be decoded: corrupt, truncated, or foreign. Nothing is in place of its batch."""
+        """Handle a corrupt, truncated or foreign frame; no layer of its batch is in place."""
         if not (batch := self._end_decoding(request)):
             return
         number = next(number for number, transfer in enumerate(batch) if transfer.request == request)
@@ -340,7 +327,7 @@ class Session:
         self.advance(now)
 
     def computed(self, first: int, last: int, now: float) -> None:
-        """Handle groups ``first`` to ``last`` - 1, which the engine has computed and which are in place."""
+        """Handle groups ``first`` to ``last`` - 1, computed by the engine and in place."""
         lane = self.engine
         if self.over or lane is None or lane.computing != (first, last):
             return
@@ -349,7 +336,7 @@ class Session:
         self.record.tokens_recomputed += self.catalog.tokens_before(last) - self.catalog.tokens_before(first)
         if self.closed:
             return
-        # What has come since the engine began is of no use to what it computed, and nothing if it computed that, too.
+        # Groups placed meanwhile did not influence the result, and it replaces those in its range.
         since = self.record.steps[self._computed_on :]
         since = [step for step in since if not first <= step[1] < last]
         self.record.steps[self._computed_on :] = [("compute", first, last), *since]
@@ -363,7 +350,7 @@ class Session:
             for transfer in self.groups[group].arrived:
                 self._drop(transfer)
             self._count_decoding(group)
-            # A frame of this group may have been decoded meanwhile; the computed group replaces it.
+            # The computed group replaces any frame decoded meanwhile.
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
         self.groups.restage((*range(first, last), *_between(tail, lane.tail)))
@@ -371,7 +358,7 @@ class Session:
         self.advance(now)
 
     def compute_failed(self, reason: str, now: float) -> None:
-        """Handle a failure of the engine. The session does not use it again: the network must bring the rest."""
+        """Handle a failure of the engine; the session does not use it again."""
         lane = self.engine
         if self.closed or lane is None or lane.computing is None:
             return
@@ -389,7 +376,7 @@ class Session:
         self.advance(now)
 
     def waited(self, now: float) -> None:
-        """Note that nothing could come until now, because other plays used the shared link."""
+        """Restart the clocks after other plays used the shared link."""
         self.heard_s = now
         self._sampler.waited(now)
         self.sources.waited(now)
@@ -397,7 +384,7 @@ class Session:
             self._stalls.waited(self.view.in_flight.values(), now)
 
     def timer(self, now: float) -> None:
-        """Handle the tick that `next_timer` asked for."""
+        """Handle the tick at the time of `next_timer`."""
         if self.over or self.aim.timer(now) or self.aim.ended(now):
             return
         if self._more_s < math.inf and now < self.next_tick_s:
@@ -405,7 +392,7 @@ class Session:
             return
         self.next_tick_s = now + self.tick_s
         self._sampler.tick(now, self.view.in_flight)
-        if now - self._store_s >= LEAST_SILENCE_S:  # a slow store is not free: an engine may be sooner
+        if now - self._store_s >= LEAST_SILENCE_S:  # an engine may be faster than a slow store
             for transfer in [one for one in self.view.in_flight.values() if one.local]:
                 if now - transfer.requested_s >= LEAST_SILENCE_S:
                     self._not_local(transfer)
@@ -422,23 +409,22 @@ class Session:
         self.advance(now)
 
     def _move(self, now: float) -> None:
-        """Cancel what is better asked of another source."""
         for transfer, reason in self.sources.misplaced(now):
             self.cancel(transfer, reason, now)
             if self.sources.trying and transfer.upgrade and self.view.track_of[transfer.group] is not None:
-                # A policy that takes the link to be dead would not ask for it, and nothing would show that it is not.
+                # A policy that assumes a dead link would not repeat the request, and the recovery would go unnoticed.
                 again = Decision.upgrade(transfer.group, transfer.track, reason)
                 self._fetch(transfer.group, transfer.track, again, now)
 
     def stop(self, now: float, reason: str) -> None:
-        """End the play: its owner wants nothing more. A prefix is cut, an incomplete cache is given up."""
+        """End the play at its owner's request: cut a prefix, give up an incomplete cache."""
         if not self.over:
             self.aim.stop(now, reason)
 
     def cut_off(self, reason: str, now: float) -> None:
-        """Handle the loss of every source: an engine computes the missing groups instead of waiting for a peer.
+        """Handle the loss of every source: the engine computes the missing groups.
 
-        Without an engine the play goes on, because a source that returns is its only chance.
+        Without an engine the play waits for a source to return.
         """
         if self.closed or self.engine is None:
             return
@@ -454,12 +440,12 @@ class Session:
     # ----------------------------------------------------------------- outputs
 
     def actions(self) -> list[Action]:
-        """Return what the driver must do now, in order; each action is returned once."""
+        """Return and clear the driver's next actions, in order."""
         out, self._actions = self._actions, []
         return out
 
     def next_timer(self) -> float | None:
-        """Return when the driver must call `timer`, seconds since the play began; None once the play is over."""
+        """Return when the driver must call `timer`, seconds since the play began; None if over."""
         if self.over:
             return None
         soonest_s = self._more_s
@@ -470,7 +456,7 @@ class Session:
         return self.aim.next_timer(soonest_s)
 
     def time_left(self, now: float) -> float:
-        """Return the seconds until the deadline; once it has passed, until the play ends at the latest."""
+        """Return the seconds until the deadline; after it, until the play's patience ends."""
         end_s = self.view.deadline_s
         return (end_s if now < end_s else self.aim.patience_s()) - now
 
@@ -478,11 +464,11 @@ class Session:
 
     @property
     def stopped(self) -> str | None:
-        """Why a producer has stopped before the last group; None if it has not."""
+        """Why the producer stopped before the last group, or None."""
         return None if self._live is None else self._live.edge.ended
 
     def lacking(self) -> str:
-        """Return what is still missing, in words."""
+        """Describe the missing groups in words."""
         left = self.catalog.groups - self.groups.in_place
         lacking = f"{left} of {self.catalog.groups} groups are still not in place"
         if undecoded := self.undecoded():
@@ -490,38 +476,38 @@ class Session:
         return lacking if self._live is None else lacking + self._live.lacking()
 
     def layers_pay(self, now: float) -> bool:
-        """Return whether layers that a producer is still encoding are worth the wait."""
+        """Return whether layers that are still being encoded are worth the wait."""
         return self._live is not None and self._live.layers_pay(now)
 
     def asked(self) -> int:
-        """Return how many requests there have been."""
+        """Return the number of requests so far."""
         return self._requests
 
     def act(self, action: Action) -> None:
-        """Have the driver do something."""
+        """Queue an action for the driver."""
         self._actions.append(action)
 
     def waiting(self) -> bool:
-        """Return whether a request is under way, or something is being decoded or waits for that."""
+        """Return whether requests are in flight, or groups are being decoded or queued for it."""
         return bool(self.view.in_flight or self._decoders.decoding or self._decoders)
 
     def decoding(self) -> bool:
-        """Return whether anything is being decoded."""
+        """Return whether the decoders are at work."""
         return bool(self._decoders.decoding)
 
     def undecoded(self) -> int:
-        """Return how many layers are being decoded, and groups wait for that."""
+        """Return the number of layers being decoded plus the groups queued for decoding."""
         return len(self._decoders.decoding) + len(self._decoders)
 
     def silent(self, now: float) -> bool:
-        """Return whether nothing arrives and nothing is being decoded or computed, so that waiting is pointless."""
+        """Return whether no bytes arrive and no group is being decoded or computed."""
         share = self.config.silent_after
         if share is None or self.undecoded() or (self.engine is not None and self.engine.busy):
             return False
         return now - self.heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
 
     def look(self, now: float) -> None:
-        """Take in what time it is: estimates, and what follows from them."""
+        """Update the view for the current time."""
         view = self.view
         view.now = now
         view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates()
@@ -533,7 +519,7 @@ class Session:
         self.aim.look(now)
 
     def advance(self, now: float) -> None:
-        """Go on after an event."""
+        """Continue after an event."""
         if self.closed or self.aim.ended(now):
             return
         self.look(now)
@@ -560,7 +546,7 @@ class Session:
         self.aim.advanced(now)
 
     def obey(self, decision: Decision, now: float) -> None:
-        """Do what the policy has decided."""
+        """Carry out a decision of the policy."""
         kind, group = decision.kind, decision.group
         if kind in {"wait", "finish", "deliver"}:
             self.content = True
@@ -576,7 +562,6 @@ class Session:
             self._fetch(group, decision.track, decision, now)
 
     def _fetch(self, group: int, track: str, decision: Decision, now: float) -> None:
-        """Request what the policy wants, or what is possible instead."""
         view = self.view
         layers = view.layers(track, view.track_of[group])
         unavailable = next((n for n, layer in enumerate(layers) if (group, layer) in view.unavailable), len(layers))
@@ -584,7 +569,7 @@ class Session:
             if unavailable:
                 self.request(group, layers[:unavailable], decision, now, upgrade=True)
             else:
-                view.settled.discard(group)  # the policy wants what cannot be had: the group keeps its track
+                view.settled.discard(group)  # the track is unavailable: the group keeps its current one
         elif usable := self.retries.usable(group, layers[0], engine=self.engine is not None):
             same = layers[:unavailable] if usable == layers[0] else (usable,)
             self.request(group, same, decision, now, upgrade=False)
@@ -598,7 +583,7 @@ class Session:
     def request(
         self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool, pushed: bool = False
     ) -> None:
-        """Request one or more layers of a group, lowest first; ``pushed``: the publisher sends them unasked."""
+        """Request layers of one group, lowest first; ``pushed``: the publisher sends them unrequested."""
         view = self.view
         if upgrade:
             saved = view.loss(group, view.track_of[group] or layers[0]) - view.loss(group, layers[-1])
@@ -614,7 +599,6 @@ class Session:
             if pushed:
                 self._pushed.add(request)
             size = self.catalog.by_name[track].bytes[group]
-            # Only the base of a missing group is required.
             source = 0 if pushed or decision.local else self.sources.choose(group, track, size, now)
             transfer = Transfer(
                 request, group, track, size, upgrade or track != layers[0], now, priority=priority, source=source,
@@ -634,7 +618,6 @@ class Session:
         self._decoders.moved(group)
 
     def _not_local(self, transfer: Transfer) -> None:
-        """Count a request in flight as one that the link has to bring."""
         self.view.in_flight.not_local(transfer)
         self.view.outstanding_bytes += transfer.remaining
 
@@ -650,11 +633,10 @@ class Session:
             self.view.engine_backlog_s = lane.backlog_s(now)
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
-        """Re-plan what is left to the engine, and start what it can compute now."""
         alone = self.guard.policy.computes
         after = 1.0 if alone else _PLAN_AFTER
         if self.guard.policy.divides and math.isfinite(self.config.gpu_price):
-            # In slow start such a policy knows better than what it brings so far.
+            # In slow start, such a policy judges the link better than the measured rate does.
             after = max(after, _SLOW_START if self.view.growing or self.view.rate <= 0 else _DECIDED)
         dead = not alone and self._dead(now)
         if dead or now >= after * self.view.deadline_s:
@@ -665,7 +647,7 @@ class Session:
                 reason = "the network should bring the rest in time" if found is None else found.reason
                 self.events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
                 self.groups.restage(changed)
-        # What a producer that has stopped did not publish cannot come any more.
+        # After the producer stops, its unpublished groups will never arrive.
         at_once = alone or self.stopped is not None
         if (ready := lane.ready(now, self.groups.absent, at_once=at_once)) is None:
             return
@@ -685,7 +667,6 @@ class Session:
         self.events.emit(RecomputeStarted, now, first, last)
 
     def _leave_out(self, groups: Collection[int]) -> None:
-        """Leave groups that no asset has to the engine from the beginning."""
         if groups:
             every = self.catalog.by_name
             self.retries.unavailable.update((group, track) for group in groups for track in every)
@@ -694,42 +675,41 @@ class Session:
             self.groups.restage(range(self.catalog.groups))
 
     def _settle(self, source: int, now: float) -> None:
-        """Note that a transfer has ended: perhaps the last one that was receiving bytes from a source."""
+        """End a transfer's part in the throughput sample."""
         self._sampler[source].settle(now, idle=source not in self.view.in_flight.receiving)
 
     def _dead(self, now: float) -> bool:
-        """Return whether requests have brought nothing for so long that the engine should start."""
+        """Return whether the silence is long enough to start the engine."""
         share, view = self.config.stalled_after, self.view
         if share is None or not view.in_flight or self.undecoded():
             return False
         return now - self.heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, LEAST_SILENCE_S)
 
     def _engine_waits(self) -> bool:
-        """Return whether an engine is idle while nothing comes: the policy is asked then, whatever is in flight."""
+        """Return whether the engine and the link idle; the policy may then act despite requests in flight."""
         idle = self.engine is not None and self.view.engine_backlog_s <= 0 and self.guard.policy.divides
         return idle and (self.view.rate <= 0 or not self.record.bytes_fetched)
 
     def has_room(self) -> bool:
-        """Return whether there may be more requests now."""
+        """Return whether more requests may be sent now."""
         view, config = self.view, self.config
         if len(view.in_flight) >= MOST_REQUESTS or not self.aim.has_room() or self.sources.none_yet:
             return False
         if self.guard.policy.paces:
             if view.rate <= 0 < self._best_rate and view.missing_groups:
-                return True  # in an outage, nothing is known of what will come
+                return True  # in an outage the future rate is unknown
             most = config.ahead * view.rate * (view.ttfb_s + self.tick_s)
             return view.outstanding_bytes < max(config.least_ahead_bytes, most)
         if len(view.in_flight) < (config.min_requests if view.rate > 0 else config.first_requests):
             return True
-        # What is in flight must last for a round trip and a tick, or the link runs dry.
+        # Requests in flight must last for a round trip and a tick, or the link idles.
         return view.outstanding_bytes < view.rate * (1.5 * view.ttfb_s + self.tick_s)
 
     def _count_decoding(self, group: int) -> None:
-        """Work out anew what is to be decoded of a group."""
         self._decoders.update(group, self.record.groups[group].track)
 
     def decode(self, now: float) -> None:
-        """Give the decoders as much as they can do at once."""
+        """Hand groups to the decoders until they are busy."""
         queue, view = self._decoders, self.view
         while not queue.busy:
             hurry = now + view.decode_backlog_s + _HURRY_TICKS * self.tick_s >= view.deadline_s
@@ -741,25 +721,25 @@ class Session:
             self._actions.append(Decode(top.request, group, top.track, tuple(one.request for one in below)))
 
     def compute_all(self, now: float) -> bool:
-        """Leave all groups to the engine; False: there is none."""
+        """Leave all groups to the engine; return False without one."""
         if self.engine is None:
             return False
         self._leave_to_engine(range(self.catalog.groups), now, asked=True)
         return True
 
     def engine_done(self, begun_s: float, now: float) -> None:
-        """Count what the engine has done since then. It does one thing after the other, whatever it was asked when."""
+        """Count engine time since ``begun_s``; jobs run one after another."""
         self.record.recompute_s += now - max(begun_s, self._engine_s)
         self._engine_s = now
 
     def _end_decoding(self, request: int) -> tuple[Transfer, ...]:
-        """Take the batch with this request from the decoders; empty if it is no longer wanted."""
+        """Take the batch of a request from the decoders; empty if unknown or too late."""
         if self.closed:
-            return ()  # too late: the cache is as it will be handed over, and so is the record
+            return ()  # too late: cache and record are final
         return self._decoders.end(request)
 
     def _place(self, transfer: Transfer, now: float, *, better: bool) -> None:
-        """Record that a group is in place on the track of a transfer; ``better``: it was on another one before."""
+        """Record that a group is in place; ``better``: it replaces another track."""
         record = self.record.groups[transfer.group]
         if record.track == RECOMPUTED:
             self.record.bytes_wasted += transfer.bytes
@@ -785,7 +765,7 @@ class Session:
         *,
         counts: bool = True,
     ) -> None:
-        """Return a group whose transfer failed or was cancelled to its previous state; see `RetryTracker.failed`."""
+        """Let a group fall back after a failed or cancelled transfer; see `RetryTracker.failed`."""
         group = transfer.group
         progress = self.groups[group]
         self.record.bytes_wasted += transfer.received
@@ -801,16 +781,15 @@ class Session:
         self.groups.fall_back(group)
 
     def _drop(self, transfer: Transfer) -> None:
-        """Forget a transfer that has arrived and is of no use any more."""
         self.groups[transfer.group].drop(transfer)
         self.record.bytes_wasted += transfer.bytes
         self._actions.append(Cancel(transfer.request))
 
     def _abandon(self, now: float) -> None:
-        """Cancel what will be late while something cheaper is not."""
+        """Cancel transfers that will be late when cheaper ones would not be."""
         view, begun = self.view, 0
         self._best_rate = max(self._best_rate, view.rate)
-        if self.guard.policy.paces:  # it will ask for better ones if they come after all
+        if self.guard.policy.paces:  # if they arrive after all, it requests better tracks
             found = choose_collapsed(view, self._best_rate, self.retries.cheapest_left, self.groups.here)
             for transfer, track in found:
                 group, why = transfer.group, f"the link has collapsed: {track} comes first"
@@ -835,7 +814,7 @@ class Session:
             self.cancel(*hopeless, now)
 
     def cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
-        """Cancel a transfer, and those that need it, unless it is no longer in flight."""
+        """Cancel a transfer and others that need it, unless it is no longer in flight."""
         if self.view.in_flight.pop(transfer.request, None) is None:
             return
         self.groups[transfer.group].land(transfer)
@@ -846,7 +825,7 @@ class Session:
         self._lost(transfer, RequestFailed if failed else RequestCancelled, reason, now)
 
     def _end(self, reason: str, now: float) -> None:
-        for transfer in self.view.in_flight.values():  # they leave no groups that anybody would ask for
+        for transfer in self.view.in_flight.values():  # the play ends, so groups need not fall back
             self._actions.append(Cancel(transfer.request))
             self.record.bytes_wasted += transfer.received
             self.events.emit(
@@ -865,7 +844,7 @@ class Session:
         self.over = self.closed = self.content = True
 
     def hand_over(self, now: float, cut: str | None = None) -> None:
-        """End the play: the cache is delivered; ``cut``: why a part of it."""
+        """End the play and deliver the cache; ``cut`` says why only a part of it."""
         self._end("the cache is delivered", now)
         self.record.delivered_s = now
         self.record.met = now <= self.view.deadline_s
@@ -873,7 +852,7 @@ class Session:
         self._actions.append(Deliver(now, self.record.met, cut))
 
     def give_up(self, now: float, reason: str) -> None:
-        """End the play: groups are missing, and nothing will bring them in time."""
+        """End the play with groups missing."""
         self._end("the play is given up", now)
         reason = "; ".join((reason, *self.retries.last_words))
         self.record.gave_up = reason
@@ -881,5 +860,4 @@ class Session:
 
 
 def _between(first: int, last: int) -> range:
-    """Return the groups from one to before the other, whichever comes first."""
     return range(min(first, last), max(first, last))

@@ -1,4 +1,4 @@
-"""What goes into a session and what comes out: its goal and configuration, its actions, its record and its log."""
+"""Inputs and outputs of a session: goals, configuration, actions, records and the event log."""
 
 from __future__ import annotations
 
@@ -17,43 +17,41 @@ from kvabr.types.events import DecisionMade, Limit, Log, PlayEvent, ProgressMade
 
 @dataclass(frozen=True, slots=True)
 class WholeGoal:
-    """The whole cache: deliver once every group is in place, or give up."""
+    """Deliver the whole cache once every group is in place, or give up."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGoal:
-    """The groups before the first miss, for an engine that computes everything behind them by itself (vLLM, SGLang).
+    """Deliver the groups before the first miss, for an engine that computes the rest without kvabr (vLLM, SGLang).
 
-    The play never waits for the engine. It ends when every group is in place, when computing the rest is sooner than
-    fetching it, when nothing but the engine could still bring a group, or at the deadline.
+    The play ends when every group is in place, when computing the rest is faster than fetching it, when only the engine
+    could still provide a group, or at the deadline. It never waits for the engine.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class UpgradeGoal:
-    """Better tracks for a complete cache that is already in use."""
+    """Fetch better tracks for a complete cache that is already in use."""
 
     tracks: tuple[str, ...]
-    """Per group, the track in place, or ``recomputed``: such a group is exact enough and stays. So does a snapshot of a
-    state, whatever track it is on: give ``recomputed`` for it."""
+    """Per group, the track in place, or ``recomputed`` to leave it alone (exact enough, or a state snapshot)."""
     until_s: float = math.inf
-    """Seconds after which no more upgrades are wanted; infinite: until there is nothing to upgrade."""
+    """Seconds after which the play ends; infinite: when every group is at its best."""
     rate: float = 0.0
-    """Rate of the link during the play before, bytes per second. It counts until the estimator knows one, since a
-    policy that knows no rate requests no upgrade."""
+    """Link rate of the previous play, bytes per second, until the estimator has one; policies need it to request
+    upgrades."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlendGoal:
-    """The whole cache of a prompt joined from passages, some tokens of which the engine computes again at the end."""
+    """Deliver the whole cache of a prompt joined from passages, with some tokens recomputed."""
 
     share: float | None = None
-    """Share of the passages' tokens to compute again, as far as time allows; None: what it is worth, by the fusion
-    losses that the passages' catalogs tell."""
+    """Share of the passages' tokens to recompute, if time allows; None: chosen from the passages' fusion losses."""
     question: int = 0
-    """Tokens of the question that chooses them; 0: none, and nothing is computed again."""
+    """Number of question tokens, which select the tokens to recompute; 0: none."""
     max_loss: float = math.inf
-    """Expected loss, nats per generated token, above which the play is given up: the prompt is to be computed."""
+    """Expected loss, nats per generated token, above which the play is given up."""
 
     def __post_init__(self) -> None:
         if self.share is not None and not (isinstance(self.share, int | float) and 0 <= self.share <= 1):
@@ -70,20 +68,20 @@ WHOLE = WholeGoal()
 # -------------------------------------------------------------------- configuration
 
 GPU_PRICE = 1e-3
-"""Default price of a second of engine time, nats per token: the engine is mostly idle."""
+"""Default price of a second on a mostly idle engine, nats per token."""
 TIME_PRICE = 1e-3
 """Default price of a second before the first token, nats per generated token."""
 MAX_TICK_S = 1.0
-"""Maximum seconds between two ticks of a session, however long its deadline."""
+"""Maximum seconds between two ticks of a session."""
 
 ENGINE_PATIENCE = 2.0
-"""Multiple of the time of a whole prefill that an incomplete play may take beyond its patience if it has an engine: one
-that has begun, however slow, ends sooner than another one that begins after an error."""
+"""Extra time for an incomplete play with an engine, as a multiple of a full prefill: even a slow prefill ends sooner
+than a second one after an error."""
 MOST_REQUESTS = 512
-"""Most requests in flight. A connection sends fewer at a time; what waits there was decided too soon, and has to
-be cancelled if the play ends."""
+"""Maximum requests in flight. A connection sends fewer at a time; the others are decided too early and cancelled if
+the play ends."""
 MAX_DECODERS = 1024
-"""Most threads that decode."""
+"""Maximum decoder threads."""
 
 
 def check_decoders(decoders: int) -> None:
@@ -94,49 +92,47 @@ def check_decoders(decoders: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlayerConfig:
-    """Limits and timeouts that hold for every policy."""
+    """Limits and timeouts for every policy."""
 
     min_requests: int = 2
-    """Least number of requests in flight; hides the round trip."""
+    """Minimum requests in flight; hides the round trip."""
     first_requests: int = 4
-    """Least number of requests in flight while no rate is known."""
+    """Minimum requests in flight while the rate is unknown."""
     ahead: float = 8.0
-    """No more is requested while more bytes are in flight than the link carries in this many times a round trip and a
-    tick. The policies that pace themselves request a whole base at once, as far as `MOST_REQUESTS` allows."""
+    """Requests pause while more bytes are in flight than the link carries in this multiple of a round trip and a
+    tick. Policies that pace themselves request a whole base, up to `MOST_REQUESTS`."""
     least_ahead_bytes: int = 4 << 20
-    """Bytes in flight up to which that does not apply: in slow start the rate says little."""
+    """Bytes in flight below which `ahead` does not apply: in slow start the rate says little."""
     ticks: int = 50
-    """Ticks per deadline, if that is at least one a second. At a tick the session looks for transfers that are too slow
-    or have stalled."""
+    """Ticks per deadline, at least one a second; each looks for slow or stalled transfers."""
     attempts: int = 3
-    """Requests for one group on one track before that track counts as unavailable for the group."""
+    """Attempts per group and track before the track is unavailable for the group."""
     give_up_after: float = 10.0
-    """Deadlines after which an incomplete play ends; with an engine, some time later (`ENGINE_PATIENCE`). Replays wait
-    that long to see how late a play is. For a real play `PlayOptions.patience` counts, which is 1 by default."""
+    """Deadlines until an incomplete play ends; more with an engine (`ENGINE_PATIENCE`). Replays wait that long to
+    measure lateness; real plays use `PlayOptions.patience`, 1 by default."""
     gpu_price: float = GPU_PRICE
-    """Price of a second of engine time, nats per token: near zero where the engine is idle, high where other requests
-    wait for it. Infinite: the engine computes only what the network will not bring in time."""
+    """Price of a second of engine time, nats per token: near zero if idle, high if other requests wait. Infinite:
+    compute only groups that the network cannot deliver in time."""
     decoders: int = 1
-    """Groups that are decoded at once: the driver's decoder threads."""
+    """Groups decoded at once: the driver's decoder threads."""
     decode_ahead_s: float = 0.0
-    """Seconds of decoding that each of them is given ahead. Without any, a thread that has decoded a small group waits
-    for the event loop, which has more to do in that time than the thread."""
+    """Seconds of decoding queued per thread, to bridge delays of the event loop."""
     together: bool = False
-    """Whether the decoders take everything that waits at once, in a batch, as a GPU does."""
+    """True if the decoders take all waiting groups in one batch, as a GPU does."""
     decodes_last: bool = False
-    """Whether groups stay compressed, and are decoded when the play has ended; see `View.decodes_last`."""
+    """True if groups stay compressed until the play ends; see `View.decodes_last`."""
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per generated token. Zero: only the deadline counts."""
     max_loss: float = math.inf
-    """Expected loss above which no cache is delivered, nats per generated token: the play computes more, cuts the
-    prefix, or misses the deadline. Infinite: any loss is accepted."""
+    """Maximum expected loss of a delivered cache, nats per generated token; to stay below it, the play computes
+    more, cuts the prefix, or misses the deadline."""
     chunked: bool = False
-    """Whether bytes are reported as they are read from a transport, in chunks, rather than as they flow."""
+    """True if bytes are reported in chunks read from a transport, rather than as they flow."""
     stalled_after: float | None = None
-    """Share of the deadline after which a stalled transfer is requested again; None: never."""
+    """Share of the deadline before a stalled transfer is requested again; None: never."""
     silent_after: float | None = None
-    """Share of the deadline. A play that is late is given up when nothing was received for that long, and for three
-    times the usual time to a first byte. None: never."""
+    """Share of the deadline, but at least three times the usual time to first byte, after which a late play without
+    new bytes is given up. None: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.give_up_after < math.inf:
@@ -158,42 +154,42 @@ class FetchGroup:
     """Request one group of one track."""
 
     request: int
-    """Number of the request; every event about it names it."""
+    """Number of the request in every event about it."""
     group: int
     """The group, counted from the catalog's first (`Catalog.offset`)."""
     track: str
     bytes: int
-    """Size according to the catalog. Do not read more than that."""
+    """Size according to the catalog. Do not read more."""
     priority: int
-    """MoQT subscriber priority, 0 (most urgent) to 255: of the requests in flight, serve the lowest first."""
+    """MoQT subscriber priority, 0 (most urgent) to 255: serve requests in flight in ascending order."""
     pushed: bool = False
-    """Whether the publisher sends it unasked, as the group was published during the play (`Session.published`)."""
+    """True if the publisher sends it without a request, because the play is live (`Session.published`)."""
     source: int = 0
-    """Which of the play's sources is asked."""
+    """Number of the source."""
 
 
 @dataclass(slots=True)
 class Cancel:
-    """Stop a request, or forget what it brought. No more events about it are expected."""
+    """Stop a request, or discard its data; expect no further events."""
 
     request: int
 
 
 @dataclass(slots=True)
 class Decode:
-    """Decode what has arrived of a group into its place; answer with `Session.decoded` or `Session.refused`."""
+    """Decode the received layers of a group into its place; answer with `Session.decoded` or `Session.refused`."""
 
     request: int
-    """The request that brought ``track``."""
+    """The request for ``track``."""
     group: int
     track: str
     below: tuple[int, ...] = ()
-    """Requests that brought the layers below it which are not in place yet, lowest first."""
+    """Requests for lower layers that are not in place yet, lowest first."""
 
 
 @dataclass(slots=True)
 class Recompute:
-    """Let the engine compute groups ``first`` to ``last`` - 1, all before in place; answer with `Session.computed`."""
+    """Have the engine compute groups ``first`` to ``last`` - 1; answer with `Session.computed`."""
 
     first: int
     last: int
@@ -201,45 +197,41 @@ class Recompute:
 
 @dataclass(slots=True)
 class ChooseTokens:
-    """Choose the tokens to compute again, while layers still come; answer with `BlendAim.tokens_chosen`."""
+    """Choose the tokens to recompute while layers still arrive; answer with `BlendAim.tokens_chosen`."""
 
     question: int
-    """Tokens of the question."""
 
 
 @dataclass(slots=True)
 class RecomputeTokens:
-    """Compute the passages' best tokens again, over the cache that is in place; nothing else changes it any more.
+    """Recompute the passages' most important tokens over the cache, which no longer changes.
 
-    Answer with `BlendAim.tokens_recomputed` or `BlendAim.tokens_failed`. If they are not chosen yet, do that
-    first. Put those that were computed ahead into place, too.
+    Choose the tokens first if necessary, and also place tokens that were computed ahead. Answer with
+    `BlendAim.tokens_recomputed` or `BlendAim.tokens_failed`.
     """
 
     share: float
-    """Share of the passages' tokens."""
     tokens: int
-    """How many these are."""
     question: int = 0
-    """Tokens of the question that still has to choose them; 0: they are chosen, or being chosen."""
+    """Tokens of the question, if it has yet to choose the tokens; else 0."""
     passage: int | None = None
-    """Only tokens of this passage, by its publisher's order, ahead of the others: the rest of the prompt still comes,
-    and they are kept apart until all of it is there."""
+    """Compute only tokens of this passage, in its publisher's order, and keep them apart until the prompt is
+    complete."""
 
 
 @dataclass(slots=True)
 class Deliver:
-    """Hand the cache to the engine. The play is over."""
+    """Hand the cache to the engine; the play is over."""
 
     now: float
     met: bool
-    """Whether the deadline was met."""
     cut: str | None = None
-    """Why a prefix play ended before every group was in place; None if every group is."""
+    """Why a prefix play ended before every group was in place; None if complete."""
 
 
 @dataclass(slots=True)
 class GiveUp:
-    """The play is over, and groups are missing. At most those before the first missing one can be used."""
+    """End the play with groups missing; only groups before the first missing one can be used."""
 
     now: float
     reason: str
@@ -252,13 +244,13 @@ Action = FetchGroup | Cancel | Decode | Recompute | ChooseTokens | RecomputeToke
 
 @dataclass(slots=True)
 class GroupRecord:
-    """How one group came into place; times in seconds since the play began."""
+    """History of one group; times in seconds since the play began."""
 
     group: int
     track: str | None = None
-    """The track in place at delivery, or ``recomputed``; None if there is none."""
+    """The track in place at delivery, ``recomputed``, or None."""
     bytes: int = 0
-    """Bytes of the frame in place, summed over its layers."""
+    """Bytes of all layers in place."""
     requested_s: float | None = None
     first_byte_s: float | None = None
     done_s: float | None = None
@@ -270,7 +262,7 @@ class GroupRecord:
 
 
 class GroupRecords(Sequence[GroupRecord]):
-    """The records of all groups of a play, each made when it is asked for: most of a long prompt may never come."""
+    """Records of all groups of a play, created on access, since most of a long prompt may never arrive."""
 
     __slots__ = ("_groups", "_made")
 
@@ -294,7 +286,7 @@ class GroupRecords(Sequence[GroupRecord]):
         return made
 
     def track(self, group: int) -> str | None:
-        """Return the track of a group, without making its record."""
+        """Return the track of a group without creating its record."""
         made = self._made.get(group)
         return None if made is None else made.track
 
@@ -315,35 +307,35 @@ class GroupRecords(Sequence[GroupRecord]):
 
 @dataclass(slots=True)
 class LiveRecord:
-    """What a play learned of the producer of an asset that was still being prefilled; times as in `GroupRecord`."""
+    """Producer of an asset that was still being prefilled; times as in `GroupRecord`."""
 
     published: int = 0
-    """Groups that it had published when the play ended."""
+    """Groups published when the play ended."""
     complete_s: float | None = None
-    """When the last group was published, as far as the player knows; None if it was not."""
+    """When the last group was published, if the player saw it."""
     stopped: str | None = None
-    """Why the producer stopped before the last group; None if it did not."""
+    """Why the producer stopped before the last group, or None."""
     sooner_alone_s: float | None = None
-    """Seconds by which the player's own engine should have been sooner; None if it has none, or should not have."""
+    """Seconds by which the player's own engine should have been faster, if so."""
 
 
 @dataclass(slots=True)
 class BlendRecord:
-    """What was computed again of a prompt joined from passages; times as in `GroupRecord`."""
+    """Recomputed tokens of a prompt joined from passages; times as in `GroupRecord`."""
 
     share: float = 0.0
-    """Share of the passages' tokens that the question chose."""
+    """Share of the passages' tokens chosen by the question."""
     tokens: int = 0
-    """How many these were."""
+    """Number of these tokens."""
     ahead: int = 0
-    """Tokens besides these that were computed in their publishers' order while the cache still came."""
+    """Additional tokens computed ahead, in their publishers' order."""
     chosen_s: float | None = None
-    """When the tokens were chosen; None if that was not done while the cache was still coming."""
+    """When the tokens were chosen, if before the cache was complete."""
     begun_s: float | None = None
     done_s: float | None = None
-    """When they were computed and in place; None if none were."""
+    """When the tokens were computed and in place."""
     fusion_loss: float | None = 0.0
-    """What joining costs the cache as it was delivered, nats per generated token; None if it was not measured."""
+    """Loss from joining, nats per generated token; None if not measured."""
 
 
 @dataclass(slots=True)
@@ -352,47 +344,42 @@ class PlayRecord:
 
     groups: Sequence[GroupRecord]
     delivered_s: float | None = None
-    """When the cache was handed over; None if the play was given up."""
+    """When the cache was delivered; None if the play was given up."""
     met: bool = False
-    """Whether it was handed over by the deadline."""
     bytes_fetched: int = 0
-    """Bytes received, useful or not."""
     bytes_held_up: dict[str, int] = field(default_factory=dict)
-    """Bytes received that the network did not limit, by what limited them: ``publisher`` or ``cpu``."""
+    """Bytes received that the network did not limit, by bottleneck: ``publisher`` or ``cpu``."""
     bytes_wasted: int = 0
-    """Bytes of cancelled, failed and replaced transfers, and of those that were not decoded in time."""
+    """Bytes of cancelled, failed, replaced and undecoded transfers."""
     damaged: list[tuple[int, str, str]] = field(default_factory=list)
-    """Frames that came and could not be used: group, track, and what was wrong; one each time that it came."""
+    """Unusable frames, one entry per arrival: group, track, and fault."""
     failed: int = 0
-    """Requests for groups that failed: not there, refused, or lost with a connection."""
+    """Failed requests: not found, refused, or lost with a connection."""
     bytes_undecoded: int = 0
-    """Bytes that had arrived and were not decoded when the play ended."""
+    """Bytes received but not decoded when the play ended."""
     tokens_recomputed: int = 0
     recompute_s: float = 0.0
-    """Seconds of engine time."""
     tail: int = 0
-    """Tokens of the cache that the engine computed with the question, in `tail_s` seconds more."""
+    """Cache tokens that the engine computed with the question, in `tail_s` additional seconds."""
     tail_s: float = 0.0
     abandoned: int = 0
     """Transfers cancelled because they would have been late."""
     cut: str | None = None
-    """Why a prefix play ended before every group was in place; None if every group is, or for another goal."""
+    """Why a prefix play ended before every group was in place; else None."""
     used: int | None = None
-    """Groups that are used of a prefix that was cut: what is behind, though it be in place, the engine computes. None:
-    all before the first one that is missing."""
+    """Groups used of a cut prefix; None: all before the first missing group."""
     gave_up: str | None = None
-    """Why the play was given up."""
     late_for_loss: bool = False
-    """Whether a complete cache missed the deadline since it lost more than `PlayerConfig.max_loss`."""
+    """True if a complete cache was late because it lost more than `PlayerConfig.max_loss`."""
     live: LiveRecord | None = None
     """None if the asset was complete when the play began."""
     blend: BlendRecord | None = None
     """None unless the prompt is joined from passages."""
     steps: list[tuple[str, int, int | str]] = field(default_factory=list)
-    """What came into place, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
+    """Placed groups, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
     division: Division | None = None
-    """How the work was divided between network and engine as soon as the rate was known, else at last, and what was
-    expected of that; None without an engine, or if the policy does not weigh that. Later it may be divided anew."""
+    """Division of work between network and engine, and the expected result: the first with a known rate, else the
+    last. None if the policy does not divide the work."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -406,7 +393,7 @@ P = ParamSpec("P")
 
 
 class EventLog:
-    """Passes events to the listener. Every method returns at once if there is none."""
+    """Passes events to the listener; without one, every method returns at once."""
 
     __slots__ = ("_divided", "_log", "_view")
 
@@ -420,13 +407,13 @@ class EventLog:
             self._log(event(*args, **kwargs))
 
     def progress(self, now: float, received: int) -> None:
-        """Emit the bytes received in all and the current estimates, if requests are in flight."""
+        """Emit the total bytes received and the estimates, if requests are in flight."""
         view = self._view
         if self._log is not None and view.in_flight:
             self._log(ProgressMade(now, received, view.rate, view.lower_bound, self._slack()))
 
     def limited(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
-        """Emit a throughput sample that the network did not limit; ``rate`` in bytes per second."""
+        """Emit a throughput sample (bytes per second) that the network did not limit."""
         self.emit(SampleLimited, now, by, rate, fed)
 
     def decision(
@@ -438,7 +425,7 @@ class EventLog:
         kind: str | None = None,
         track: str | None = None,
     ) -> None:
-        """Emit a decision with everything that it was based on; ``track``: the layer of it that a request is for."""
+        """Emit a decision with its inputs; ``track``: the layer that a request is for."""
         if self._log is None:
             return
         view, others = self._view, decision.alternatives
@@ -459,7 +446,7 @@ class EventLog:
         )
 
     def divided(self, division: Division | None, record: PlayRecord, now: float) -> None:
-        """Note how the work is divided: for the record until the rate is known, and as an event where it is new."""
+        """Record the division of work until the rate is known; emit changes."""
         if division is None:
             return
         if record.division is None or not record.division.known:

@@ -1,10 +1,9 @@
-"""The sources of a play: which is asked for a group, and what is moved from one to another.
+"""The sources of a play: chooses one for each request, and moves requests between them.
 
-Groups are named by content, so any source that has an asset serves any of its groups. A group is asked of the source
-that should deliver it first: its time to first byte, and then what it has still to bring, at its rate. What waits at a
-source longer than another would take is asked there instead, and so is everything of a source that falls silent. What a
-source refuses or loses is asked of the others before it counts as an attempt; one that sends something else than the
-catalog names is dropped for the play.
+Any source that has an asset can serve any of its groups, since groups are named by content. Each request goes to the
+source that should deliver it first, given its time to first byte, queued bytes and rate. Requests move if they are
+queued for longer than another source would need, or if their source falls silent. If a source refuses or loses a
+request, the others are tried before it counts as an attempt. A source that sends wrong content is dropped for the play.
 """
 
 from __future__ import annotations
@@ -20,33 +19,33 @@ Offer = Container[str] | None
 
 
 class _NotKnown:
-    """Contains nothing. It is compared by identity, so no empty container of the language would do."""
+    """Empty container, compared by identity."""
 
     def __contains__(self, track: object, /) -> bool:
         return False
 
 
 NOT_KNOWN: Container[str] = _NotKnown()
-"""The offer of a source that has not answered yet."""
+"""Offer of a source that has not answered yet."""
 
 _SILENT_TTFB = 4.0
-"""A source is silent after this multiple of its time to first byte, or `LEAST_SILENCE_S`."""
+"""Multiple of the time to first byte that makes a silence (at least `LEAST_SILENCE_S`)."""
 _UNKNOWN_TTFB_S = 0.25
-"""That time as long as nothing is known of any source."""
+"""Default time to first byte."""
 _AGAIN = 3.0
-"""A silent source is asked for one group after as many times that long; twice as many whenever it stays silent."""
+"""Multiple of that silence between probes of a source, doubled after each failed probe."""
 _MOST_TRIES = 8
-"""Doublings at most."""
+"""Maximum doublings."""
 _TELLING_BYTES = 1 << 15
-"""Least size of what a source is asked for to learn its rate anew."""
+"""Minimum request size for measuring a source again."""
 _MOVED, _MOVED_S = 1.5, 0.05
-"""What has not begun is moved if it would take this many times as long as elsewhere, and so many seconds longer."""
+"""A request without a first byte moves if its source needs this many times as long and this many seconds longer."""
 _MOVED_BEGUN = 3.0
-"""The same for what has begun to arrive, whose bytes are lost."""
+"""Same factor after the first byte, since moving discards the received bytes."""
 
 
 class Sources:
-    """Those of one play, by number."""
+    """The sources of one play, by number."""
 
     def __init__(
         self,
@@ -55,13 +54,13 @@ class Sources:
         offers: Sequence[Offer] | None,
         round_trips: Sequence[float | None] = (),
     ) -> None:
-        """Begin without requests.
+        """Start without requests.
 
         Args:
-            samplers: tell what each is expected to bring.
+            samplers: estimate the rate of each source.
             view: the play.
-            offers: what each has, which may change meanwhile; None: there is one source.
-            round_trips: to each, seconds, as far as they are known before anything was asked.
+            offers: the tracks of each source, which may change; None: there is one source.
+            round_trips: to each source, seconds, if known.
         """
         self._samplers, self._view, self._in_flight = samplers, view, view.in_flight
         self._offers: Sequence[Offer] = (None,) if offers is None else offers
@@ -70,16 +69,14 @@ class Sources:
         self._refused: set[tuple[int, int, str]] = set()
         self._dropped: set[int] = set()
         self._silent: dict[int, float] = {}
-        """When each source that is silent is asked again, for one group."""
+        """When to probe each silent source with one group."""
         self._tried: int | None = None
-        """A silent source that is asked next."""
         self._tries: dict[int, int] = {}
-        """How often each of them was asked again without bringing anything."""
         self._heard_s: dict[int, float] = {}
-        """When bytes of each source came last, or it was asked after a pause."""
+        """When each source last delivered bytes, or was first used after a pause."""
 
     def choose(self, group: int, track: str, size: int, now: float) -> int:
-        """Return the source to ask for a group of ``size`` bytes."""
+        """Return the source for a group of ``size`` bytes."""
         if not self.several:
             return 0
         having = self._having(track)
@@ -102,13 +99,13 @@ class Sources:
         return chosen
 
     def _idle(self, source: int, now: float) -> bool:
-        """Return whether a source was not asked for so long that its rate may be another by now."""
+        """Return whether a source's known rate may be stale."""
         since_s = self._heard_s.get(source, now)
         again_s = self._patience_s(source) * 2 ** self._tries.get(source, 0)
         return source not in self._in_flight.asked and now - since_s >= again_s
 
     def heard(self, source: int, now: float) -> None:
-        """Note that bytes of a source came."""
+        """Record that a source delivered bytes."""
         if self.several:
             self._heard_s[source] = now
             if self._silent.pop(source, None) is not None:
@@ -116,11 +113,11 @@ class Sources:
                 self._samplers[source].revived()
 
     def waited(self, now: float) -> None:
-        """Note that until now, other plays used the links."""
+        """Restart the clocks after other plays used the links."""
         self._heard_s = dict.fromkeys(self._heard_s, now)
 
     def failed(self, transfer: Transfer, *, lost: bool = False) -> bool:
-        """Note that a source did not bring what it was asked for, or is ``lost``; return whether another may."""
+        """Record that a source failed a request, or is ``lost``; return whether another may serve it."""
         if not self.several:
             return False
         if lost:
@@ -130,7 +127,7 @@ class Sources:
         return self._awaited or any((source, transfer.group, transfer.track) not in self._refused for source in left)
 
     def drop(self, transfer: Transfer) -> bool:
-        """Ask a source nothing more, unless it is the last one; return whether there is another."""
+        """Stop using a source unless it is the last one; return whether it was dropped."""
         if not self.several or transfer.local:
             return False
         if self._awaited or len(self._having(transfer.track)) > 1:
@@ -139,12 +136,12 @@ class Sources:
 
     @property
     def trying(self) -> bool:
-        """Whether a silent source is asked for what is requested next."""
+        """True if the next request probes a silent source."""
         return self._tried is not None
 
     @property
     def none_yet(self) -> bool:
-        """Whether nothing can be asked of any source until another one has answered."""
+        """True if requests must wait for a source to answer."""
         return self._awaited and all(
             source in self._dropped or offer is NOT_KNOWN for source, offer in enumerate(self._offers)
         )
@@ -154,7 +151,7 @@ class Sources:
         return any(offer is NOT_KNOWN for offer in self._offers)
 
     def misplaced(self, now: float) -> Iterator[tuple[Transfer, str]]:
-        """Yield transfers that are better asked elsewhere, and why; they are cancelled as they come."""
+        """Yield transfers to move, and why; the caller cancels each as it is yielded."""
         if not self.several:
             return
         for source in list(self._in_flight.asked):
@@ -172,11 +169,7 @@ class Sources:
         yield from self._probes(now)
 
     def _probes(self, now: float) -> Iterator[tuple[Transfer, str]]:
-        """Yield the group that a silent source is asked for again.
-
-        Only what waits behind something else is taken from another source, which would have to begin anew with it, or
-        what that does not bring either.
-        """
+        """Yield the request to repeat at a silent source: one still queued elsewhere, or at another silent source."""
         self._tried = None
         for source, again_s in self._silent.items():
             if now < again_s or source in self._in_flight.asked or self._tried is not None:
@@ -185,12 +178,11 @@ class Sources:
             if waiting:
                 self._tried = source
                 self._leave_alone(source, now)
-                # An upgrade might not be asked for again.
+                # The policy might not request a cancelled upgrade again.
                 last = max(waiting, key=lambda one: (not one.upgrade, one.priority, one.request))
                 yield last, "a silent source is tried again"
 
     def _may_try(self, source: int, one: Transfer, now: float) -> bool:
-        """Return whether a silent source may be tried with what another is asked for."""
         if one.local or not self._has(source, one.track) or (source, one.group, one.track) in self._refused:
             return False
         if self._is_silent(one.source, now):
@@ -199,18 +191,17 @@ class Sources:
         return not tried and one.first_byte_s is None and self._brings(one.source, now)
 
     def _leave_alone(self, source: int, now: float) -> None:
-        """Ask a silent source for nothing for a while."""
         self._silent[source] = now + _AGAIN * self._patience_s(source) * 2 ** self._tries.get(source, 0)
 
     def _late(self, source: int) -> list[Transfer]:
-        """Return what a source would bring last, if others bring it clearly sooner."""
+        """Return the last queued requests of a source that others would deliver clearly sooner."""
         found: list[Transfer] = []
         moved = dict.fromkeys(range(len(self._offers)), 0)
         asked = sorted(self._of(source), key=lambda one: (one.first_byte_s is None, one.priority, one.request))
         while asked and (others := self._others(last := asked.pop())):
             begun = last.first_byte_s is not None
             if not begun and source in self._tries:
-                break  # its rate is what this is to tell
+                break  # this request measures the source's rate
             own_s = self._ends_s(source, moved[source] if not begun else last.remaining, alone=begun)
             other_s, other = min((self._ends_s(each, moved[each] + last.bytes), each) for each in others)
             if own_s <= (_MOVED_BEGUN if begun else _MOVED) * other_s + _MOVED_S:
@@ -230,11 +221,10 @@ class Sources:
         return now - self._heard_s.get(source, now) >= self._patience_s(source)
 
     def _brings(self, source: int, now: float) -> bool:
-        """Return whether bytes of a source came lately, or it is not asked; otherwise all may be in an outage."""
+        """Return whether a source is unused or recently delivered bytes; otherwise all may be in an outage."""
         return source not in self._in_flight.asked or now - self._heard_s.get(source, now) < LEAST_SILENCE_S / 2
 
     def _others(self, transfer: Transfer) -> list[int]:
-        """Return the sources that could bring what one is asked for."""
         return [
             source
             for source in self._having(transfer.track)
@@ -244,7 +234,6 @@ class Sources:
         ]
 
     def _having(self, track: str) -> list[int]:
-        """Return the sources that have a track, but for those that were dropped."""
         return [source for source in range(len(self._offers)) if self._has(source, track)]
 
     def _has(self, source: int, track: str) -> bool:
@@ -252,9 +241,9 @@ class Sources:
         return (offer is None or track in offer) and source not in self._dropped
 
     def _ends_s(self, source: int, nbytes: int, *, alone: bool = False) -> float:
-        """Return the seconds until a source has brought as many bytes more, behind all else or ``alone``.
+        """Return the seconds until a source has delivered ``nbytes`` more, after its queue or ``alone``.
 
-        As long as its rate is not known, it is taken to be that of the slowest; if none is known, bytes count.
+        An unknown rate counts as the lowest known one.
         """
         rate, _, ttfb_s = self._samplers[source].estimates()
         if rate <= 0:
@@ -264,6 +253,6 @@ class Sources:
         return (left + nbytes) / rate + ttfb_s
 
     def _ttfb_s(self, source: int) -> float:
-        """Return the time to first byte of a source; as long as it is not known, its round trip or the longest time."""
+        """Return a source's time to first byte; if unknown, its round trip or the longest known time."""
         known = [self._samplers[each].estimates()[2] for each in range(len(self._offers))]
         return known[source] or self._round_trips[source] or max(known) or _UNKNOWN_TTFB_S

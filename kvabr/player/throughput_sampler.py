@@ -1,7 +1,7 @@
 """Throughput samples for the estimator: the bytes of all requests over the time that the link was busy.
 
-A sample that the publisher or this process limited may raise the estimate, never lower it. Silence always counts, since
-nothing arrives that could say what is at fault.
+A sample limited by the publisher or this process never lowers the estimate. Silence always counts, since it has no
+visible cause.
 """
 
 from __future__ import annotations
@@ -18,58 +18,55 @@ from kvabr.types.errors import PolicyError
 from kvabr.types.events import Limit
 
 _SHORTEST_SHARE = 1 / 400
-"""Least length of a sample, as a share of the deadline; shorter ones are merged."""
+"""Minimum sample length, as a share of the deadline; shorter samples are merged."""
 _LONGEST_SHARE = 1 / 12
-"""Most length of a sample during slow start, as a share of the deadline."""
+"""Maximum sample length during slow start, as a share of the deadline."""
 _SILENCE_SHARE = 1 / 25
-"""A link is silent if requests have waited for this share of the deadline and three times the time to first byte."""
+"""A link is silent after this share of the deadline and three times the time to first byte."""
 _PACKET = 1200
-"""Least size of a chunk that says anything about a rate, bytes."""
+"""Minimum size in bytes of a meaningful chunk."""
 _RAMP = 1.25
-"""A sample this many times faster than the one before still belongs to slow start."""
+"""Minimum growth between samples of slow start."""
 _ALIKE = 0.9
-"""Share of the first sample's rate from which the second may be of the same window: the first is of a moment."""
+"""Share of a short first sample's rate from which the second may belong to the same window."""
 _RAMP_BYTES = 0.5
-"""Share of the bytes of the sample before that a sample must have to say something about slow start: windows grow."""
+"""Minimum bytes of a slow-start sample, as a share of the previous sample's: windows grow."""
 
 
 class Limited(Protocol):
     """Callback for samples that the network did not limit."""
 
     def __call__(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
-        """Take a sample of ``rate`` bytes per second; ``fed`` says whether the estimator got it."""
+        """Handle a sample of ``rate`` bytes per second; ``fed``: the estimator received it."""
 
 
 class ThroughputSampler:
-    """Samples the link of one play whose bytes are reported as they flow, as in the simulator."""
+    """Samples a play's link from bytes reported as they flow, as in the simulator."""
 
     def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
         self._estimator = estimator
         self._limited = limited
         self._deadline_s = deadline_s
         self._known: tuple[float, float, float] | None = None
-        """Cached estimates, until the estimator gets a sample: they are read far more often than they change."""
         self._begin()
         self._told: float | None = None
-        """Rate that earlier plays told, or 0.0: slow start up to there is nothing new."""
+        """Rate reported by earlier plays, or 0.0; reaching it is no growth."""
         self._ramp_rate: float | None = 0.0
-        """Rate of the last sample during slow start, while each is clearly faster than the one before; then None."""
+        """Rate of the last slow-start sample; None after slow start."""
         self._ramp_bytes = 0
-        """Bytes of that sample."""
         self._brief = False
-        """Whether it is the first sample, which is so short that the next one may be of the same window."""
+        """True if the first sample was short and may share its window with the next."""
         self._shortest_s = _SHORTEST_SHARE * deadline_s
         self._silence_s = _SILENCE_SHARE * deadline_s
         self._since: float | None = None
-        """When the current sample began; None while nothing arrives."""
+        """When the current sample began; None between transfers."""
         self._bytes = 0
         self._held: dict[Limit, int] = {}
-        """Bytes of the current sample that the network did not limit, by what did."""
         self._quiet_since = 0.0
 
     @property
     def growing(self) -> bool:
-        """Whether the last sample was clearly faster than the one before, as in slow start, and than earlier plays."""
+        """True if the last sample clearly exceeds the previous one, as in slow start, and earlier plays."""
         return (self._ramp_rate or 0.0) > (self._told or 0.0)
 
     def estimates(self) -> tuple[float, float, float]:
@@ -97,7 +94,7 @@ class ThroughputSampler:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Forget the estimates; say which estimator has raised."""
+        """Invalidate cached estimates; name the estimator if it raises."""
         self._known = None
         try:
             yield
@@ -109,7 +106,7 @@ class ThroughputSampler:
         return PolicyError(f"estimator {getattr(cls, 'name', cls.__name__)} {what} ({where(cls, error)})")
 
     def first_byte(self, waited_s: float | None, now: float) -> None:
-        """Note that a request got its first byte after ``waited_s`` seconds; None: it came unasked."""
+        """Record a request's first byte after ``waited_s`` seconds; None: the group was pushed."""
         if waited_s is not None:
             with self._asking():
                 self._estimator.first_byte(waited_s)
@@ -119,7 +116,7 @@ class ThroughputSampler:
             self._held.clear()
 
     def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:
-        """Count bytes that arrived; ``limit`` says what limited them."""
+        """Count received bytes; ``limit`` names the bottleneck."""
         if limit == "kept":
             return
         self._bytes += nbytes
@@ -128,7 +125,7 @@ class ThroughputSampler:
         self._quiet_since = now
 
     def settle(self, now: float, *, idle: bool) -> None:
-        """Note that a transfer ended. If none is left that receives bytes (``idle``), the sample ends too."""
+        """Record the end of a transfer, and of the sample if no other receives bytes (``idle``)."""
         if self._since is None:
             return
         seconds = now - self._since
@@ -139,16 +136,15 @@ class ThroughputSampler:
             self._since = None
 
     def _least_s(self) -> float:
-        """Return the least length of a sample: the first is wanted soon, later ones must show the end of slow start."""
+        """Return the minimum sample length: short at first, later enough to show the end of slow start."""
         if not self._ramp_rate:
             return self._shortest_s
-        # A first byte that came late, as after an outage, says nothing about slow start.
+        # A late first byte, as after an outage, is no slow start.
         return max(self._shortest_s, min(self.estimates()[2], _LONGEST_SHARE * self._deadline_s))
 
     def _conclude(self, seconds: float, now: float) -> None:
-        """Pass the sample to the estimator and start a new one."""
         if self._says_something(self._bytes / seconds, now):
-            if not self._bytes:  # what was on its way does not come: see `_silent`
+            if not self._bytes:  # bytes in transit are lost: see `_silent`
                 self._ramp_rate = None if self._ramp_rate else self._ramp_rate
             elif self._ramp_rate is not None and self._bytes >= _RAMP_BYTES * self._ramp_bytes:
                 self._forget_slow_start(self._bytes / seconds, seconds)
@@ -157,7 +153,7 @@ class ThroughputSampler:
         self._held.clear()
 
     def _says_something(self, rate: float, now: float) -> bool:
-        """Return whether a sample measures the link: not if most of it was limited by something else and it is slow."""
+        """Return whether a sample measures the link; slow samples with another bottleneck do not."""
         if 2 * sum(self._held.values()) <= self._bytes:
             return True
         fed = rate > self.estimates()[0]
@@ -166,7 +162,7 @@ class ThroughputSampler:
         return fed
 
     def _forget_slow_start(self, rate: float, seconds: float) -> None:
-        """Restart the estimator during slow start: while the window doubles, only the last sample measures the link."""
+        """Restart the estimator in slow start: only the last sample of a growing window measures the link."""
         if self._ramp_rate is None:
             return
         if rate > _RAMP * self._ramp_rate:
@@ -178,12 +174,12 @@ class ThroughputSampler:
             self._brief = False
 
     def _silent(self, seconds: float, now: float) -> None:
-        """Note that nothing came: a link that is faster afterwards recovers, and will not go on growing."""
+        """Record silence; faster samples afterwards are recovery, not slow start."""
         self._ramp_rate = None if self._ramp_rate else self._ramp_rate
         self._sample(0, seconds, now)
 
     def revived(self) -> None:
-        """Forget what the link has brought so far: it was dead, and may be another now."""
+        """Forget all samples: the link was dead and may have changed."""
         self._ramp_rate = None
         self._begin()
 
@@ -198,10 +194,10 @@ class ThroughputSampler:
         self._quiet_since = now
 
     def tick(self, now: float, *, waiting: bool, idle: bool) -> None:
-        """Let time pass. A link on which every request waits for much longer than a round trip has a rate of zero."""
+        """Let time pass; if all requests wait far longer than a round trip, the rate is zero."""
         if not idle:
             self.settle(now, idle=False)
-        elif not waiting:  # a link of which nothing is asked is not silent
+        elif not waiting:  # a link without requests is not silent
             self._quiet_since = now
         elif now - self._quiet_since > max(self._silence_s, 3 * self.estimates()[2]):
             self._silent(now - self._quiet_since, now)
@@ -209,11 +205,11 @@ class ThroughputSampler:
 
 
 class ChunkedThroughputSampler(ThroughputSampler):
-    """Samples the link of a play over a real transport, which reports bytes in chunks some time after they came.
+    """Samples a play's link over a real transport, which reports bytes in chunks with a delay.
 
-    The time that the first chunk took is unknown, so it does not count; later chunks took the time since it, as in
-    packet dispersion. If nothing follows the first chunk, the time that it was waited for gives a lower bound of the
-    rate, which may raise the estimate but never lower it.
+    The first chunk has no known duration and does not count; later chunks took the time since it, as in packet
+    dispersion. If there are none, the wait for the first chunk gives a lower bound of the rate, which can only raise
+    the estimate.
     """
 
     def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
@@ -221,7 +217,7 @@ class ChunkedThroughputSampler(ThroughputSampler):
         self._arrived_s = 0.0
         self._first_chunk = 0
         self._waited_s = 0.0
-        """Seconds that the first chunk was waited for; 0.0 once a sample has followed it."""
+        """Seconds of waiting for the first chunk; 0.0 after a sample."""
 
     def first_byte(self, waited_s: float | None, now: float) -> None:
         """See `ThroughputSampler.first_byte`."""
@@ -230,7 +226,7 @@ class ChunkedThroughputSampler(ThroughputSampler):
         super().first_byte(waited_s, now)
 
     def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:
-        """Count a chunk that arrived; ``limit`` says what limited it."""
+        """Count a received chunk; ``limit`` names the bottleneck."""
         if self._since is not None and now <= self._since:
             self._first_chunk += nbytes
             self._quiet_since = now
@@ -260,30 +256,30 @@ class ChunkedThroughputSampler(ThroughputSampler):
 
 
 class SourceSamplers:
-    """A sampler for each source of a play. What they estimate is what all sources together should bring."""
+    """One sampler per source. The estimates are for all sources together."""
 
     def __init__(
         self, estimators: Sequence[Estimator], deadline_s: float, limited: Limited | None = None, *, chunked: bool
     ) -> None:
-        """Begin with an estimator of each source; ``chunked``: bytes are reported some time after they came."""
+        """Start with one estimator per source; ``chunked``: bytes are reported with a delay."""
         meter = ChunkedThroughputSampler if chunked else ThroughputSampler
         self._each = [meter(estimator, deadline_s, limited) for estimator in estimators]
         self.told_rate = sum(estimator.told for estimator in estimators)
-        """Rate that earlier plays told, bytes per second; 0.0: none."""
+        """Rate reported by earlier plays, bytes per second; 0.0 if unknown."""
 
     def __getitem__(self, source: int) -> ThroughputSampler:
         return self._each[source]
 
     @property
     def growing(self) -> bool:
-        """See `ThroughputSampler.growing`; of those that bring most."""
+        """True if sources with most of the rate are growing; see `ThroughputSampler.growing`."""
         growing = [each for each in self._each if each.growing]
         if len(growing) in {0, len(self._each)}:
             return bool(growing)
         return 2 * sum(each.estimates()[0] for each in growing) >= self.estimates()[0]
 
     def estimates(self) -> tuple[float, float, float]:
-        """Return the rate of all sources, its lower bound, and the soonest first byte; see `ThroughputSampler`."""
+        """Return the total rate, its lower bound, and the earliest first byte."""
         first, *others = (each.estimates() for each in self._each)
         for one in others:
             soonest = min(first[2], one[2]) if first[2] > 0 and one[2] > 0 else first[2] or one[2]

@@ -1,1 +1,1 @@
-"""What a play is for, one module for each goal: the session asks it when the play ends, and what is delivered."""
+"""The goals of a play, one per module: each decides when the play ends and delivers its result."""

@@ -1,16 +1,16 @@
-"""Plays of prompts that are joined from passages: tokens of them are computed again before the cache is delivered.
+"""Plays of prompts joined from passages: some tokens are recomputed before the cache is delivered.
 
-Theory of operation. The cache is fetched like any other, to a deadline that leaves time for the tokens (`BlendPlan`):
-at every event, layers and tokens compete for what is left at one price. Once every group is in place, the engine
-chooses the tokens by what the question attends to, while layers still come: the choice on the cheapest track is as good
-as on the best. When the play would deliver, it has the tokens computed over the cache as it is then, and delivers.
+The cache is fetched to a deadline that leaves time for the tokens (`BlendPlan`): at every event, layers and tokens
+compete for the remaining time at one price. Once every group is in place, the engine chooses the tokens that the
+question attends to, while layers still arrive; the choice on the cheapest track is as good as on the best. Finally the
+tokens are computed over the cache, which is then delivered.
 
-On a slow link the engine is idle meanwhile. Then the tokens that their publisher ranks highest are computed, passage by
-passage, as soon as everything before is in place. Their part in the expected loss is not counted.
+On a slow link the otherwise idle engine first computes the tokens that their publisher ranks highest, passage by
+passage, as soon as everything before is in place. The expected loss ignores these savings.
 
-If the engine fails, the cache is delivered as it was joined; if it does not end, so it is at the deadline, or once it
-has taken twice as long as it should. A joined cache whose expected loss exceeds the goal's limit waits for the engine
-as long as any play does, and then the play is given up.
+If the engine fails, or does not finish by the deadline and within twice the expected time, the joined cache is
+delivered unchanged. If its expected loss exceeds the goal's limit, the play waits for the engine until its patience
+ends, and is then given up.
 """
 
 from __future__ import annotations
@@ -25,48 +25,46 @@ from kvabr.types.events import TokensChosen, TokensDone, TokensFailed, TokensSta
 from kvabr.types.loss import played_loss
 
 _AHEAD_SHARE = 0.5
-"""Share of the time that the rest of the base takes which tokens may take that are computed ahead."""
+"""Maximum engine time for computing ahead, as a share of the time that the rest of the base takes."""
 
 
 class BlendAim(WholeAim):
     """The cache of a joined prompt."""
 
     def __init__(self, play: Playing, goal: BlendGoal) -> None:
-        """Begin."""
+        """Start with the options of the joined prompt."""
         super().__init__(play)
         view, config = play.view, play.config
         self._max_loss = goal.max_loss
         self._full_s = view.deadline_s
-        """The deadline; that of the view leaves time for the tokens."""
+        """The full deadline; the view's leaves time for the tokens."""
         self._plan = BlendPlan(view.ladder, view.cost, goal, time_price=config.time_price, gpu_price=config.gpu_price)
         view.in_order = any(self._plan.ahead(number) for number in range(len(self._plan.passages)))
         self._question = goal.question
         self._choosing = self._settled = False
-        """Whether tokens are being chosen or have been; and whether it is settled what is computed."""
+        """True if token choice has started; true if the option is final."""
         self._computing: BlendOption | None = None
         self._ahead: BlendOption | None = None
-        """What is being computed in a publisher's order."""
         self._ahead_s = self._choosing_s = 0.0
-        """When that began, and when choosing did."""
+        """When computing ahead and token choice started."""
         self._next = 0
-        """The first passage of which no tokens have been computed ahead, or passed over."""
+        """First passage neither computed ahead nor skipped."""
         self._failed = False
-        """Whether the engine failed at the end, and is asked for nothing more."""
         self._wait_s = math.inf
-        """When a cache that can be handed over without the tokens no longer waits for them."""
+        """When a deliverable cache stops waiting for the tokens."""
         play.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
         self._reserve(0.0)
 
     # ------------------------------------------------------------------ events
 
     def start(self, now: float) -> bool:
-        """See `WholeAim.start`: there is no play whose loss is bound to exceed the limit."""
+        """See `WholeAim.start`; give up if the lowest loss exceeds the limit."""
         if (least := self._plan.least_loss) > self._max_loss:
             self.play.give_up(now, self._too_lossy(least))
         return not self.play.over
 
     def tokens_chosen(self, now: float) -> None:
-        """Handle the end of choosing the tokens."""
+        """Handle the end of token choice."""
         if self.play.over or self._blend.chosen_s is not None:
             return
         self._blend.chosen_s = now
@@ -75,7 +73,7 @@ class BlendAim(WholeAim):
         self.play.advance(now)
 
     def tokens_recomputed(self, now: float, *, ahead: bool = False) -> None:
-        """Handle tokens that are computed, and in place; or kept apart, if it was done ahead of the others."""
+        """Handle computed tokens, in place or, if ``ahead``, kept apart."""
         option = self._ahead if ahead else self._computing
         if self.play.over or option is None:
             return
@@ -93,7 +91,7 @@ class BlendAim(WholeAim):
             self._finish(now)
 
     def tokens_failed(self, reason: str, now: float, *, ahead: bool = False) -> None:
-        """Handle a failure of the engine: to choose tokens, or to compute them, ``ahead`` of the others or not."""
+        """Handle an engine failure while choosing or computing tokens."""
         if self.play.over:
             return
         self.play.events.emit(TokensFailed, now, reason)
@@ -134,7 +132,6 @@ class BlendAim(WholeAim):
             self._reserve(now)
 
     def _reserve(self, now: float) -> None:
-        """Leave as much time for tokens as they are worth."""
         view, left_s = self.play.view, self._full_s - now
         tokens_s = self._plan.reserve_s(left_s, self.play.record.bytes_fetched, view.lower_bound)
         if self._blend.chosen_s is not None and tokens_s:
@@ -153,7 +150,6 @@ class BlendAim(WholeAim):
             play.act(ChooseTokens(self._question))
 
     def _compute_ahead(self, now: float) -> None:
-        """Have an idle engine compute a passage's tokens while the rest of the prompt is still to come."""
         lane, view, passages = self.play.engine, self.play.view, self._plan.passages
         if lane is None or lane.computing is not None or self._ahead is not None or view.rate <= 0:
             return
@@ -172,7 +168,7 @@ class BlendAim(WholeAim):
             return
 
     def deliver(self, now: float, *, cut: str | None = None) -> None:
-        """See `WholeAim.deliver`: the tokens come first."""
+        """See `WholeAim.deliver`; recompute the tokens first."""
         if self._settled or cut is not None:
             self._finish(now, cut=cut)
             return
@@ -193,7 +189,7 @@ class BlendAim(WholeAim):
             return
         for transfer in list(self.play.view.in_flight.values()):
             self.play.cancel(transfer, "tokens are computed again over what is in place", now)
-        # Of groups that were computed no token is left; as many others are computed instead.
+        # Computed groups contain no tokens to recompute; other tokens take their share.
         option = replace(option, tokens=min(option.tokens, self._plan.tokens_left(coverage)))
         self._computing, self._blend.begun_s, self.play.closed = option, now, True
         if codec + (joined or 0.0) <= self._max_loss:

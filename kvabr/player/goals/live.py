@@ -1,4 +1,4 @@
-"""The live edge: how much of a cache exists that is still being prefilled while it is played."""
+"""The live edge: how much of a cache is published while it is still being prefilled."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import GroupsPublished, ProducerStopped, SoonerAlone
 
 _MOST_PACE = 4.0
-"""The pace of the groups so far may differ from what was expected by this factor, to be believed of the rest."""
+"""Maximum factor between observed and expected pace in extrapolations."""
 _LEAST_LOOK_S = 0.01
-"""Least seconds after which a play that waits for layers considers again whether they are worth it."""
+"""Minimum seconds between checks for layers worth the wait."""
 _LATE, _LATE_S = 4.0, 0.25
-"""Layers that are later than this multiple of what was announced, and this many seconds, are not waited for."""
+"""Layers are too late after this multiple of the announced time plus this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeChanges:
-    """What news say besides how many groups are published."""
+    """Changes announced together with the number of published groups."""
 
     left_out: Collection[tuple[int, str]] = ()
-    """Of the new groups, those and their tracks that do not exist, or not yet."""
+    """Missing tracks of the new groups, as (group, track)."""
     added: Collection[tuple[int, str]] = ()
-    """Groups and tracks that exist now and did not before, although the group did."""
+    """Newly available tracks of older groups."""
     coming: Mapping[int, float | None] = field(default_factory=dict)
-    """Groups with news of further tracks: in how many seconds these should follow; None: none follow any more."""
+    """Seconds until further tracks of a group should follow; None: no tracks follow."""
     pushed: Container[int] | None = None
-    """The groups whose base was asked for before they were published; None: all."""
+    """Groups with a base that was requested before publication; None: all."""
 
 
 NO_CHANGES = EdgeChanges()
 
 
 class LiveEdge:
-    """Learns a producer's pace from when its groups appear."""
+    """Estimates a producer's pace from the publication times of its groups."""
 
     def __init__(self, expected_s: Sequence[float]) -> None:
-        """Begin with no group published.
+        """Start with no group published.
 
         ``expected_s``: when each group should be published, ascending, seconds since the play began.
         """
@@ -52,23 +52,23 @@ class LiveEdge:
             raise UsageError("the times at which groups are expected must be finite, and ascend; there must be some")
         self._expected_s = expected_s
         self.edge = 0
-        """Groups that are published: the first ones."""
+        """Number of published groups."""
         self._first_s = self._last_s = 0.0
         self._firsts = 0
-        """Groups that were published when the first were seen: they may have been there for long."""
+        """Groups in the first announcement; they may be much older."""
         self.ended: str | None = None
-        """Why the producer stopped before the last group; None if it has not."""
+        """Why the producer stopped before the last group, or None."""
         self.coming: dict[int, tuple[float, float]] = {}
-        """Groups of which further tracks are to follow: when, and after how many seconds."""
+        """When further tracks of a group are due, and the announced delay."""
 
     def reach(self, edge: int, now: float) -> None:
-        """Note that the first ``edge`` groups are published now; those before `edge` were published earlier."""
+        """Record that the first ``edge`` groups are published."""
         if not self.edge:
             self._first_s, self._firsts = now, edge
         self.edge, self._last_s = edge, now
 
     def expect(self, coming: Mapping[int, float | None], now: float) -> None:
-        """Note news of which groups further tracks are to follow, and in how many seconds; see `EdgeChanges.coming`."""
+        """Record announced further tracks; see `EdgeChanges`."""
         for group, rest_s in coming.items():
             if rest_s is None:
                 self.coming.pop(group, None)
@@ -76,20 +76,20 @@ class LiveEdge:
                 self.coming[group] = now + rest_s, rest_s
 
     def rest_s(self, group: int, now: float) -> float | None:
-        """Return the seconds until further tracks of a group should follow; None if they are not to be waited for.
+        """Return the seconds until further tracks of a group should follow; None if too late.
 
-        What is late is expected to take as long again.
+        An overdue track should take as long again as it is late.
         """
         due_s, announced_s = self.coming[group]
         last_s = due_s + _LATE * announced_s + _LATE_S
         return None if now >= last_s else min(abs(now - due_s), last_s - now)
 
     def ends_s(self, now: float) -> float:
-        """Return when the last group should be published, or was, seconds since the play began."""
+        """Return when the last group was or should be published, seconds since the play began."""
         return self.ready_s(len(self._expected_s) - 1, now)
 
     def late_s(self, now: float) -> float:
-        """Return by how much the next group is late, seconds; 0.0 as long as that is no more than a group takes."""
+        """Return by how many seconds the next group is late; 0.0 if at most the duration of a group."""
         if self.edge == len(self._expected_s):
             return 0.0
         before = self._expected_s[self.edge - 1] if self.edge else 0.0
@@ -98,7 +98,7 @@ class LiveEdge:
         return late_s if late_s > took_s else 0.0
 
     def ready_s(self, group: int, now: float) -> float:
-        """Return when a group should be published; of one that is, when the last one was."""
+        """Return when a group should be published; for a published group, when the latest one was."""
         expected = self._expected_s
         if group < self.edge:
             return self._last_s
@@ -112,27 +112,26 @@ class LiveEdge:
 
 
 class LivePlay:
-    """The part of a play that follows a producer: which groups exist, and which layers are worth waiting for."""
+    """The part of a play that follows a producer."""
 
     def __init__(self, play: Playing, expected_s: Sequence[float]) -> None:
-        """Begin with no group published; see `LiveEdge`."""
+        """Start with no group published; see `LiveEdge`."""
         self.play, self.edge = play, LiveEdge(expected_s)
         play.record.live = LiveRecord()
         play.view.edge = 0
         play.groups.restage(range(play.view.groups))
         self.look_s = math.inf
-        """When to consider again whether layers that are to follow are worth the wait."""
+        """When to check again whether announced layers are worth the wait."""
         self._looked_for = 0
-        """For how many more events what was found then holds, see `View.keeps`."""
 
     def look(self, now: float) -> None:
-        """Let the policy know how far the producer is."""
+        """Update the producer's progress in the view."""
         view, edge = self.play.view, self.edge
         view.ends_s, view.late_s = edge.ends_s(now), edge.late_s(now)
         view.ready_s = lambda group: edge.ready_s(group, now)
 
     def published(self, edge: int, now: float, changes: EdgeChanges) -> None:
-        """Handle news; see `Session.published`."""
+        """Handle an announcement; see `Session.published`."""
         play, live, view = self.play, self.edge, self.play.view
         new = range(live.edge, max(live.edge, min(edge, view.groups)))
         if not new and not changes.added and not changes.coming:
@@ -176,7 +175,7 @@ class LivePlay:
         play.advance(now)
 
     def lacking(self) -> str:
-        """Return how far the producer is, in words; nothing if it is done."""
+        """Describe the producer's progress in words; empty if it is done."""
         live = self.edge
         if live.edge == self.play.view.groups:
             return ""
@@ -184,7 +183,7 @@ class LivePlay:
         return f"; the producer has published {live.edge or 'none'}, {why}"
 
     def layers_pay(self, now: float) -> bool:
-        """Return whether the layers that a producer is still encoding save more than waiting for them costs."""
+        """Return whether layers that are still being encoded save more than waiting for them costs."""
         live, view, saved, soonest_s = self.edge, self.play.view, 0.0, math.inf
         if not live.coming:
             self.look_s = math.inf
@@ -214,7 +213,6 @@ class LivePlay:
         return False
 
     def _note(self, now: float) -> None:
-        """Record how far the producer is, and say so if the engine would have been sooner alone."""
         play, live = self.play, self.edge
         record = play.record.live = play.record.live or LiveRecord()
         ends_s, began, alone_s = live.ends_s(now), record.published == 0, play.alone_s

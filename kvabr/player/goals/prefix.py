@@ -1,4 +1,4 @@
-"""The groups before the first miss, for an engine that computes everything behind them by itself."""
+"""Plays of a prefix: the groups before the first miss, for an engine that computes the rest without kvabr."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kvabr.types.errors import UsageError
 from kvabr.types.loss import predicted_loss
 
 _MOST_CUTS = 64
-"""Places at which a prefix that loses too much may be cut; with half as many the cut is twice as coarse."""
+"""Number of possible cuts for a prefix with too much loss; half as many make the cut twice as coarse."""
 
 
 class PrefixAim(WholeAim):
-    """A prefix. The engine is never asked for anything: where it would start, the cache is cut."""
+    """A prefix. The engine computes no groups during the play: the cache is cut where it would start."""
 
     def __init__(self, play: Playing, mode: EngineMode) -> None:
-        """Begin.
+        """Check the engine.
 
         Raises:
-            UsageError: nothing is known of the engine, or it is not one that needs a prefix.
+            UsageError: the engine's cost is unknown, or it does not compute suffixes.
         """
         super().__init__(play)
         if play.engine is None or mode != "suffix":
             raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
 
     def cuts(self, now: float) -> bool:
-        """See `WholeAim.cuts`: not while the rest should come sooner than computed."""
+        """See `WholeAim.cuts`; return False while fetching the rest should be faster than computing it."""
         play, view = self.play, self.play.view
         play.look(now)
         assert view.cost is not None  # noqa: S101  # there is an engine
@@ -45,7 +45,7 @@ class PrefixAim(WholeAim):
         return False
 
     def deliver(self, now: float, *, cut: str | None = None) -> None:
-        """See `WholeAim.deliver`; the prefix is cut where it loses no more than it may."""
+        """See `WholeAim.deliver`; cut the prefix so that it stays within the loss limit."""
         play, most = self.play, self.play.view.max_loss
         if math.isfinite(most):
             here = used = play.view.solid if play.record.used is None else play.record.used
@@ -58,7 +58,7 @@ class PrefixAim(WholeAim):
         super().deliver(now, cut=cut)
 
     def wait(self, now: float, *, complete: bool, stopped: bool) -> None:
-        """See `WholeAim.wait`; all that may be left is to wait for the moment at which the engine would start."""
+        """See `WholeAim.wait`; the play may only have to wait until the engine would start."""
         play = self.play
         if (play.view.coming and not stopped) or play.waiting():
             super().wait(now, complete=complete, stopped=stopped)

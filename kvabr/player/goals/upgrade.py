@@ -1,13 +1,12 @@
-"""Upgrades of a cache that is already in use, after the deadline, for as long as they are wanted.
+"""Upgrades of a cache in use, after the deadline.
 
-Theory of operation. A play for upgrades begins where a play ended: every group is in place. The same policy drives it,
-so upgrades come in the same order, most loss saved per byte first. The policy sees a deadline that moves ahead of it,
-one deadline's length away, until the real end is nearer. So it has no more in flight than it had before the cache was
-handed over, and asks for nothing that would come after the end.
+The play starts with every group in place. The previous policy drives it, so upgrades keep their order, most loss saved
+per byte first. Its deadline stays one deadline's length ahead until the real end is nearer, so that requests in flight
+stay limited and none would arrive after the end.
 
-A decoded upgrade waits until the engine lets it into the cache; while several wait, nothing more is requested. The
-play ends when time is up, when the policy is done, when every group is as good as it can be, when the policy has
-wanted nothing for one deadline's length, or when nothing that was requested has moved for several.
+A decoded upgrade waits until the engine admits it to the cache; while several wait, requests pause. The play ends when
+time is up, when the policy is done or has requested no group for one deadline's length, when every group is at its
+best, or when requests have been silent for several deadline lengths.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 
 _MOST_WAITING = 4
-"""Most groups that may wait to be decoded or to be let into the cache; then nothing more is requested."""
+"""Maximum groups waiting for decoding or admission before requests pause."""
 _SILENT = 5.0
-"""Deadline lengths without a byte of what was requested, after which the play ends."""
+"""Deadline lengths of silence that end the play."""
 
 
 class UpgradeAim(WholeAim):
-    """Upgrades of a cache that is in use; its deadline is how far ahead they are planned, that of the play before."""
+    """Upgrades of a cache in use; the deadline is the planning horizon."""
 
-    drops_upgrades = False  # the end of the play is not near, however far ahead upgrades are planned
+    drops_upgrades = False  # the planning horizon is not the end of the play
 
     def __init__(self, play: Playing, goal: UpgradeGoal) -> None:
-        """Begin with every group in place.
+        """Start with every group in place.
 
         Raises:
-            UsageError: the goal makes no sense, or is not for this cache.
+            UsageError: the goal is invalid, or does not fit this cache.
         """
         super().__init__(play)
         tracks, view = goal.tracks, play.view
@@ -44,9 +43,9 @@ class UpgradeAim(WholeAim):
             raise UsageError(f"{len(tracks)} tracks for a cache of {view.groups} groups")
         self._horizon_s, self._until_s, self._rate = view.deadline_s, goal.until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
-        """When the policy last wanted something, and when nothing but decoded groups was last waited for."""
+        """When the policy last requested a group, and when decoding or an idle link last explained silence."""
         self._best = 0
-        """The groups before this one cannot be improved."""
+        """Groups before this one cannot be improved."""
         view.time_price = 0.0  # the first token is out
         for record, track in zip(play.record.groups, tracks, strict=True):
             record.track, record.ready_s = track, 0.0
@@ -82,7 +81,7 @@ class UpgradeAim(WholeAim):
         return play.over
 
     def go_on(self, now: float) -> bool:
-        """See `WholeAim.go_on`: nothing is needed, and nothing waited for."""
+        """See `WholeAim.go_on`; an upgrade play waits for no group."""
         play = self.play
         play.content, asked = False, play.asked()
         while not play.content and play.has_room():
@@ -105,7 +104,6 @@ class UpgradeAim(WholeAim):
         return self.play.undecoded() < _MOST_WAITING
 
     def _done(self) -> bool:
-        """Return whether no group can be improved; what was found of the first ones stays so."""
         while self._best < self.play.view.groups and self._is_best(self._best):
             self._best += 1
         return self._best == self.play.view.groups

@@ -1,7 +1,7 @@
-"""The whole cache: delivered once every group is in place, or given up. Other goals begin from this one.
+"""The whole cache: delivered once every group is in place, or given up. Other goals derive from this one.
 
-A session asks its goal when the play is over and what is handed over then; requests, decoding and the engine are its
-own. A goal knows of the session what `Playing` lists.
+A goal ends the play and delivers its result; the session handles requests, decoding and the engine. `Playing` lists the
+parts of a session that a goal uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvabr.types.catalog import Catalog
 
 
 class Playing(Protocol):
-    """What a goal sees and asks of its session, which says what each of these is."""
+    """The interface of a session to its goal; see `kvabr.player.session.Session`."""
 
     view: View
     record: PlayRecord
@@ -67,17 +67,17 @@ class Playing(Protocol):
 
 
 class WholeAim:
-    """The whole cache."""
+    """Delivers the whole cache."""
 
     drops_upgrades = True
-    """Whether an upgrade that cannot end in time is given up for a smaller one."""
+    """True if an upgrade that cannot end in time is replaced by a smaller one."""
 
     def __init__(self, play: Playing) -> None:
-        """Begin; the session is ready but for this."""
+        """Attach to a session, which is otherwise complete."""
         self.play = play
 
     def start(self, now: float) -> bool:
-        """Return whether the play may begin; otherwise it has been given up."""
+        """Return whether the play may start; otherwise it has been given up."""
         del now
         return True
 
@@ -88,25 +88,25 @@ class WholeAim:
         return play.config.give_up_after * play.view.deadline_s + engine_s
 
     def next_timer(self, soonest_s: float) -> float:
-        """Return when the session is to look again, given when it would."""
+        """Return when the timer must fire, given the session's own time for it."""
         return soonest_s
 
     def timer(self, now: float) -> bool:
-        """Return whether a tick is this goal's alone."""
+        """Handle a tick; return True if the session must not."""
         del now
         return False
 
     def look(self, now: float) -> None:
-        """Correct the view once estimates are fresh."""
+        """Correct the view after an update of the estimates."""
 
     def has_room(self) -> bool:
-        """Return whether there may be more requests, as far as this goal is concerned."""
+        """Return whether this goal permits more requests."""
         return True
 
     def ended(self, now: float) -> bool:
-        """End the play if its time is up, and return whether it is over, but for an engine's last work.
+        """End the play if its time is up; return whether it is closed.
 
-        That takes no decision, and waits for nothing that is being decoded.
+        This takes no decision, and does not wait for decoding.
         """
         play, complete = self.play, self.play.groups.complete
         if now >= play.view.deadline_s and complete and self._within(now):
@@ -120,7 +120,6 @@ class WholeAim:
         return play.closed
 
     def _within(self, now: float) -> bool:
-        """Return whether a complete cache loses no more than it may."""
         play = self.play
         if math.isinf(play.view.max_loss) or delivered_loss(play.catalog, play.record) <= play.view.max_loss:
             return True
@@ -128,22 +127,21 @@ class WholeAim:
         return False
 
     def _excess(self) -> str:
-        """Return by how much a complete cache loses more than it may, in words."""
         loss, most = delivered_loss(self.play.catalog, self.play.record), self.play.view.max_loss
         return f"the cache would lose {loss:.2g} nats per token, and max_loss is {most:g}"
 
     def cuts(self, now: float) -> bool:
-        """Return whether a part of the cache is to be delivered now that the deadline has come."""
+        """Return whether to deliver a part of the cache at the deadline."""
         del now
         return False
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
-        """Return whether the engine is to compute groups now; ``why``: it is all that can be done, and why."""
+        """Return whether the engine should compute groups now; ``why``: the reason if there is no alternative."""
         del now, first, last, why
         return True
 
     def conclude(self, now: float, *, complete: bool) -> None:
-        """End the play if nothing is left to ask for, to wait for, or to hope for."""
+        """End the play if no request, arrival or computation can improve it."""
         play = self.play
         if play.over or (complete and play.layers_pay(now)):
             return
@@ -164,31 +162,31 @@ class WholeAim:
             self.wait(now, complete=complete, stopped=stopped)
 
     def wait(self, now: float, *, complete: bool, stopped: bool) -> None:
-        """End the play if it is late and nothing moves; or wait."""
+        """End the play if it is late and silent; otherwise wait."""
         del stopped
         play = self.play
         if now >= play.view.deadline_s and not complete and play.silent(now):
             play.give_up(now, f"{play.lacking()}, and nothing has come for {now - play.heard_s:.2f} s")
 
     def fall_short(self, now: float) -> None:
-        """End the play of a live asset whose producer has stopped: all that it has published is in place."""
+        """End a live play: the producer has stopped, and all published groups are in place."""
         self.play.give_up(now, self.play.lacking())
 
     def stop(self, now: float, reason: str) -> None:
-        """End the play: its owner wants nothing more."""
+        """End the play at its owner's request."""
         if self.play.groups.complete and self._within(now):
             self.deliver(now)
         else:
             self.play.give_up(now, reason)
 
     def go_on(self, now: float) -> bool:
-        """Return whether the session is to go on as usual after an event; False: this goal has seen to it."""
+        """Return whether the session should continue after an event; False if this goal has handled it."""
         del now
         return True
 
     def advanced(self, now: float) -> None:
-        """Note that the session has gone on after an event."""
+        """Continue after the session has handled an event."""
 
     def deliver(self, now: float, *, cut: str | None = None) -> None:
-        """Deliver the cache; ``cut``: why a part of it."""
+        """Deliver the cache; ``cut`` says why only a part of it."""
         self.play.hand_over(now, cut)
