@@ -3,9 +3,8 @@
     async with AsyncClient("moqt://origin.example/", engine=engine) as client:
         played = await client.play(tokens, deadline=2.0)
 
-All plays of a client share one connection per peer, open downloads, received groups and link measurements. A bounded
-number of plays runs at once, and the earliest deadline is served first. Cancelling a play's task cancels its downloads,
-unless another play needs the same groups.
+Plays share one connection per peer, open downloads, received groups and link measurements. A bounded number runs at
+once, earliest deadline first. Cancelling a play's task cancels its downloads unless another play needs them.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ _WAIT_SHARE = 0.9
 
 
 class AsyncClient:
-    """Plays caches; an async context manager for one event loop. `Client` is the same for code without asyncio."""
+    """Plays caches; an async context manager for one event loop. `Client` is its blocking twin."""
 
     def __init__(
         self,
@@ -106,10 +105,10 @@ class AsyncClient:
         """Prepare. `connect` or the first play dials.
 
         Args:
-            origin: an origin or a relay, ``moqt://host[:port]/``; an object store, ``s3://bucket/prefix`` and others
-                (`kvabr.client.origins`); or an open connection, which the caller closes after this client. None:
-                every play names its peer. With several, a play takes each group from the fastest peer that has the same asset,
-                and continues with the others if one stalls or dies.
+            origin: an origin or relay, ``moqt://host[:port]/``; an object store, ``s3://bucket/prefix`` and others
+                (`kvabr.client.origins`); or an open connection, which the caller closes after this client. None: every
+                play names its peer. With several, a play takes each group from the fastest that has the same asset, and
+                continues with the others if one stalls or dies.
             connection: how to reach the origins, and which certificates to trust.
             model: the model of the caches, by spec or name. None: the engine's, or the only one at the origin.
             engine: computes groups that would be late or are not cached. Its prefill cost is measured as it runs.
@@ -117,7 +116,7 @@ class AsyncClient:
             limits: resource limits of all plays together.
             cache: folder that keeps codec profiles, speeds of peers, decode speeds and prefill costs between processes;
                 None: memory only.
-            metrics: receives counts and timings; `kvabr.telemetry.prometheus.ScrapeServer` serves them.
+            metrics: counts and timings; `kvabr.telemetry.prometheus.ScrapeServer` serves them.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -159,7 +158,7 @@ class AsyncClient:
     # ------------------------------------------------------------------ peers
 
     def peer(self, url: str, connection: PeerOptions | None = None) -> ClientPeer:
-        """Return another origin or relay for plays to name; the same one for the same arguments. Does not dial.
+        """Return another origin or relay for plays to name, the same for equal arguments. Does not dial.
 
         Raises:
             UsageError: the URL or an option is wrong.
@@ -175,7 +174,7 @@ class AsyncClient:
         return self._origins
 
     async def connect(self, peer: PeersLike = None) -> Connection:
-        """Connect before the first play, and return the connection that all plays to the peer share.
+        """Connect before the first play, and return the connection that plays to the peer share.
 
         Raises:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
@@ -188,15 +187,14 @@ class AsyncClient:
             return peers[await first_reached(peers)]
 
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
-        """Return the round-trip time to a peer in seconds; connect to it first if necessary.
+        """Return the round-trip time to a peer in seconds; connect if necessary.
 
         Args:
-            probe_s: probe the peer, and wait this many seconds for its answer. None: return the connection's own
-                measurement, or None if it has none.
+            probe_s: seconds for a probe's answer. None: return the connection's own measurement, or None.
             peer: as for `play`.
 
         Raises:
-            TransportError: as `connect`, or the peer does not answer the probe in time.
+            TransportError: as `connect`, or the peer does not answer in time.
         """
         if probe_s is None:
             return (await self.connect(peer)).stats().rtt_s
@@ -211,9 +209,9 @@ class AsyncClient:
         raise TransportError(_unanswered(self._some(peer), probe_s))
 
     async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[KnownLink, int]:
-        """Return the link as measured by plays, now or earlier, and the bytes to fetch for a cache.
+        """Return the link as measured by plays so far, and the bytes to fetch for a cache.
 
-        The bytes are those of the cheapest track, without groups in the store; 0 without a ``catalog``.
+        The bytes are those of the cheapest track, without stored groups; 0 without a ``catalog``.
         """
         some = self._some(peer)
         links = []
@@ -231,7 +229,7 @@ class AsyncClient:
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
 
-        Optional: plays time every computation. Call this so that the first play already has the cost.
+        Optional: plays time every computation. Use it if the first play needs the cost.
 
         Args:
             engine: the engine; None: the client's.
@@ -267,8 +265,9 @@ class AsyncClient:
 
         Args:
             tokens: ids of the prompt; `MediaTokens` if some stand for pictures, sound or films.
-            parts: the prompt as parts, if passages of it may be cached separately, see `Played.approximate`.
-            question: ids whose attention selects the tokens to recompute (`BlendEngine`); None: the last text of `parts`.
+            parts: the prompt in parts, if passages of it may be cached separately, see `Played.approximate`.
+            question: ids that select, by attention, tokens for a `BlendEngine` to recompute; None: the text that ends
+                `parts`.
             share: share of the passages' tokens to recompute, if time allows; None: the share that pays off.
             deadline: seconds from this call to a usable cache, including connecting, waiting for a turn, and computing
                 uncached tokens.
@@ -276,7 +275,7 @@ class AsyncClient:
             model: the model of the cache; None: the client's, else the engine's, else the only one at the origin. A
                 spec fixes the group size; with a name or an engine, the group size with the longest prefix is used.
             engine: computes groups that would be late; None: the client's.
-            peer: another origin or relay: from `peer`, a URL, or an open connection; or several; None: the client's.
+            peer: an origin or relay, from `peer`, as a URL, or an open connection; or several; None: the client's.
 
         Raises:
             UsageError: an argument is wrong, or the model is ambiguous.
@@ -349,8 +348,8 @@ class AsyncClient:
         Args:
             asset: its namespace, ``MODEL/DIGEST``, or a result of `find_asset`.
             deadline: as for `play`.
-            tokens: ids of the asset's tokens; required for an engine, and to check an asset that has a salt.
-            engine: as for `play`; the client's engine is used only if there are tokens.
+            tokens: ids of the asset's tokens; required for an engine, and to check an asset with a salt.
+            engine: as for `play`; the client's is used only with tokens.
             options: as for `play`.
             peer: as for `play`.
 
@@ -423,14 +422,13 @@ class AsyncClient:
         """Prepare an expected play: fetch cached groups into the local store.
 
         Plays have priority: hints have their own turns (as many as `Limits.plays`) and use only spare bandwidth. Groups
-        are not decoded. A later play of the prompt needs the network only for its lookup and for newly published
-        groups.
+        are not decoded. A later play needs the network only for its lookup and newly published groups.
 
         Args:
             asset: as for `play_asset`.
             within_s: time limit in seconds. Groups received by then stay in the store.
-            keep_s: seconds for which the store evicts other groups before these, within half of memory and half of the
-                other tier. An object store never evicts.
+            keep_s: seconds for which the store evicts other groups first, within half of memory and half of the other
+                tier. An object store never evicts.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
             time_price: price of a second of fetching, nats per generated token. 0: fetch as much as possible.
@@ -511,12 +509,12 @@ class AsyncClient:
     ) -> int:
         """Return the number of tokens at the end of a cache that its engine should compute with the rest of the prompt.
 
-        Plays choose it themselves. This is for engines that need the length of the prefix before a play.
+        Plays choose it themselves; this is for engines that need the length of the prefix before a play.
 
         Args:
             catalog: from `find`.
             deadline: seconds left to fetch it.
-            cost: cost of the engine's prefill.
+            cost: as for `play_prefix`.
             behind: uncached tokens of the prompt.
             block: the engine's block size in tokens.
             options: as for `play`.
@@ -557,9 +555,9 @@ class AsyncClient:
         Args:
             tokens: ids of the prompt.
             model: as for `play`.
-            salt: the tenant's secret; None: that of the client's options.
+            salt: the tenant's secret; None: the client's.
             within_s: time limit in seconds.
-            any_dtype: accept a cache with another element type than the model's; groups are decoded to any type.
+            any_dtype: accept a cache of another element type; groups are decoded to any type.
             peer: as for `play`.
             live: also find a cache that is still being prefilled; None: use the client's options.
 
@@ -653,9 +651,9 @@ class AsyncClient:
         cost: PrefillCost | None,
         peer: PeersLike,
     ) -> tuple[Played | None, float]:
-        """Compute a prompt without waiting for a lookup, if that pays.
+        """Compute a prompt without a lookup, if that pays.
 
-        Return the result, or None if it does not pay or the engine fails; and the seconds left to the deadline.
+        Return the result, or None if it does not pay or the engine fails; and the seconds left.
         """
         if engine is None or cost is None:
             return None, deadline
@@ -715,7 +713,6 @@ class AsyncClient:
         within_s: float,
         **how: Any,
     ) -> tuple[Found | Unplayable | None, KVSpec | None]:
-        """Call `ClientPeer.find` for all sources."""
         pairs = zip(self._some(peers), connection.sources, strict=True)
         lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
@@ -724,7 +721,6 @@ class AsyncClient:
     async def _catalog(
         self, connection: PlaySources, peers: PeersLike, name: TrackNamespace, within_s: float, *, live: bool
     ) -> Found:
-        """Call `ClientPeer.catalog` for all sources."""
         pairs = zip(self._some(peers), connection.sources, strict=True)
         found, _ = await first_found(
             connection, [one.catalog(source, name, live=live) for one, source in pairs], within_s=within_s
@@ -763,13 +759,11 @@ class AsyncClient:
 
 
 def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:
-    """Return the message of a `TransportError` after ``seconds`` without an answer, with the peers' errors."""
     troubles = "; ".join(dict.fromkeys(peer.trouble for peer in peers if peer.trouble))
     return f"no answer within {seconds:.3g} s" + (f" ({troubles})" if troubles else "")
 
 
 def _listed(peers: PeersLike) -> Sequence[ClientPeer | PeerConnection | str]:
-    """Return one or several peers as a sequence; empty for None."""
     if isinstance(peers, Sequence) and not isinstance(peers, str):
         return [peer for peer in peers if peer is not None]
     return () if peers is None else (peers,)

@@ -3,8 +3,7 @@
     with Client("moqt://origin.example/", engine=engine) as client:
         played = client.play(tokens, deadline=2.0)
 
-One event loop runs in a private thread while the client is open. All methods are thread-safe. Ctrl-C cancels the play
-that the main thread waits for.
+One event loop runs in a private thread. All methods are thread-safe. Ctrl-C cancels the main thread's play.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CLEAR_S = 5.0
-"""Seconds for a cancelled call, or the end of the loop, to clean up."""
+"""Seconds to clean up after a cancelled call, or at the end."""
 
 
 class LoopThread:
@@ -39,7 +38,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.home = HomeProcess("the client")
-        """The process of the thread."""
+        """The thread's process."""
         with told_if_exhausted():
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="kvabr-loop", daemon=True)
@@ -50,7 +49,7 @@ class LoopThread:
                 raise
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop, and return its result; an interrupt also cancels it."""
+        """Run a coroutine on the loop, and return its result; an interrupt cancels it."""
         over = threading.Event()
         task: asyncio.Task[Any] | None = None
 
@@ -70,14 +69,13 @@ class LoopThread:
 
         self._check(work)
         try:
-            # An interrupt may arrive before we have the future: cancel the task instead.
+            # An interrupt may arrive before the future exists: cancel the task.
             return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
         except CancelledError:
             raise ConnectionLostError("this side closed the connection") from None
         except BaseException:
             if not over.is_set():
-                # Interrupted: end the call completely before returning to the caller.
-                # A task that is about to start has started one turn of the loop later.
+                # Interrupted: end the call before returning. One turn of the loop later, a starting task has started.
                 self._loop.call_soon_threadsafe(self._loop.call_soon, stop)
                 over.wait(_CLEAR_S)
             raise
@@ -124,11 +122,11 @@ class Handle(Generic[T]):
         self._future = future
 
     def done(self) -> bool:
-        """Return whether it has ended, in any way."""
+        """Return whether it has ended."""
         return self._future.done()
 
     def cancel(self) -> None:
-        """End it and its downloads now. No effect if it has ended."""
+        """End it and its downloads now, if it has not ended."""
         self._future.cancel()
 
     def result(self, timeout_s: float | None = None) -> T:
@@ -144,22 +142,22 @@ class Handle(Generic[T]):
             raise PlayError("the play was cancelled") from None
 
     def when_done(self, call: Callable[[Handle[T]], None]) -> None:
-        """Call ``call``, on any thread, when it ends, or at once if it has; ``call`` should return quickly."""
-        # The future keeps the callback. If it held this handle, the result would stay until garbage collection.
+        """Call ``call``, which should be quick, on any thread at its end, or at once."""
+        # The future keeps the callback. If that held this handle, the result would stay until garbage collection.
         self._future.add_done_callback(lambda future: call(Handle(future)))
 
 
 def _like(
     method: Callable[Concatenate[AsyncClient, P], object],
 ) -> Callable[[Callable[..., T]], Callable[Concatenate[Client, P], T]]:
-    """Give a method of `Client` the parameters of one of `AsyncClient`."""
+    """Copy the parameters of an `AsyncClient` method."""
     return lambda function: update_wrapper(function, method, assigned=())
 
 
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """Return a method of `AsyncClient` as a blocking one of `Client`."""
+    """Make a blocking method of `Client`."""
 
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._call(method(self._client, *args, **kwargs))
@@ -169,7 +167,7 @@ def _blocking(
 
 
 class Closable(Protocol):
-    """Closed at the end of a loop in a thread."""
+    """Closed with its loop."""
 
     async def close(self) -> None:
         """Close it."""
@@ -248,7 +246,7 @@ class Client(Background[AsyncClient]):
         self._call(self._client.connect(peer))
 
     def stats(self, peer: PeerLike = None) -> ConnectionStats:
-        """Return the statistics of the connection to a peer; connect if necessary."""
+        """Return the statistics of the connection to a peer, connecting if necessary."""
 
         async def ask() -> ConnectionStats:
             return (await self._client.connect(peer)).stats()

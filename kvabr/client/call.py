@@ -1,4 +1,4 @@
-"""One call of a client: its turn, engine and prompt, with the client's measurements of peers and machine."""
+"""One call of a client: its turn, engine and prompt, and the client's measurements."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from kvabr.types.events import SourceLeftOut
 T = TypeVar("T")
 
 _FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
-"""How long to wait for an engine without timings, in seconds and as a multiple of the cost estimate: its first call may
-load and compile, and the estimate may be wrong."""
+"""Longest wait for an engine without timings, in seconds and multiples of its estimate: a first call may load and
+compile, and the estimate may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PlayCall:
     turn: Turn
     memory: Memory
     engine: Engine | None
-    """Computes groups that would be late."""
+    """Computes late groups."""
     cost: PrefillCost | None
     """Cost of the engine's prefill; required for a prefix play."""
     tokens: Sequence[int]
@@ -68,7 +68,7 @@ class PlayCall:
 
     def __post_init__(self) -> None:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
-        # Not a bound method: the connection would keep the play's data in memory.
+        # A bound method would make the connection keep the play's data in memory.
         self.connection.left_out = partial(_left_out, self.options, self.clock)
         out, device = self.options.out, self.options.device
         self.device = device if out is None else out.device
@@ -77,7 +77,7 @@ class PlayCall:
 
     @property
     def link(self) -> KnownLink:
-        """Estimate of the links to all its sources together, from earlier plays."""
+        """Estimate of the links to all sources together, from earlier plays."""
         history = self.memory.history
         return KnownLink.of_all(history.best(source.names) for source in self.connection.downloads)
 
@@ -88,7 +88,7 @@ class PlayCall:
 
     @property
     def patience_s(self) -> float:
-        """Time limit of an incomplete play, seconds since the call; an engine may take longer."""
+        """Time limit without an engine, seconds since the call."""
         return self.options.patience * self.clock.deadline_s
 
     @property
@@ -118,7 +118,7 @@ class PlayCall:
         return message if trouble is None or trouble in message else f"{message}; {trouble}"
 
     async def in_time(self, read: Callable[[], T]) -> T:
-        """Run ``read``, which reads a catalog, in a thread; raise `PlayError` if it takes too long."""
+        """Read a catalog in a thread; raise `PlayError` if it takes too long."""
         end_s = None if self.engine is not None else max(0.0, self.patience_s - self.clock.now())
         try:
             async with asyncio.timeout(end_s):

@@ -1,6 +1,6 @@
 """Decode speeds of this machine, measured once per model and device in the background, and kept in a file.
 
-Without a measurement, plays start with the catalog's times, and correct them.
+Unmeasured, plays start with the catalog's times, and correct them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _MAX_TRACKS = 64
 _MAX_S = 10.0
 """Longest plausible time for one token."""
 BUDGET_S, _GPU_BUDGET_S = 0.05, 0.5
-"""Processor seconds for all tracks of a model, and seconds on a GPU. Tracks measured by then represent their
-families."""
+"""Processor seconds for all tracks of a model, and seconds on a GPU; then measured tracks represent their families."""
 BATCH = "batch "
 """Key prefix of a family's fixed seconds per batch."""
 _GPU_GUESS = 32.0
@@ -48,7 +47,7 @@ _GPU_GUESS = 32.0
 _BATCHED = 8
 """Groups of a timed batch."""
 _SMALL, _LARGE = 1 << 19, 3 << 19
-"""Elements to decode: for codecs with time proportional to them, and for codecs with a cost per 128 tokens."""
+"""Elements to decode: for codecs with proportional time, and with a cost per 128 tokens."""
 _RUNS = 2
 _one_core = threading.local()
 _one_core_lock = threading.Lock()
@@ -57,8 +56,8 @@ _one_core_lock = threading.Lock()
 def on_one_core() -> None:
     """Limit torch to this thread: other threads decode their own groups.
 
-    Torch has a thread count per thread, which this sets, and a default for new threads, which this keeps. With OpenMP's
-    default, 2 decoders on 2 busy cores took ten times the processor time.
+    Torch has a count per thread, set here, and a default for new threads, kept here. With OpenMP's default, 2 decoders
+    on 2 busy cores took ten times the processor time.
     """
     if getattr(_one_core, "done", False):
         return
@@ -81,17 +80,15 @@ def measure(
 ) -> dict[str, float]:
     """Return the seconds that this thread takes to check and decode a token, by track.
 
-    A GPU decodes n groups at once, in T(n) = a + b n: returns b by track, and a by family under `BATCH`. Its kernels
-    are compiled first.
-
-    The smallest track of each family is measured, then the others within the budget. Frames are synthetic
-    (`SampleFrames`). Plug-in codecs, and tracks with a missing profile, are skipped.
+    A GPU decodes n groups at once in T(n) = a + b n, with b by track, and a by family under `BATCH`; kernels are
+    compiled first. The smallest track of each family is measured, then others within the budget, on synthetic frames
+    (`SampleFrames`). Plug-in codecs, and tracks without their profile, are skipped.
 
     Args:
         catalog: the tracks.
         profile: the model's, for tracks that need it.
         device: device of the cache; None: the processor.
-        clock: seconds, for the processor; processor time excludes the machine's other work.
+        clock: for the processor; processor time excludes the machine's other work.
         budget_s: seconds to spend; None: `BUDGET_S`, or more on a GPU.
     """
     on_one_core()
@@ -171,7 +168,6 @@ def _sample(
 def _measure_batches(
     catalog: Catalog, profile: Profile | None, device: torch.device, budget_s: float
 ) -> dict[str, float]:
-    """Do as `measure` on a GPU, or wherever batches are decoded."""
     spec, found = catalog.spec.largest, dict[str, float]()
     samples: dict[int, SampleFrames] = {}
     places = [
@@ -198,7 +194,7 @@ def _measure_batches(
 
 
 def _timed_batch(group: CodedGroup, places: Sequence[TensorPlace]) -> tuple[float, float]:
-    """Return the least seconds of a batch and the sum of all runs, without the first."""
+    """Return the least seconds of a batch and the sum, without the first run."""
     times = []
     for _ in range(1 + _RUNS):
         start = time.perf_counter()
@@ -212,9 +208,9 @@ def _timed_batch(group: CodedGroup, places: Sequence[TensorPlace]) -> tuple[floa
 
 
 def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
-    """Return seconds per full group of a catalog's tracks, from seconds per token of some of them.
+    """Return seconds per full group of a catalog's tracks, from some tracks' seconds per token.
 
-    An unmeasured track takes the catalog's time, scaled by its family's measured slowdown.
+    Others take the catalog's time, scaled by their family.
     """
     tokens = catalog.spec.largest.rows
     found = {track.name: per_token[track.name] * tokens for track in catalog.tracks if track.name in per_token}

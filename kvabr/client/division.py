@@ -15,10 +15,10 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 
 _BLIND_S = 0.5
-"""Longest computation, in seconds, that starts while the link is unknown."""
+"""Longest computation, in seconds, to start with an unknown link."""
 _MIN_LEFT_S = 1e-3
 _LOOKUP_SHARE = 0.25
-"""Share of the deadline that a lookup may take even if the engine could then not recompute everything in time."""
+"""Least share of the deadline for a lookup, even if the engine could then not recompute everything in time."""
 _MOST_PREFIXES = 16
 """Most prefixes to consider if the engine cannot continue at every group."""
 
@@ -33,9 +33,9 @@ def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int
 def computes_blindly(
     options: PlayOptions, cost: PrefillCost | None, tokens: int, deadline_s: float, link: KnownLink
 ) -> bool:
-    """Return whether the link is unknown and computing everything pays on any link, so that the engine starts at once.
+    """Return whether the engine should start at once: the link is unknown, and computing everything pays on any link.
 
-    Computations longer than `_BLIND_S` wait for a lookup, which takes a few round trips.
+    Longer computations than `_BLIND_S` wait for a lookup, which takes some round trips.
     """
     if cost is None or link.rate > 0 or not _computes_all(options) or cost.seconds(0, tokens) > _BLIND_S:
         return False
@@ -43,7 +43,7 @@ def computes_blindly(
 
 
 def _computes_all(options: PlayOptions) -> bool:
-    """Return whether the engine may compute a cached prompt if that costs less."""
+    """Return whether the engine may compute a cached prompt to save cost."""
     return policy_class(options.policy).divides and options.time_price > 0 and math.isfinite(options.gpu_price)
 
 
@@ -100,10 +100,9 @@ def tail_choices(
 def shortened(
     catalog: Catalog, cost: PrefillCost, link: KnownLink, left_s: float, *, skip: int, behind: int, block: int = 1
 ) -> Catalog:
-    """Return the prefix that is worth fetching: the longest that lets the engine finish in time.
+    """Return the prefix worth fetching: the longest that lets the engine finish in time, or else the fastest.
 
-    If none is in time, the fastest. The whole prefix if the engine can continue at every group, or if the link is
-    unknown.
+    It is the whole prefix if the engine can continue at every group, or the link is unknown.
 
     Args:
         catalog: the prefix, from `Found.to_play`.

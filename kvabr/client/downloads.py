@@ -1,11 +1,10 @@
 """The downloads from one peer, shared by all plays of a client.
 
-A group is taken from the client's store, or fetched from the peer if it is missing. Plays that need the same group
-share its download. A complete group with a known digest is checked and stored. A group requested without a digest is
-stored once a reader has checked it.
+A group is taken from the client's store or else fetched. Plays that need the same group share its download. A complete
+group with a known digest is checked and stored; another is stored once a reader has checked it.
 
 Failures are handled here and in `kvabr.transfer.lane`: a download ends when its last reader leaves, fails if its peer
-is lost, and accepts no readers once it is damaged.
+is lost, and accepts no readers once damaged.
 """
 
 from __future__ import annotations
@@ -24,34 +23,33 @@ from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError
 
 TURN_S = 0.25
-"""Seconds without a byte of more urgent downloads after which a stalled download no longer counts as waiting for
-them."""
+"""Seconds without more urgent bytes after which a stalled download no longer counts as waiting."""
 _HASHING = tuple(threading.Lock() for _ in range(64))
-"""Locks for computing digests. Downloads share them: a lock each would cost more than waiting."""
+"""Shared locks for computing digests: a lock each would cost more than waiting."""
 _CLOSED = "the client was closed"
 
 
 class Download(GroupTransfer):
-    """One group in transfer to some plays, from the store or from the peer."""
+    """One group in transfer to some plays, from the store or the peer."""
 
     def __init__(self, request: GroupRequest, owner: Downloads) -> None:
         super().__init__(request)
         self.heard_s = 0.0
         self.unwanted = False
-        """True if it was ended because it has no reader."""
+        """True if ended for lack of readers."""
         self.came_from = "network"
-        """``network``, or the part of the store that has the group."""
+        """``network``, or a part of the store."""
         self._owner = owner
         self._hashing = _HASHING[hash(request) % len(_HASHING)]
         self._hashed: dict[str, bool] = {}
 
     @property
     def damaged(self) -> bool:
-        """True if it was checked and is not the requested group."""
+        """True if checked, and not the requested group."""
         return self._hashed.get(self.request.digest or "") is False
 
     def keep(self, data: memoryview, where: str) -> None:
-        """Take the whole group from the store, which checked it on arrival."""
+        """Take the whole group from the store, which has checked it."""
         if not self.over:
             self.came_from, self._hashed = where, {self.request.digest or "": True}
             self._more(data, "kept")
@@ -60,7 +58,7 @@ class Download(GroupTransfer):
     def has_digest(self, digest: str) -> bool:
         """See `GroupTransfer.has_digest`; computed once per digest."""
         with self._hashing:
-            # Plays that requested the group before it was published may have received different digests.
+            # Plays that requested an unpublished group may have received different digests.
             if digest not in self._hashed:
                 self._hashed[digest] = super().has_digest(digest)
                 if self._hashed[digest] and self.request.digest is None:
@@ -85,8 +83,8 @@ class Download(GroupTransfer):
     def unread(self) -> None:
         """See `GroupTransfer.unread`."""
         if self._owner.waits_its_turn(self):
-            # A player repeats stalled requests. A download that only waits for its turn must not lose its place: the
-            # same reader may rejoin it at this moment.
+            # A player repeats stalled requests. A download that only waits must not lose its place: the reader may
+            # rejoin now.
             asyncio.get_running_loop().call_soon(self._end_unread)
         else:
             self._end_unread()
@@ -98,7 +96,7 @@ class Download(GroupTransfer):
 
 
 class Downloads(Carrier):
-    """All downloads from one peer, for one event loop; also delivers groups from the store."""
+    """All downloads from one peer or from the store, for one event loop."""
 
     def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool = False) -> None:
         """Prepare without dialling.
@@ -119,11 +117,10 @@ class Downloads(Carrier):
         self._heard_s: dict[int, float] = {}
         """By priority, time of its last bytes."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks that check and store groups."""
         self._closed = False
 
     def get(self, request: GroupRequest, reader: GroupReader) -> None:
-        """Add a reader to the download of a group, and start it if necessary."""
+        """Add a reader to the download of a group, starting it if necessary."""
         self._loop = asyncio.get_running_loop()
         download = self._under_way.get(request)
         if download is not None and not download.damaged:
@@ -148,17 +145,17 @@ class Downloads(Carrier):
 
     @property
     def names(self) -> Sequence[str]:
-        """Possible names of the connection in a `PeerHistory`."""
+        """Names of the connection in a `PeerHistory`."""
         return self.peer.names
 
     def waits_its_turn(self, download: GroupTransfer) -> bool:
-        """Return whether a download is idle because equally or more urgent ones are receiving bytes."""
+        """Return whether a download is idle because others, at least as urgent, receive bytes."""
         heard_s = download.heard_s if isinstance(download, Download) else 0.0
         since_s = max(heard_s, asyncio.get_running_loop().time() - TURN_S)
         return any(priority <= download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
 
     async def close(self) -> None:
-        """End all downloads with an error for their readers; may be called twice."""
+        """End all downloads, failing their readers; may be called twice."""
         if self._own and self.peer.reached and not self._closed:
             self.metrics.peers.dec()
         self._closed = True
@@ -181,7 +178,7 @@ class Downloads(Carrier):
             self.metrics.downloaded_bytes_total.inc(count)
 
     def settled(self, download: Download) -> None:
-        """Handle the end of a download; check its data if its digest is known."""
+        """Handle the end of a download; check it if its digest is known."""
         if download.complete and download.came_from == "network" and download.request.digest is not None:
             self._track(self._check(download, download.request.digest))
             return
@@ -191,7 +188,7 @@ class Downloads(Carrier):
             self.metrics.downloads_total.labels(result).inc()
 
     def identified(self, download: Download, digest: str) -> None:
-        """Store a complete group that was requested without this digest; called in a thread."""
+        """Store a complete group requested without this digest; called in a thread."""
         self._loop.call_soon_threadsafe(self._put, digest, download.data)
 
     # -------------------------------------------------------------- internals
@@ -215,7 +212,7 @@ class Downloads(Carrier):
     async def _check(self, download: Download, digest: str) -> None:
         good = False
         try:
-            # A reader that decodes the group at the same time waits for the same computation.
+            # A reader that decodes the group meanwhile waits for the same computation.
             if download.request.limit <= SMALL_BYTES:
                 good = download.has_digest(digest)
             else:
@@ -234,7 +231,7 @@ class Downloads(Carrier):
         await self.store.put(digest, data)
 
     async def _look(self, download: Download, digest: str) -> None:
-        # Groups in memory were checked when stored; the store checks those on disk.
+        # Memory has only checked groups; the store checks those on disk.
         try:
             kept = await self.store.find(digest)
         except Exception as error:  # noqa: BLE001  # any error goes to the readers

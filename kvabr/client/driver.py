@@ -1,8 +1,8 @@
 """Drive one `player.Session` over one `Connection`: clock, downloads, decoding and engine.
 
-Only decoding and prefill leave the event loop's thread. A few threads shared by all plays decode, so that decoding
-overlaps the network; many very small groups are decoded on the loop. Each engine computes in its own thread, one play
-at a time. A play that ends waits for neither and discards late results.
+Only decoding and prefill leave the event loop's thread. A few threads shared by all plays decode, in parallel with the
+network; many very small groups are decoded on the loop. Each engine has its own thread and computes one play at a time.
+A play that ends discards their late results.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from kvabr.types.errors import (
 
 
 class EngineCache:
-    """Computes groups of a play. Its methods run in the engine's threads, one at a time."""
+    """Computes groups of a play, in the engine's threads, one call at a time."""
 
     def __init__(self, engine: Engine, catalog: Catalog, tokens: Sequence[int], assembler: Assembler) -> None:
-        """Prepare. The engine allocates its cache with the first computation."""
+        """Prepare. The first computation allocates the engine's cache."""
         self._engine, self._catalog, self._tokens, self._assembler = engine, catalog, tokens, assembler
         self._room: ResidentCache | None = None
         self._asked = False
@@ -87,7 +87,6 @@ class EngineCache:
         assembler.put_computed(first, last, computed)
 
     def _place(self, room: ResidentCache, groups: int) -> None:
-        """Copy the changed ones of the first groups to the engine."""
         coverage = self._assembler.coverage[:groups]  # read first: a group that arrives during the copy is copied again
         before, ends = self._assembler.before(groups), self._catalog.tokens_before
         changed = [group for group in range(groups) if coverage[group] != self._held[group]]
@@ -99,25 +98,25 @@ class EngineCache:
 
 
 _PAUSE_SHARE = 1 / 50
-"""Share of the deadline before a refused request is retried, unless the peer names a time."""
+"""Share of the deadline to wait before repeating a refused request, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
-"""Longest such pause as a share of the deadline, even if the peer names a longer one."""
+"""Longest such wait as a share of the deadline, even if the peer names more."""
 _FEW = 64
-"""Prompts of at most this many groups are decoded in threads, however small the groups are."""
+"""Prompts of at most this many groups are always decoded in threads."""
 _MOMENT_S = 0.01
 """Seconds of decoding small groups before the event loop runs again."""
 _READS = 96
-"""Groups read at once; the others wait here. A connection sends fewer requests at a time anyway."""
+"""Groups read at once. A connection sends fewer requests at a time anyway."""
 
 _AWAY_S = 1.0
-"""Seconds without any reachable source before the engine computes the rest; a restarted relay is back sooner."""
+"""Seconds without a reachable source before the engine computes the rest; a relay restarts faster."""
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
-"""Player settings for real networks, on which bytes arrive in bursts, streams stall and peers fall silent."""
+"""Player settings for real networks: bytes arrive in bursts, streams stall, peers fall silent."""
 
 
 _SLOW_S = 0.1
-"""A step of a plug-in policy that takes at least this many seconds is logged as a warning."""
+"""Steps of a plug-in policy at least this slow are logged as a warning."""
 _SLOW_EVERY_S = 60.0
 _next_slow_s = 0.0
 
@@ -148,18 +147,18 @@ class Driver:
         feed: LiveFeed | None = None,
         again: TokenRecompute | None = None,
     ) -> None:
-        """Prepare; the play starts with `run`.
+        """Prepare; `run` starts the play.
 
         Args:
             session: a fresh session that only the driver calls.
-            connection: the connection, or those of several sources, for the groups; it outlives the play.
+            connection: the connection or sources for the groups; it outlives the play.
             assembler: receives the groups and holds the cache after `run`.
-            engine: computes the groups that the session leaves to it; required if the session has a cost model.
+            engine: computes the session's other groups; required if it has a cost model.
             tokens: ids of the catalog's tokens, for the engine.
             hook: for upgrades: writes decoded groups when the engine allows it.
             watch: called with a snapshot at every tick.
             feed: feed of an asset that is still being prefilled.
-            again: chooses and recomputes tokens of passages; required if the session has a `BlendGoal` with a cost.
+            again: recomputes tokens of passages; required if the session has a `BlendGoal` with a cost.
         """
         self.session, self.assembler = session, assembler
         self._connection, self._sources, self._catalog = connection, connection.sources, session.view.catalog
@@ -168,31 +167,30 @@ class Driver:
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
         self._reads: dict[int, tuple[asyncio.Task[None], GroupReader]] = {}
         self._later: list[tuple[int, int, FetchGroup]] = []
-        """Heap of postponed downloads: priority, request and action."""
         self._unwanted: set[int] = set()
-        """Cancelled requests in this heap."""
+        """Cancelled requests in `_later`."""
         self._frames: dict[int, GroupReader] = {}
-        """By request, complete downloads that are not decoded yet."""
+        """By request, downloads to decode."""
         # An engine's hook decides when a group is written.
         largest, many = self._catalog.spec.largest, self._catalog.groups > _FEW
         self._small = hook is None and many and 2 * largest.rows * largest.elements_per_token <= SMALL_BYTES
-        """True if groups are so small and numerous that this thread decodes them."""
+        """True if this thread decodes the groups, small and numerous."""
         self._together = hook is None and assembler.together
-        """True if all waiting groups are decoded in one batch."""
+        """True if waiting groups are decoded in one batch."""
         self._waiting: deque[Decode] = deque()
-        """Groups to decode on this thread or in the next batch."""
+        """Groups to decode here or in the next batch."""
         self._batching = False
         self._tasks: set[asyncio.Task[None]] = set()
-        """All other tasks, and cancelled reads."""
+        """Other tasks, and cancelled reads."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
         self._away_s: float | None = None
         """Time since which no source is reachable; None: one is."""
         self.engine_error: BaseException | None = None
-        """Error of the engine or its hook, if it failed."""
+        """Error of the engine or its hook."""
 
     async def run(self) -> PlayRecord:
-        """Play to the end, and return the record, which reports how it ended. Cancellation cancels every download.
+        """Play to the end, and return the record. Cancellation cancels every download.
 
         Raises:
             PolicyError: from the session's policy or estimator.
@@ -231,7 +229,7 @@ class Driver:
     # ---------------------------------------------------- events and actions
 
     def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
-        """Pass an event to the session, and perform the actions that it returns."""
+        """Pass an event to the session, and perform its actions."""
         if self._over.done():
             return
         try:
@@ -251,7 +249,7 @@ class Driver:
             self._schedule()
 
     def _note_slow(self, took_s: float) -> None:
-        """Warn if a plug-in policy blocks the event loop; the player's own part of a step takes milliseconds."""
+        """Warn if a plug-in policy blocks the event loop; the player's own steps take milliseconds."""
         global _next_slow_s  # noqa: PLW0603  # one warning a minute in the process
         policy, now_s = self.session.guard.policy, time.monotonic()
         if took_s >= _SLOW_S and now_s >= _next_slow_s and not shipped(policy):
@@ -328,7 +326,6 @@ class Driver:
             heappush(self._later, (action.priority, action.request, action))
 
     def _ended(self, request: int) -> None:
-        """Forget a finished request, and start postponed ones."""
         self._reads.pop(request, None)
         while self._later and len(self._reads) < _READS and not self._over.done():
             _, _, action = heappop(self._later)
@@ -386,7 +383,7 @@ class Driver:
             download.cancel()
 
     async def _receive(self, action: FetchGroup, download: GroupReader, before: int) -> None:
-        """Read a group, and return with its last byte; ``before`` is the number of bytes already read."""
+        """Read a group up to its last byte; ``before`` bytes are already read."""
         size, received = action.bytes, before
         if 0 < received <= size:
             self.session.first_byte(action.request, self.now(), "network" if received < size else "kept")
@@ -405,7 +402,7 @@ class Driver:
                 self.session.progress(action.request, received, self.now(), download.stats.limit)
 
     async def _pause(self, error: Exception) -> None:
-        """Wait as long as a busy peer requests: immediate retries would only use up the attempts."""
+        """Wait as a busy peer requests: immediate retries would use up the attempts."""
         if not isinstance(error, RequestError):
             return
         deadline_s, wanted = self.session.view.deadline_s, error.retry_after_s
@@ -429,7 +426,6 @@ class Driver:
             self._begin(self._place_together())
 
     async def _place(self, action: Decode) -> None:
-        """Check and decode a group in a thread, and put it into place."""
         layers = self._layers(action)
         try:
             work = partial(timed, self._loop.time, self._decoded, action, layers)
@@ -449,7 +445,7 @@ class Driver:
         self._tell(partial(self.session.decoded, seconds=seconds), action.request)
 
     async def _place_together(self) -> None:
-        """Check and decode all waiting groups in a thread, then those that arrived meanwhile."""
+        """Decode all waiting groups in a thread, then later arrivals."""
         while self._waiting and not self._over.done():
             await asyncio.sleep(0)  # groups that arrive in one turn of the loop share a batch
             actions = list(self._waiting)
@@ -471,7 +467,7 @@ class Driver:
         self._batching = False
 
     def _shares(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
-        """Return each group's share of the batch's time without its fixed latency; None: not decoded."""
+        """Return each group's share of the batch's time without fixed latency; None: not decoded."""
         view = self.session.view
         if self.assembler.coded:
             return [None] * len(actions)
@@ -480,7 +476,7 @@ class Driver:
         return [spent * (each / whole if whole else 1 / len(own)) for each in own]
 
     def _note_damage(self, group: int, track: str, why: str) -> None:
-        """Record an unusable frame; only the first one of a play is logged."""
+        """Record an unusable frame; log the first one of a play."""
         damaged = self.session.record.damaged
         if not damaged:
             name = self._catalog.namespace.prompt
@@ -490,7 +486,7 @@ class Driver:
         damaged.append((group, track, why))
 
     def _decode_small(self) -> None:
-        """Check and decode small groups here for at most `_MOMENT_S`, and the others after the event loop has run."""
+        """Decode small groups here for at most `_MOMENT_S`, and the others after the loop has run."""
         until_s = self._loop.time() + _MOMENT_S
         while self._waiting and not self._over.done():
             action = self._waiting[0]
@@ -507,7 +503,7 @@ class Driver:
                 return
 
     def _names(self, action: Decode) -> tuple[tuple[int, ...], Sequence[str]]:
-        """Return the requests of a group's layers, lowest first, and their tracks."""
+        """Return the requests and tracks of a group's layers, lowest first."""
         requests = (*action.below, action.request)
         return requests, self.session.view.ladder.stacks[action.track][-len(requests) :]
 
@@ -531,7 +527,7 @@ class Driver:
         """Place a group, or return the function that writes it if the cache is in use; runs in a thread.
 
         Raises:
-            _RefusedError: a frame cannot be used, and the cache is unchanged.
+            _RefusedError: a frame cannot be used; the cache is unchanged.
         """
         if self._over.done():
             return None
@@ -542,7 +538,7 @@ class Driver:
         put = assembler.put if self._hook is None else assembler.prepare
         try:
             written = put(group, track, frame, has_digest=has_digest, below=below)
-        except Exception as error:  # whatever the error, a frame cannot be used
+        except Exception as error:  # any error makes a frame unusable
             raise self._refused(action, layers, error) from error
         return written if callable(written) else None
 

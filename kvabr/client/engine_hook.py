@@ -1,9 +1,9 @@
 """The engine's hook allows rewriting a cache in use, between two steps of the engine.
 
 Its arguments are the first token, the token after the last, and a function. It calls the function while the engine does
-not read these tokens, and returns True; or it returns False, and is called again later. An engine with its own copy of
-the cache then copies these tokens again, in every layer class that still has them. `StepGate` is a hook for engines
-that read the tensors themselves.
+not read these tokens, and returns True; or it returns False, and is called again later. An engine with its own copy
+then copies these tokens, in every layer class that still has them. `StepGate` is a hook for engines that read the
+tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Rewrite = Callable[[int, int, Callable[[], None]], bool]
 """The engine's hook: ``rewrite(first, last, write)``. Called in its own thread, one call at a time."""
 
 _PAUSE_S = 0.005
-"""Seconds before the hook is called again after a refusal; doubled each time, up to the maximum."""
+"""Seconds before a refused call is repeated; doubled each time, up to the maximum."""
 _MAX_PAUSE_S = 0.2
 
 
 class StepGate:
-    """A hook for an engine that reads the played tensors directly: it writes only between steps.
+    """A hook for an engine that reads the played tensors: it writes only between steps.
 
     The engine reads the cache within ``with gate.step(): ...``.
     """
@@ -34,7 +34,7 @@ class StepGate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next = threading.Lock()
-        """Held by the waiting thread: otherwise an engine that runs step after step would always win."""
+        """Held while waiting: otherwise an engine that runs step after step always wins."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -90,7 +90,7 @@ class EngineHook:
         while not await self._called(first, last, once):
             await asyncio.sleep(pause_s)
             pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
-        # A write need not improve the group: it may be cancelled, or in place on as good a track.
+        # A write need not improve the group: cancelled, or as good a track in place.
         if not written:
             raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} and did not write")
 

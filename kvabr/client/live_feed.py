@@ -1,11 +1,11 @@
 """Follow a cache that is still being prefilled, for one play: its news, and base groups as they are published.
 
-News announce groups of tokens with the sizes and digests of their frames; later ones add frames encoded afterwards. The
-play subscribes to the news and to the base track, so the peer sends a base group when it is published; other layers are
-fetched. Bytes of a group that arrive before its news wait undecoded.
+News announce groups of tokens with the sizes and digests of their frames, later ones additional frames. The play
+subscribes to the news and the base track, so a base group is sent when published; other layers are fetched. Bytes that
+arrive before their news wait undecoded.
 
 Peers are not trusted. News must fit together (`GrowingCatalog`), and a base frame of unknown size may have four times
-its expected size. After a lost connection, requests are repeated until the play's deadline.
+its expected size. Requests lost with a connection are repeated until the play's deadline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvabr.types.live import (
 _MOST_AHEAD = 64
 """Most groups subscribed to at a time; other pushed groups are fetched."""
 _TIMES_EXPECTED, _SLACK_BYTES = 4, 64 << 10
-"""Most bytes of a base frame of unknown size: this multiple of the expected size, plus a slack."""
+"""Most bytes of a base frame of unknown size: this multiple of the expected size plus a slack."""
 
 
 class FeedListener(Protocol):
@@ -47,14 +47,14 @@ class FeedListener(Protocol):
 
 
 class _Ahead:
-    """The base of one group, requested before its publication."""
+    """The base of a group, requested before its publication."""
 
     def __init__(self, connection: Connection, request: GroupRequest, priority: int) -> None:
         self._connection, self._request, self._priority = connection, request, priority
         self.download: GroupReader | None = None
         self.received = 0
         self.task = asyncio.get_running_loop().create_task(self._keep())
-        """Reads; cancel it to continue reading from the download."""
+        """Reads; cancel it to take over the download."""
 
     def cancel(self) -> None:
         self.task.cancel()
@@ -89,7 +89,7 @@ class LiveFeed:
         self._base, self._catalog = growing.catalog.by_name[base], growing.catalog
         self._ahead: dict[int, _Ahead] = {}
         self._asked = 0
-        """Number of leading groups that were requested ahead, or existed before that."""
+        """Leading groups requested ahead, or published before that."""
         self._news = News(connection, growing.catalog.namespace, len(growing.known))
         self.published_s: float | None = None
         """Time when the last group was announced, on the event loop's clock; None: not yet."""
@@ -97,7 +97,7 @@ class LiveFeed:
         """Why publication ended with groups missing; None: it has not."""
 
     async def run(self, listener: FeedListener) -> None:
-        """Report groups to a listener as they are published, until the last; cancellation ends everything."""
+        """Report published groups to a listener until the last; cancellation ends everything."""
         try:
             self._ask_ahead()
             await self._follow(listener)
@@ -111,7 +111,7 @@ class LiveFeed:
             self._ahead.clear()
 
     def take(self, group: int) -> tuple[GroupReader, int] | None:
-        """Return the download of a group's base requested ahead, and the bytes read; None if it failed."""
+        """Return a download requested ahead and its bytes read so far; None if it failed."""
         if (ahead := self._ahead.pop(group, None)) is None:
             return None
         ahead.task.cancel()
@@ -171,7 +171,7 @@ class LiveFeed:
         listener.stopped(reason)
 
     async def _from_catalog(self) -> list[EdgeMessage]:
-        """Return the remaining news from the catalog: the asset is complete, and the peer has dropped its edge.
+        """Return the remaining news from the catalog: the asset is complete, and its edge gone.
 
         Raises:
             TransportError: there is no catalog either.

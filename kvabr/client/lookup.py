@@ -1,8 +1,8 @@
 """Small tracks of an origin: its models, the catalog of an asset, and the longest cached prefix of a prompt.
 
-Every answer of an origin is checked. A catalog is bounded by the prompt's own groups, and must be of the requested
-model and tokens, which the chained digests of the prompt prove (`kvabr.types.naming.chain`). Answers are parsed in a
-thread and in pieces: a long call would block the event loop even from a thread (`kvabr.types.records`).
+Every answer is checked. A catalog is bounded by the prompt's groups, and must be of the requested model and tokens,
+which the prompt's chained digests prove (`kvabr.types.naming.chain`). Answers are parsed in a thread and in pieces:
+long calls would block the event loop even from a thread (`kvabr.types.records`).
 """
 
 from __future__ import annotations
@@ -49,18 +49,16 @@ from kvabr.types.units import with_snapshots_of
 
 _SLACK_BYTES = 1 << 20
 _MAX_TIMES_FP16 = 4
-"""Reject groups larger than this multiple of the exact cache plus the bytes above; a hostile catalog could exhaust
-memory."""
+"""Reject groups larger than this multiple of the exact cache plus `_SLACK_BYTES`; they could exhaust memory."""
 _HEAD_BYTES = 256 << 10
-"""Bytes of a catalog that do not depend on the number of groups: spec, words, measurements."""
+"""Bytes of a catalog without its groups: spec, words, measurements."""
 _ENTRY_BYTES = 128
-"""Most bytes of a catalog per group and track: size, loss and digest, a line each; and for its chunk."""
+"""Most catalog bytes per group and track: size, loss and digest, a line each; and for its chunk."""
 _LEAST_GROUPS = 1024
-"""Least groups to allow for in a catalog: the longest cached prefix of a short prompt may belong to a long asset."""
+"""Least groups to allow for: a short prompt's longest cached prefix may belong to a long asset."""
 _LONG = 1 << 16
 """Longer prompts are hashed in a thread: a million tokens take 20 ms."""
 _URGENT = 0
-"""Priority of requests that a play waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +66,13 @@ class Found:
     """An asset found for a prompt."""
 
     catalog: Catalog
-    """Catalog of the groups that the asset shares with the prompt."""
+    """Catalog of the groups shared with the prompt."""
     sha256: str
     """SHA-256 of the catalog as the origin sent it, hex."""
     limited_by: str | None = None
-    """Layer class that limits the playable prefix to less than the asset shares; None if there is none."""
+    """Layer class that limits the playable prefix; None if all shared groups are playable."""
     live: LiveCatalog | None = None
-    """State of an asset that is still being prefilled; None if it is complete. `catalog` then has the expected
-    sizes."""
+    """State of an asset still being prefilled, with expected sizes in `catalog`; None if it is complete."""
     only: frozenset[str] | None = None
     """Tracks that a play may use; None: all."""
 
@@ -88,19 +85,18 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Unplayable:
-    """An asset shares a prefix with a prompt, but has no snapshot of a state within it."""
+    """An asset shares a prefix with a prompt, but no snapshot of a state."""
 
     limited_by: str
-    """The layer class of the state."""
 
 
 def catalog_limit(groups: int) -> int:
-    """Return the most bytes to accept of a catalog for a prompt of ``groups`` groups."""
+    """Return the most catalog bytes to accept for a prompt of ``groups`` groups."""
     return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _LEAST_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)
 
 
 async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> memoryview:
-    """Fetch a track of one group of at most ``limit`` bytes; concurrent callers share the download."""
+    """Fetch a track of one group of at most ``limit`` bytes; concurrent calls share the download."""
     try:
         return await read_view(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
     except ConnectionLostError:  # a dead connection may show only at this request
@@ -110,7 +106,7 @@ async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, 
 
 
 async def fetch_models(origin: Connection) -> list[KVSpec]:
-    """Return the specs of all models with assets that we may read; errors as `AsyncClient.models`."""
+    """Return the specs of all models with readable assets; errors as `AsyncClient.models`."""
     data = bytes(await fetch_view(origin, MODELS_NAMESPACE, MODELS_TRACK, MAX_MODELS_BYTES))
     try:
         return await asyncio.get_running_loop().run_in_executor(decoders(), specs_from_json, data)
@@ -125,12 +121,12 @@ async def fetch_catalog(
     live: bool = False,
     limit: int = MAX_CATALOG_BYTES,
 ) -> Found:
-    """Return the catalog of an asset by its name; with ``live``, also of one that is still being prefilled.
+    """Return the catalog of an asset by its name.
 
     Args:
         origin: connection to the origin.
         namespace: the asset's name.
-        live: accept an asset that is still being prefilled.
+        live: accept an asset still being prefilled.
         limit: most bytes of a complete asset's catalog.
 
     Raises:
@@ -155,7 +151,7 @@ async def fetch_catalog(
 
 
 async def _first_of(*lookups: Awaitable[Found]) -> Found:
-    """Return the first success in order of the arguments; raise the first error if all fail."""
+    """Return the first success in argument order; else raise the first error."""
     tasks = [asyncio.ensure_future(lookup) for lookup in lookups]
     errors: list[Exception] = []
     try:
@@ -180,9 +176,9 @@ async def find_prefix(
 ) -> Found | Unplayable | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
-    An origin needs one round trip for up to 321 groups, and two for more; for a store the connection searches itself
-    (`Connection.finder`). ``any_dtype`` accepts any element type. ``live`` also searches assets that are still being
-    prefilled; a complete one that shares as much is preferred.
+    An origin needs one round trip for up to 321 groups, else two; for a store the connection searches
+    (`Connection.finder`). ``any_dtype`` accepts any element type. ``live`` also searches assets still being prefilled;
+    complete ones win ties.
 
     Raises:
         TransportError: the origin cannot be reached.
@@ -219,7 +215,7 @@ def _answer_of(lookup: asyncio.Task[_Answer | None]) -> _Answer | None:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A lookup of the longest prefix of a prompt, from its chained digests."""
+    """A lookup of a prompt's longest prefix."""
 
     origin: Connection
     tokens: Sequence[int]
@@ -252,7 +248,7 @@ class _Lookup:
         return self._closest(PREFIX_TRACK) if finder is None else self._found(finder)
 
     async def _closest(self, kind: str) -> _Answer | None:
-        """Look up the prompt among one kind of assets; if the name skipped digests, look again within the gap."""
+        """Look up the prompt among one kind of assets; if the name skips digests, look again in the gap."""
         best = await self._ask(kind + self._names)
         shared = 0 if best is None else best.shared
         gap = prefix_gap(shared, len(self.digests), evenly=self._evenly) if shared else range(0)
@@ -266,7 +262,7 @@ class _Lookup:
 
     @cached_property
     def _names(self) -> str:
-        """The digests in the name of the first lookup, of either kind; see `prefix_track`."""
+        """Digests in the name of the first lookup, of either kind; see `prefix_track`."""
         return prefix_track(self.digests, evenly=self._evenly).removeprefix(PREFIX_TRACK)
 
     @cached_property
@@ -274,7 +270,6 @@ class _Lookup:
         return any(each.kind == "state" for each in self.spec.classes)
 
     async def _found(self, finder: PrefixFinder) -> _Answer | None:
-        """Search with the connection's own finder."""
         prefix = await finder.find(self.spec, self.digests, any_dtype=self.any_dtype)
         if prefix is None:
             return None
@@ -308,21 +303,20 @@ def _chain(tokens: Sequence[int], spec: KVSpec, salt: bytes) -> list[str]:
 
 
 async def _digests(tokens: Sequence[int], spec: KVSpec, salt: bytes) -> list[str]:
-    """Return the chained digests of a prompt, computed in a thread if it is long."""
     if len(tokens) <= _LONG:
         return _chain(tokens, spec, salt)
     return await asyncio.get_running_loop().run_in_executor(decoders(), _chain, tokens, spec, salt)
 
 
 def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str], salt: bytes = b"") -> int:
-    """Return the number of leading groups that an asset shares with a prompt, from its digests; 0 for a passage."""
+    """Return the number of leading groups shared by an asset and a prompt; 0 for a passage."""
     if catalog.passage is not None:
         return 0
     pairs = zip(digests, catalog.chunks, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     spec = catalog.spec
     if shared == len(catalog.chunks) - 1 and catalog.tokens < len(tokens):
-        # The asset's last group is short and the prompt is longer: its digest is not among the prompt's.
+        # The asset's short last group has a digest that the longer prompt lacks.
         last = tokens[shared * spec.group_tokens : catalog.tokens]
         digest = next_digest(digests[shared - 1], last) if shared else _chain(last, spec, salt)[0]
         shared += digest == catalog.chunks[-1]
@@ -330,7 +324,7 @@ def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str
 
 
 async def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
-    """Raise `UsageError` unless the tokens are those of an asset that is not a passage."""
+    """Raise `UsageError` unless the tokens are an asset's, and it is not a passage."""
     spec, name = catalog.spec, catalog.namespace
     if catalog.passage is not None:
         raise UsageError(f"{name.prompt[:12]}... is a passage, which is played as a part of a prompt")
@@ -340,9 +334,9 @@ async def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> 
 
 
 def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
-    """Return the catalog with only the tracks that can be decoded here, with its codec profile or without.
+    """Return the catalog with the tracks that can be decoded here, with or without its codec profile.
 
-    ``why`` gives the reason for a missing profile.
+    ``why`` is the reason for a missing profile.
 
     Raises:
         FormatError: there is no such track.

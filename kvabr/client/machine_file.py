@@ -1,7 +1,7 @@
 """Files of measurements on this machine: decode speeds, prefill times of engines, and speeds of peers.
 
-A file belongs to one host, or even to one version of kvabr and torch there; others measure anew. It is JSON with a
-checksum, written atomically, and a writer merges entries of other processes.
+A file belongs to one host, or even one version of kvabr and torch there. It is JSON with a checksum, written
+atomically; writers merge entries of other processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WAIT_S = 0.01
 
 
 class MachineFile(Generic[V]):
-    """Entries of a file, and newer measurements. Thread-safe."""
+    """Entries of a file, and new measurements. Thread-safe."""
 
     owner, most = "machine", MAX_MODELS
     """Key of the owner, and the most entries."""
@@ -49,8 +49,8 @@ class MachineFile(Generic[V]):
 
         Args:
             path: None: memory only.
-            table: key of the entries, which identifies the kind of file.
-            read: returns an entry from plain JSON values, or None to drop it. A `FormatError` drops the whole file.
+            table: key of the entries, and kind of the file.
+            read: returns an entry from JSON values, None to drop it; a `FormatError` drops the whole file.
         """
         self.path, self.table, self._parse = path, table, read
         self._lock = threading.Lock()
@@ -72,7 +72,7 @@ class MachineFile(Generic[V]):
         self.save(key)
 
     def refresh(self, own: str | None = None) -> None:
-        """Read changes by other processes, except for the ``own`` entry; never raises."""
+        """Read other processes' changes, except for the ``own`` entry; never raises."""
         merged = self._read()
         with self._lock:
             for key, known in self._known.items():
@@ -83,7 +83,7 @@ class MachineFile(Generic[V]):
             self._trim()
 
     def save(self, own: str | None = None) -> None:
-        """Write the file if there is one, merged as by `refresh`; never raises."""
+        """Write the file if there is one, after `refresh`; never raises."""
         if self.path is None:
             return
         try:
@@ -110,7 +110,7 @@ class MachineFile(Generic[V]):
         return value
 
     def tell(self, what: str) -> None:
-        """Report a file that cannot be read or written; the next process measures again."""
+        """Report an unreadable or unwritable file; the next process measures again."""
 
     def dumps(self, known: dict[str, V]) -> str:
         """Return the file with these entries."""
@@ -154,7 +154,7 @@ class MachineFile(Generic[V]):
 
 @cache
 def this_machine() -> dict[str, str | int]:
-    """Return the facts that affect timings: host, processor, versions, and decoder threads."""
+    """Return the facts that affect timings: host, processor, versions, decoder threads."""
     processor = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")[: 1 << 14].splitlines()

@@ -1,4 +1,4 @@
-"""The peers of a client: one connection each, shared by all plays, and lookups at one or several of them."""
+"""The peers of a client, with one connection each, and lookups at them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
 _MODELS_S = 5.0
-"""Seconds for which a peer's list of models is reused. If a prompt is not found with it, the list is fetched again."""
+"""Seconds for which a peer's list of models is reused; a failed lookup fetches it anew."""
 _MAX_SHAPES = 4
-"""Most group sizes and shapes of one model to look up a prompt in."""
+"""Most group sizes and shapes of one model to look up."""
 _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
-"""Time to look for group sizes other than the engine's: a multiple of the first lookup's time, with a floor."""
+"""Time for group sizes other than the engine's: a multiple of the first lookup's, with a floor."""
 _SAID_SHARE = 0.9
-"""Share of a lookup's time after which silent sources are ignored."""
+"""Share of a lookup's time until silent sources are ignored."""
 _LEAST_WAIT_S = 0.02
-"""Least time for other sources of a play to answer after the first."""
+"""Least time for other sources to answer after the first."""
 _AGAIN_S = 0.05
-"""Pause before looking up again a prompt that is not being prefilled yet."""
+"""Pause before a lookup for a producer is repeated."""
 _Answer = Found | Unplayable | None
 Answered = tuple[_Answer, KVSpec | None]
-"""A peer's answer to a lookup, and the spec of its model."""
+"""A peer's answer to a lookup, and its model's spec."""
 _Lookup = Callable[[Sequence[KVSpec]], Awaitable[_Answer]]
 
 
@@ -55,13 +55,13 @@ class ClientPeer:
         self.name = name
         self.downloads = Downloads(peer, store, metrics, own=own)
         self._models: Sequence[KVSpec] = ()
-        """Models with assets that we may read, as of `_asked_s`."""
+        """Models with readable assets, as of `_asked_s`."""
         self._asked_s = -math.inf
-        """Time of the last request for the models, on the event loop's clock."""
+        """Time of the last request for models, on the event loop's clock."""
 
     @property
     def trouble(self) -> str | None:
-        """The current connection error, in words; None if there is none."""
+        """The current connection error; None if there is none."""
         return self.downloads.peer.trouble
 
     @property
@@ -83,10 +83,10 @@ class ClientPeer:
     ) -> Answered:
         """Return the longest cached prefix of a prompt, and the spec of its model; each None if not found.
 
-        The model is a spec, a name at the peer, or None for the peer's only one. Under a name, the prompt is looked up
-        in up to four group sizes and shapes of the peer; under a spec with ``any_group_tokens``, also in other sizes.
-        ``live`` includes assets that are still being prefilled; if there is none, the lookup is repeated for ``wait_s``
-        seconds, within which the answer is returned. Errors as `AsyncClient.find`.
+        The model is a spec, a name at the peer, or None for its only one. A name is looked up in up to four group sizes
+        and shapes; a spec with ``any_group_tokens`` also in other sizes. ``live`` includes assets still being
+        prefilled; if there is none, the lookup is repeated, and answers within ``wait_s`` seconds. Errors as
+        `AsyncClient.find`.
         """
         clock = asyncio.get_running_loop().time
         end_s = clock() + (wait_s if live else 0.0)
@@ -128,7 +128,7 @@ class ClientPeer:
         return found, specs[0] if specs else None
 
     async def catalog(self, connection: Connection, name: TrackNamespace, *, live: bool) -> Answered:
-        """Return the catalog of an asset by its name, like `find`; errors as `AsyncClient.find_asset`."""
+        """Return an asset's catalog, like `find`; errors as `AsyncClient.find_asset`."""
         await self.downloads.peer.connected()
         return await fetch_catalog(connection, name, live=live), None
 
@@ -143,7 +143,7 @@ class ClientPeer:
     async def _in_any_size(
         self, connection: Connection, tokens: Sequence[int], model: KVSpec, lookup: _Lookup
     ) -> _Answer:
-        """Return the longest prefix in any group size; the lookup in other sizes may fail and has limited time."""
+        """Return the longest prefix in any group size; other sizes may fail and have limited time."""
         clock = asyncio.get_running_loop().time
         begun_s = clock()
         others = asyncio.create_task(self._in_other_sizes(connection, model, lookup))
@@ -167,7 +167,7 @@ class ClientPeer:
         return None
 
     def _recent(self) -> Sequence[KVSpec] | None:
-        """Return the peer's models if the list is recent, else None."""
+        """Return the peer's models if recent, else None."""
         return None if asyncio.get_running_loop().time() > self._asked_s + _MODELS_S else self._models
 
     async def _ask(self, connection: Connection) -> Sequence[KVSpec]:
@@ -184,9 +184,9 @@ class ClientPeer:
 
 
 PeerLike = ClientPeer | PeerConnection | str | None
-"""A peer as named by a play: from `AsyncClient.peer`, an open connection, or a URL; None: the client's origin."""
+"""A peer as named by a play: a `ClientPeer`, an open connection, or a URL; None: the client's origin."""
 PeersLike = PeerLike | Sequence[PeerLike]
-"""One peer, or all from which a play may take groups."""
+"""One peer, or several sources of groups."""
 
 
 async def first_found(
@@ -195,11 +195,11 @@ async def first_found(
     tokens: int = 1,
     within_s: float = math.inf,
 ) -> Answered:
-    """Look up at all sources of a play at once, and return the longest prefix found.
+    """Look up at all sources of a play at once, and return the longest prefix.
 
-    Once a source has all ``tokens``, wait only briefly for the others, and not at all for recently unreachable ones.
-    Shortly before ``within_s`` seconds, take the answers received so far. Other sources with the same asset join the
-    play when they answer.
+    Once a source has all ``tokens``, wait briefly for the others, and not at all for recently unreachable ones. Shortly
+    before ``within_s`` seconds, use the answers so far. Other sources with the same asset join the play when they
+    answer.
     """
     if len(lookups) == 1:
         connection.answered_by(0)
@@ -238,7 +238,7 @@ async def first_found(
 
 
 async def _offered(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
-    """Add a source that answers late to the play."""
+    """Add a late source to the play."""
     await asyncio.wait({asked})
     _offer(connection, source, asked, played)
 
@@ -250,7 +250,7 @@ def _let_go(asked: asyncio.Future[Answered], _: object) -> None:
 
 
 def _offer(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
-    """Record the tracks of the play on which a source has the same groups, and why others are excluded."""
+    """Record the tracks that a source shares with the play, and why others are excluded."""
     same: Collection[str] = frozenset()
     if (error := asked.exception()) is not None:
         why: str | None = str(error) or repr(error)
@@ -270,10 +270,10 @@ async def _found_by(
     round_trip_s: float,
     within_s: float,
 ) -> dict[int, Found]:
-    """Return the found prefixes by source: a while after the first one, or shortly after one is complete.
+    """Return the prefixes by source: a while after the first, or shortly after a complete one.
 
-    Once another source has answered, the recently unreachable ``doubted`` are ignored. ``round_trip_s`` is that of the
-    farthest source; ``within_s`` bounds the whole lookup.
+    After one answer, ``doubted`` sources, recently unreachable, are ignored. ``round_trip_s`` is the farthest source's;
+    ``within_s`` bounds the lookup.
     """
     clock = asyncio.get_running_loop().time
     begun_s, waits = clock(), False
@@ -303,7 +303,7 @@ def _found(task: asyncio.Future[Answered]) -> Found | None:
 
 
 def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]:
-    """Return the tracks with identical, complete groups of the same asset at two peers, and any mismatch."""
+    """Return the tracks with identical, complete groups at two peers, and any mismatch."""
     if one is other:
         return frozenset(one.catalog.by_name), None
     if one.catalog.namespace != other.catalog.namespace:
@@ -318,7 +318,7 @@ def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]
 
 
 def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
-    """Return the specs of a model, or of the only one if ``model`` is None; raise `UsageError` if that is ambiguous."""
+    """Return the specs of a model, or of the only one; raise `UsageError` if ambiguous."""
     specs = [spec for spec in told if model in (None, spec.model)]
     names = sorted({spec.model for spec in specs})
     if len(names) > 1:
@@ -331,7 +331,7 @@ def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
 
 
 async def _longest(connection: Connection, tokens: Sequence[int], specs: Sequence[KVSpec], **how: Any) -> _Answer:
-    """Return the longest cached prefix under any of the specs; raise an error only if no prefix is found."""
+    """Return the longest cached prefix under any spec; raise an error only if there is none."""
     answers = await asyncio.gather(
         *(find_prefix(connection, tokens, spec, **how) for spec in specs),
         return_exceptions=True,

@@ -2,8 +2,7 @@
 
 A play of a whole cache may continue with upgrades. Without an engine it ends at the deadline: complete, or with an
 error that lists the missing groups and has those before them. A prefix play is for an engine that computes the rest
-itself (vLLM, SGLang): it never waits for an engine, tolerates missing groups, and returns the groups before the first
-of them.
+itself (vLLM, SGLang): it neither waits for an engine nor fails, and returns the groups before the first missing one.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from kvabr.types.errors import PlayError, UsageError
 from kvabr.types.events import Log, PlayEvent
 
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
-"""Least share of the deadline for a play after a slow lookup, if the play may be late."""
+"""Least share of the deadline for a play after a slow lookup, if it may be late."""
 _MIN_LEFT_S = 1e-3
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors do not fill huge pages."""
@@ -53,9 +52,9 @@ class EndedPlay:
     prepared: Prepared
     driver: Driver
     lookup_s: float
-    """Seconds from the call to the start of the play."""
+    """Seconds from the call to the play's start."""
     rest_s: float
-    """Seconds that the engine needs for uncached tokens."""
+    """The engine's seconds for uncached tokens."""
 
     @property
     def record(self) -> PlayRecord:
@@ -69,7 +68,7 @@ class EndedPlay:
 
 
 async def play_whole(call: PlayCall, prepared: Prepared, prompt: PassagePrompt | None = None) -> EndedPlay:
-    """Play the whole cache, for a prompt in parts if one is given."""
+    """Play the whole cache, or a prompt in parts."""
     catalog = prepared.catalog
     behind = max(prepared.left_out, len(call.tokens) - catalog.tokens) + call.options.question_tokens
     again = None if prompt is None else prompt.recompute(catalog, call.engine)
@@ -80,8 +79,8 @@ async def play_whole(call: PlayCall, prepared: Prepared, prompt: PassagePrompt |
 async def play_prefix(call: PlayCall, prepared: Prepared, behind: int) -> EndedPlay:
     """Play a prefix until time is up, and leave it compressed.
 
-    Wait for groups that should arrive before the engine could compute them. Computing the prompt's ``behind`` uncached
-    tokens counts against the deadline.
+    Wait for groups that should arrive before the engine could compute them. The deadline includes computing the
+    prompt's ``behind`` uncached tokens.
     """
     behind += prepared.left_out + call.options.question_tokens
     rest_s = call.engine_s(prepared.catalog.first_token + prepared.catalog.tokens, behind)
@@ -182,8 +181,7 @@ async def _run(
 def _times(call: PlayCall, cost_s: float, *, prefix: bool) -> tuple[float, float]:
     """Return the seconds until the groups are due, and until the play ends without them.
 
-    ``cost_s`` is the work after them. At most half of the deadline is reserved for it: more would cost too much
-    quality.
+    ``cost_s`` is the work after them; it gets at most half of the deadline, since more would cost too much quality.
     """
     deadline_s, least, end_s = call.clock.deadline_s, _MIN_PREFIX_SHARE, call.clock.left()
     if not prefix:
@@ -193,7 +191,7 @@ def _times(call: PlayCall, cost_s: float, *, prefix: bool) -> tuple[float, float
 
 
 def _remember(call: PlayCall, prepared: Prepared, *, warmed: bool) -> None:
-    """Save the play's measurements, and measure decode speed, in the background."""
+    """Save the measurements, and measure decode speed, in the background."""
     memory, catalog, profile = call.memory, prepared.catalog, prepared.profile
     call.save_costs()
     if memory.history.path is not None:
@@ -206,7 +204,7 @@ def _remember(call: PlayCall, prepared: Prepared, *, warmed: bool) -> None:
 def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
     """Receive groups in pinned memory for a GPU, and try and measure its kernels.
 
-    Return whether another thread does the latter. Until it has, the processor decodes.
+    Return whether a thread does the latter; until it ends, the processor decodes.
     """
     if call.device is None:
         return False
@@ -219,7 +217,7 @@ def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
 
 
 def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
-    """Return the tensor for the cache; None: the assembler makes several. Raise `RuntimeError` if memory is short."""
+    """Return the tensor for the cache, or None to let the assembler make several."""
     out = call.options.out
     if out is None and not catalog.every_token:
         return None
@@ -232,7 +230,7 @@ def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
     """Start upgrades of a returned cache, for at most ``after_s`` seconds."""
     options, connection, session = call.options, call.connection, played.driver.session
     view, assembler, ladder = session.view, played.assembler, played.prepared.ladder
-    # A running engine has moved on from a state and cannot use a better one.
+    # A running engine has moved on from a state.
     kinds = view.catalog.spec.classes
     final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
     tracks = zip(assembler.coverage, final, strict=True)
@@ -265,7 +263,7 @@ def _late(log: Log, begun_s: float, event: PlayEvent) -> None:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a new, uninitialised contiguous tensor, in huge pages if the system has them.
+    """Return a new, uninitialised contiguous tensor, in huge pages if available.
 
     Memory of freed tensors is reused.
 

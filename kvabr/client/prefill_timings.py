@@ -1,8 +1,8 @@
 """Timings of an engine's prefills, and a cost fitted to them. Does not load torch.
 
-Every computation of a play is timed. The latest of each size count, so that the cost follows lasting changes of an
-engine; outliers, such as a slow call or a clock jump, change little (`PrefillCost.fit`). Without timings, the cost is
-the publisher's measurement, or a guess by the device.
+Every computation of a play is timed. The latest of each size count, so the cost follows lasting changes; outliers, such
+as a slow call or a clock jump, matter little (`PrefillCost.fit`). Without timings, use the publisher's cost, or a guess
+by the device.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ MOST = 96
 _MOST_ALIKE = 5
 _MAX_S, _MAX_TOKENS = 1e5, 1 << 24
 _FEW, _FEW_TIMES = 4, 4.0
-"""With fewer timings than the first, none counts as slower than the second times the expectation: an engine's first
-call also loads and compiles, and a busy machine cannot be recognised yet."""
+"""With fewer timings than the first, slowness is capped at the second times the expectation: a first call also loads
+and compiles, and a busy machine is not recognisable yet."""
 _CREDIBLE = 30.0
-"""A publisher's cost that differs from the guess by a larger factor is ignored."""
+"""Larger factors between a publisher's cost and the guess make it implausible."""
 _TYPICAL = 2048
 _CPU_WEIGHT_S, _GPU_WEIGHT_S = 1e-11, 6e-15
 """Seconds per token and weight of a prefill: on a few cores, and on an accelerator at 330 TFLOPS."""
 _GPU_FLOOR_S = 0.02
 _LEAST_WEIGHTS = 10_000
 _PER_ELEMENT = 2.0
-"""Cost of a pair of tokens per element of a token's cache, relative to a token's cost per weight."""
+"""Cost of a token pair per element of a token's cache, relative to a token's cost per weight."""
 _LIKE = (8e9, 65536.0, 2.35)
-"""A model's weights, its cache elements per token, and the exponent with which weights grow with elements."""
+"""A model's weights, its cache elements per token, and the exponent of weights in elements."""
 
 
 def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> PrefillCost:
-    """Return an estimated prefill cost of an unmeasured engine.
+    """Return the estimated prefill cost of an unmeasured engine.
 
     Args:
         spec: of its cache.
         device: ``cuda``, ``cpu`` or another device type of torch.
-        weights: number of the model's weights; None: typical for such caches.
+        weights: the model's number of weights; None: typical for such caches.
     """
     each = sum(part.elements_per_token for part in spec.parts if part.only.kind != "state")
     if weights is None:
@@ -74,11 +74,11 @@ class PrefillTimings:
         self._lock = threading.Lock()
         self._guess, self._prior = guessed, guessed
         self._alike: OrderedDict[tuple[int, int], deque[Timing]] = OrderedDict()
-        """By size, recently used ones last."""
+        """By size, recently used last."""
         self._cost: PrefillCost | None = None
         """Cost fitted to them; None: outdated."""
         self.news = False
-        """True if there are timings since the last `rows`."""
+        """True if `rows` lacks timings."""
 
     @property
     def empty(self) -> bool:
@@ -94,7 +94,7 @@ class PrefillTimings:
             self.news = True
 
     def timed(self, timings: Iterable[Timing]) -> PrefillCost:
-        """Record timings of an idle engine, and return the cost, now without a guess."""
+        """Record timings of an idle engine, and return its cost, which no longer depends on a guess."""
         rows = list(timings)
         with self._lock:
             self._prior = PrefillCost.fit(rows)
@@ -117,7 +117,7 @@ class PrefillTimings:
             return [row for alike in self._alike.values() for row in alike]
 
     def cost(self, said: PrefillCost | None = None) -> PrefillCost:
-        """Return the prefill cost; without timings, the plausible cost ``said`` by a publisher."""
+        """Return the prefill cost; without timings, a plausible cost ``said`` by a publisher."""
         with self._lock:
             if said is not None and self._prior is self._guess and self._credible(said):
                 self._prior, self._cost = said, None

@@ -22,7 +22,7 @@ from kvabr.types.live import GrowingCatalog
 from kvabr.types.words import counted
 
 _PROFILE_SHARE = 0.3
-"""Share of the remaining time for fetching a codec profile; after that, the play omits tracks that need it."""
+"""Share of the remaining time for fetching a codec profile; then tracks that need it are omitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ async def prepare(
 ) -> Prepared:
     """Fetch the codec profile if it pays and time allows; otherwise omit tracks that need it.
 
-    The engine already has the first ``skip`` groups. If it computes ``behind`` uncached tokens of the prompt, less may
-    be played than was found (`shortened`, `kvabr.abr.tail`).
+    The engine has the first ``skip`` groups. If it computes ``behind`` uncached tokens, less may be played than was
+    found (`shortened`, `kvabr.abr.tail`).
 
     Raises:
         FormatError: none of the asset's tracks can be decoded here.
@@ -98,7 +98,7 @@ async def prepare(
 
 
 async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, behind: int, block: int) -> TailOffer:
-    """Return the division of an asset between fetching and computing with the ``behind`` tokens after it."""
+    """Return which tokens to fetch, and which to compute with the ``behind`` tokens after them."""
     choices = partial(
         tail_choices, catalog, call.cost, call.options, rate, call.left_s, following=behind, skip=skip, block=block,
         decoders=call.decoders, divides=call.engine is not None and policy_class(call.options.policy).divides,
@@ -107,7 +107,7 @@ async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, beh
 
 
 async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None, str]:
-    """Return the asset's codec profile if it needs one, it pays, and time allows; else None and the reason."""
+    """Return the asset's codec profile if needed, worthwhile and in time; else None and the reason."""
     if catalog.profile is None:
         return None, "it has none"
     if not call.memory.profiles.has(catalog) and not pays(catalog):
@@ -132,7 +132,6 @@ def pays(catalog: Catalog) -> bool:
 
 
 def _ladder(catalog: Catalog) -> Ladder:
-    """Return a catalog's ladder, priced for the default policy: slow for a long prompt."""
     ladder = Ladder(catalog)
     ladder.price(0.0)
     return ladder

@@ -32,8 +32,8 @@ _profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
 _LOCK = threading.Lock()
 _Reading = dict[Hashable, asyncio.Future[Profile | None]]
 _reading: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Reading] = weakref.WeakKeyDictionary()
-"""By source, profiles that are being read and checked, shared by all plays of a loop. This never waits for a network:
-one peer must not delay plays from others."""
+"""By source, profiles being read and checked, shared by plays of a loop. This never waits for a network: one peer must
+not delay plays from others."""
 
 
 class ProfileCache:
@@ -131,7 +131,7 @@ def _known(sha256: str) -> Profile | None:
 
 
 async def _once(key: Hashable, work: Callable[[], Profile | None]) -> Profile | None:
-    """Return the result of ``work`` in a decoder thread, shared by concurrent calls with the same key."""
+    """Return the result of ``work`` in a decoder thread, shared by calls with the same key."""
     loop = asyncio.get_running_loop()
     reading = _reading.setdefault(loop, {})
     if key not in reading:
@@ -165,7 +165,7 @@ def _packaged(sha256: str, size: int, spec: KVSpec) -> Profile | None:
 
 
 def _checked(data: bytes | memoryview, sha256: str) -> Profile:
-    """Return a profile, and keep it in memory, even if its caller is gone."""
+    """Return a profile, and keep it in memory even if its caller is gone."""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise FormatError("the profile is not the one that the catalog names (its SHA-256 differs)")
     profile = Profile.from_bytes(bytes(data))

@@ -1,8 +1,7 @@
-"""Threads of plays, and state of each engine: a lock and prefill timings. Does not load torch.
+"""Threads of plays, and a lock and prefill timings of each engine. Does not load torch.
 
-Decoding takes milliseconds and runs in a few threads shared by all plays. A prefill may take long or never end, so each
-runs in its own daemon thread. A lock per engine serialises its work. A GPU engine keeps one thread for life: libraries
-cache their plans per thread.
+Decoding takes milliseconds, in a few threads shared by all plays. A prefill may take long or never end, so each runs in
+its own daemon thread, one at a time per engine. A GPU engine keeps one thread: libraries cache plans per thread.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _MIN_TOKENS, _MAX_TOKENS = 128, 16384
-"""Most tokens of a timed prefill, halved if the model takes fewer, down to the smaller number."""
+"""Bounds of the tokens of timed prefills; the number is halved until the model takes it."""
 _ANY_TOKENS = range(64)
 """Token ids that every model has."""
 _EXIT_S = 10.0
-"""Seconds that process exit waits for engines. One that returns to Python later aborts the process: up to Python 3.13,
-a thread that then requests the interpreter's lock is unwound, which C++ code does not allow."""
+"""Seconds that process exit waits for engines. A later return to Python aborts the process: up to Python 3.13, a thread
+that then requests the interpreter's lock is unwound, which C++ code does not allow."""
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """Engine threads, including ended ones."""
 
@@ -45,7 +44,7 @@ def timed(clock: Callable[[], float], work: Callable[P, T], *args: P.args, **kwa
 
 
 async def in_thread(work: Callable[[], T], lane: _Lane | None = None) -> T:
-    """Run ``work`` in its own daemon thread, or in a lane's, and return its result or raise its error.
+    """Run ``work`` in its own daemon thread, or a lane's; return its result or raise its error.
 
     Cancellation does not wait for the thread. Process exit does, briefly.
     """
@@ -112,7 +111,7 @@ def _wait_for_engines() -> None:
 
 
 async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread after the engine's other work; skip it if cancelled by then."""
+    """Run ``work`` in a thread after the engine's other work, unless cancelled by then."""
     unwanted = threading.Event()
 
     def in_turn() -> T:
@@ -133,7 +132,7 @@ def timings_of(engine: Engine) -> PrefillTimings:
 
 
 def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
-    """Return the cost of the engine's prefill; the first call for an engine runs and times a few prefills, and blocks.
+    """Return the cost of the engine's prefill; the first call for an engine times a few prefills, and blocks.
 
     Args:
         engine: the engine.

@@ -37,18 +37,18 @@ class Played:
     """A complete cache."""
 
     parts: tuple[torch.Tensor, ...]
-    """The cache of the prompt's first `tokens` tokens: one tensor per layer class, [layer, K/V, head, token, dim], with
-    the tokens of `spans`."""
+    """The cache of the first `tokens` tokens: a tensor per layer class, [layer, K/V, head, token, dim], with the tokens
+    of `spans`."""
     tokens: int
-    """Number of tokens covered, at least one group; the engine computes the rest of the prompt as usual."""
+    """Covered tokens, at least one group; the engine computes the rest of the prompt."""
     coverage: tuple[str, ...]
     """Per group, its track, or ``recomputed``."""
     ttft_s: float
-    """Seconds from the call until the cache was in place."""
+    """Seconds from the call to the finished cache."""
     lookup_s: float
     """Seconds of these until catalog and profile were available."""
     met: bool
-    """True if, within the deadline, enough time was left for the engine to compute the rest of the prompt."""
+    """True if the engine had, within the deadline, enough time for the rest of the prompt."""
     loss: float
     """Expected loss against the exact cache, nats per generated token."""
     record: PlayRecord
@@ -59,25 +59,24 @@ class Played:
     catalog_sha256: str | None = None
     """SHA-256 of the catalog as the origin stores it, hex."""
     limited_by: str | None = None
-    """Layer class that limited the playable prefix to less than is cached, see `kvabr.types.units.hit`."""
+    """Layer class that limited the playable prefix, see `kvabr.types.units.hit`."""
     fusion_loss: float | None = 0.0
-    """Part of `loss` due to joining passages, less the savings of recomputed tokens. None: unknown, since the joining
-    loss of a passage was not measured; `loss` then contains only part of it."""
+    """Part of `loss` from joining passages, less the savings of recomputed tokens. None: unknown, because the loss of a
+    passage was not measured; `loss` then omits it."""
     computed_again: tuple[int, ...] = ()
-    """Tokens of passages that the engine recomputed over the joined cache; increasing."""
+    """Tokens of passages recomputed over the joined cache; increasing."""
     tail: int = 0
-    """Number of cached tokens after `tokens` that are left to the engine, which computes them on this cache together
-    with the rest of the prompt. They are exact only if the cache is; `loss` is the loss after them. In an incomplete
-    play they start with the missing tokens."""
+    """Cached tokens after `tokens` left to the engine, which computes them on this cache with the rest of the prompt.
+    They are exact only if the cache is; `loss` is the loss after them. In an incomplete play they start with the
+    missing tokens."""
     upgrades: Upgrades | None = None
-    """Upgrades that continue now that the cache is in use; None if `PlayOptions.after` did not ask for any."""
+    """Upgrades of the cache in use; None unless `PlayOptions.after` requested them."""
 
     @property
     def approximate(self) -> bool:
         """True if the cache joins passages computed without the text before them in the prompt.
 
-        Tokens computed over them are approximate too. Such a cache is not the prompt's own, on any track: do not
-        publish it.
+        Tokens recomputed over them are approximate too. Do not publish such a cache as the prompt's, on any track.
         """
         joined = self.catalog is not None and self.catalog.sources
         return self.catalog is not None and bool(joined) and is_joined(self.catalog, self.record.steps)
@@ -104,22 +103,21 @@ class Played:
 
 
 class IncompleteError(PlayError):
-    """A play of a whole cache ended with groups missing: at its deadline, or later if the caller allowed more time.
+    """A play of a whole cache ended with groups missing: at its deadline, or later if the caller allowed it.
 
-    The groups before the first missing one are a usable cache of the beginning of the prompt; the later ones are not
-    usable.
+    The groups before the first missing one are a usable cache; the later ones are not.
     """
 
     def __init__(
         self, message: str, reason: str, missing: tuple[int, ...], record: PlayRecord, prefix: Played | None
     ) -> None:
-        """Describe what is missing.
+        """Create the error.
 
         Args:
             message: the error's text.
             reason: why the play ended.
             missing: groups that are not in place, ascending.
-            record: what happened to every group.
+            record: history of every group.
             prefix: cache of the groups before the first missing one; None if there are none.
         """
         super().__init__(message)
@@ -131,28 +129,28 @@ class NothingCached:
     """The origin has no prefix of the prompt, and there is no engine to compute it."""
 
     spec: KVSpec | None
-    """Requested model; None if neither the caller nor the origin has its spec."""
+    """Requested model; None if its spec is unknown."""
     lookup_s: float
     """Seconds from the call to the origin's answer."""
     limited_by: str | None = None
-    """If the origin has a common prefix, the layer class that has no snapshot to play it from."""
+    """If the origin has a shorter common prefix, the layer class without a snapshot to play it from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hinted:
-    """The part of an expected prompt that is now in the client's store."""
+    """The part of an expected prompt in the client's store."""
 
     tokens: int
-    """Tokens from the start of the prompt that a play can take from there."""
+    """Leading tokens that a play can take from there."""
     bytes: int
-    """Bytes of all groups used, fetched now or stored before."""
+    """Bytes of all their groups, fetched now or stored before."""
     loss: float
     """Expected loss of these tokens, nats per generated token."""
 
 
 @dataclass(frozen=True)
 class PlayedPrefix:
-    """Groups that a prefix play got before its first miss, possibly none, compressed until they are expanded."""
+    """The groups of a prefix play before its first miss, possibly none, compressed."""
 
     spec: KVSpec
     groups: tuple[CodedGroup, ...]
@@ -160,8 +158,8 @@ class PlayedPrefix:
     dtype: torch.dtype | None
     """Element type of `parts`; None: the cache's."""
     spans: tuple[Span, ...]
-    """Per class, the tokens of its tensor. Full attention and latents have all tokens; a window or chunk, those still
-    visible after the prefix and up to a group before them; a state, the rows of the snapshot at its end."""
+    """Per class, the tokens of its tensor. Full attention and latents: all tokens; a window or chunk: those still
+    visible after the prefix, and up to a group before them; a state: the rows of the snapshot at its end."""
     first: int
     """First token of the first played group."""
     tokens: int
@@ -169,24 +167,24 @@ class PlayedPrefix:
     wanted: int
     """Requested tokens, counted from `first`."""
     units: tuple[Unit, ...]
-    """The returned groups, of all classes, counted from the first played group."""
+    """The returned groups, of all classes; counted from the first played group."""
     coverage: tuple[str, ...]
     """Track of each of them."""
     loss: float
     """Expected loss of these groups, nats per generated token."""
     bytes_fetched: int
     bytes_wasted: int
-    """Those of `bytes_fetched` that no group of `groups` uses."""
+    """Bytes of these unused by `groups`."""
     seconds: float
     """Seconds from the call to the end of the play."""
     cut: str | None
-    """Why the prefix is shorter than requested, and the last fault if there was any; None if it is complete."""
+    """Why the prefix is shorter than requested, with the last fault, if any; None if it is complete."""
     damaged: int = 0
-    """Number of unusable groups received; a group counts each time."""
+    """Unusable groups received, counted each time."""
     failed: int = 0
-    """Requests for groups that failed: not found, refused, or lost with a connection."""
+    """Failed requests for groups: not found, refused, or lost with a connection."""
     tail: int = 0
-    """Cached tokens after these, left to the engine's call for the question; `loss` is the loss after them."""
+    """Cached tokens after these, left to the engine's call for the question; `loss` is that after them."""
     live: LiveRecord | None = None
     """Facts about the producer if the asset was still being prefilled; None if it was complete."""
 
@@ -197,7 +195,7 @@ class PlayedPrefix:
 
     @cached_property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The cache from token `first` on, expanded once: one tensor per layer class, with the tokens of `spans`.
+        """The cache from token `first` on, expanded once: a tensor per layer class, with the tokens of `spans`.
 
         Tensors are [layer, K/V, head, token, dim]. Raise `FormatError` if a group cannot be decoded.
         """
@@ -226,7 +224,7 @@ class PlayedPrefix:
 
 
 def expand_here(groups: Sequence[CodedGroup], places: Sequence[Place]) -> list[Exception | None]:
-    """Decode groups into their places, as `kvabr.codec.paged.expand`; blocks. Do not call it in decoder threads."""
+    """Decode groups into their places; blocks. Not for decoder threads."""
     return expand(groups, places, _each)
 
 
@@ -263,10 +261,10 @@ def numbers(groups: Sequence[int]) -> str:
 def save(played: Played, path: str | os.PathLike[str]) -> None:
     """Write a cache as safetensors, atomically: the tensor ``kv``, [layer, K/V, head, token, dim].
 
-    For several layer classes, each has a tensor ``kv.CLASS``. The metadata has one string, ``kvabr``, in JSON:
-    ``format``, ``spec``, ``tokens`` (a number), ``tracks`` (one per group), ``namespace`` and ``catalog_sha256`` (null
-    if everything was recomputed), ``loss``; for several classes or windows also ``first``: the first token of each
-    tensor, or the number of tokens before a state.
+    With several layer classes, each has a tensor ``kv.CLASS``. The metadata has one JSON string, ``kvabr``: ``format``,
+    ``spec``, ``tokens`` (a number), ``tracks`` (per group), ``namespace`` and ``catalog_sha256`` (null if all was
+    recomputed), ``loss``; for several classes or windows also ``first``: each tensor's first token, or the number of
+    tokens before a state.
 
     Raises:
         AssetError: the file cannot be written; no partial file remains.
@@ -296,7 +294,7 @@ def save(played: Played, path: str | os.PathLike[str]) -> None:
     try:
         sweep(path.parent, path.name)
         with replacing(path, mode=PRIVATE) as file:
-            # Pass the name: safetensors accepts only paths.
+            # safetensors accepts only paths
             save_file(tensors, file.name, metadata={"kvabr": json.dumps(facts, sort_keys=True)})
     except SafetensorError as error:
         raise AssetError(f"{path}: cannot be written ({error})") from error

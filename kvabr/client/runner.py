@@ -1,13 +1,13 @@
 """Run plays: admit them, connect each, order them by deadline, and end them.
 
-`Admission` bounds the plays that run at once. The others wait in the order of their deadlines, or are refused early: a
-play that starts too late takes bandwidth from others, and its engine could be computing instead.
+`Admission` bounds concurrent plays. The others wait in the order of their deadlines, or are refused early: a late start
+takes bandwidth from others, and the engine could be computing instead.
 
-`EdfScheduler` serves the earliest deadline first within the 256 priorities of MoQT (`kvabr.player.requests` lists a
-play's own). Groups on the cheapest track go first, then other tracks of missing groups, then upgrades. The first two
-have `LEVELS` levels each: one per play with the earliest deadlines, and the last for all further plays. If the link can
-serve all plays in time, this order does. Upgrades of all plays share one scale, savings per byte, and keep their
-priorities: the last layers of one play must not precede the first of another.
+`EdfScheduler` serves the earliest deadline first within the 256 priorities of MoQT (for a play's own, see
+`kvabr.player.requests`). Groups on the cheapest track go first, then other tracks of missing groups, then upgrades. The
+first two have `LEVELS` levels each: one per play with the earliest deadlines, the last for all others. If the link can
+serve all plays in time, this order does. Upgrades keep their priorities, savings per byte on one scale: the last layers
+of one play must not precede the first of another.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
 
 K = TypeVar("K")
 Purpose = Literal["play", "hint", "trial"]
-"""Purpose of a turn: a play; a hint, which fetches ahead of plays; or a trial of the link while an engine computes."""
+"""Purpose of a turn: a play; a hint, which fetches ahead; or a trial of the link while an engine computes."""
 
-# ------------------------------------------------------------- whose turn it is
+# ------------------------------------------------------------- admission and order
 
 LEVELS = 16
 _WAIT_SHARE = 0.25
@@ -46,7 +46,7 @@ class Admission:
     """Bounds the plays of one event loop."""
 
     def __init__(self, plays: int, waiting: int, metrics: ClientMetrics, *, ahead: bool = False) -> None:
-        """Start empty. ``ahead``: these are hints instead of plays; see `kvabr.client.options.Limits`."""
+        """Start empty. ``ahead``: for hints instead of plays; see `kvabr.client.options.Limits`."""
         self._most = f"a client plays {plays} at once: compute this prompt instead, or try later"
         if ahead:
             self._most = f"a client fetches {plays} ahead at once: try later"
@@ -54,7 +54,7 @@ class Admission:
         self._metrics = metrics
         self._playing = self._number = 0
         self._queue: list[tuple[float, int, asyncio.Future[bool]]] = []
-        """Heap of (deadline, arrival number, True if the play is admitted)."""
+        """Heap of (deadline, arrival number, True if admitted)."""
         self._closed = False
 
     @asynccontextmanager
@@ -127,10 +127,10 @@ class Admission:
 
 
 def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
-    """Return the priority of a request among all plays, from its priority within its play, both 0 to 255.
+    """Return a request's priority among all plays, from its priority within its play, both 0 to 255.
 
-    The play with the earliest deadline has level 0. A ``late`` play accepts any track for its missing groups: otherwise
-    newer plays on cheaper tracks could hold it up forever.
+    The earliest deadline has level 0. A ``late`` play accepts any track for its missing groups: otherwise newer plays
+    on cheaper tracks could delay it forever.
     """
     if priority >= LEAST_URGENT:
         return priority
@@ -140,15 +140,15 @@ def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
 
 
 class EdfScheduler(Generic[K]):
-    """Assigns levels to plays by deadline. It changes few, since a change costs a message per open request.
+    """Assigns levels to plays by deadline. It changes few: each change costs a message per open request.
 
-    A late play moves after those that can still be on time, but only once: its owner extends its deadline by one more,
-    and newer plays are due after it. So no play starves.
+    A late play moves once after plays that can still be on time: its owner extends its deadline by one more, and newer
+    plays are due later. So no play starves.
     """
 
     def __init__(self) -> None:
         self._plays: list[tuple[float, int, K]] = []
-        """(deadline, arrival number, play), earliest deadline first."""
+        """(deadline, arrival number, play), sorted."""
         self._levels: dict[K, int] = {}
         self._arrivals = 0
 
@@ -172,7 +172,7 @@ class EdfScheduler(Generic[K]):
         last = place + 1 == len(self._plays)
         behind = LEVELS if last else self._levels[self._plays[place + 1][2]]
         if before + 1 < behind:
-            # Most plays arrive in order of deadline, so leave as much room after this one as there is.
+            # Most plays arrive in order of deadline: leave as much room after this one as there is.
             self._levels[play] = before + 1 if last else (before + behind) // 2
             return []
         self._levels[play] = -1
@@ -201,11 +201,11 @@ R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 
 _MIN_LEFT_S = 1e-3
 _LAST = 255
-"""Priority for upgrades of caches in use, and for upgrades of hints, while there are plays."""
+"""Priority of upgrades of caches in use, and of hints' upgrades, while there are plays."""
 
 
 class Clock:
-    """Seconds since the call of a play, and until its deadline."""
+    """Seconds since a play's call, and to its deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         """Start on the running event loop."""
@@ -227,11 +227,10 @@ class Turn:
 
     connection: PlaySources
     clock: Clock
-    """Runs since the call."""
     options: PlayOptions
-    """The requested options, with a log that reports to telemetry."""
+    """The requested options, logging to telemetry."""
     plays: Callable[[], int]
-    """Returns the number of current plays, including this one; they share link, decoders and engine."""
+    """Returns the number of current plays with this one; they share link, decoders and engine."""
     played: Played | NothingCached | PlayedPrefix | None = None
 
     def over(self, played: R) -> R:
@@ -241,21 +240,19 @@ class Turn:
 
 
 class PlayRunner:
-    """The plays of one client, and the upgrades that continue after them."""
+    """The plays of one client, and upgrades that continue after them."""
 
     def __init__(self, limits: Limits, metrics: ClientMetrics) -> None:
         self._metrics = metrics
         self._admission, self._ahead = (
             Admission(limits.plays, limits.waiting, metrics, ahead=ahead) for ahead in (False, True)
         )
-        """For plays, and for hints, which take no place of a play."""
+        """For plays, and for hints, which do not take places of plays."""
         self._hints: set[PlaySources] = set()
-        """Sources of hints."""
         self._schedule: EdfScheduler[PlaySources] = EdfScheduler()
         self._plays: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
-        """By playing task, a future that is done when it stops playing."""
+        """By playing task, a future done at its end."""
         self._upgrades: set[asyncio.Task[None]] = set()
-        """Upgrades of caches in use."""
         self._closing = False
 
     async def close(self) -> None:
@@ -279,9 +276,9 @@ class PlayRunner:
     ) -> AsyncIterator[Turn]:
         """Yield a play's turn when it starts; the body plays, and reports its result with `Turn.over`.
 
-        Hints use neither the turns of plays nor, while plays use it, the link. Not counted in the metrics: trials,
-        which run while a play computes, and plays that report no result because they continue in another turn. The
-        sources are ``peers``, dialled with their first request. Closing the client ends the body, not its task.
+        Hints use neither turns of plays nor, while plays use it, the link. The metrics omit trials, which run while a
+        play computes, and plays without a result, which continue in another turn. The first request to ``peers`` dials
+        them. Closing the client ends the body, not its task.
 
         Raises:
             BusyError: there are too many plays.
@@ -322,12 +319,12 @@ class PlayRunner:
     # -------------------------------------------------------------- internals
 
     def _under_way(self) -> int:
-        """Return the number of plays; hints and upgrades of caches in use get only the capacity that plays leave."""
+        """Return the number of plays, without hints and upgrades of caches in use."""
         return max(1, len(self._schedule) - len(self._upgrades) - len(self._hints))
 
     @contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """Let `close` cancel the body, as a timeout would."""
+        """Let `close` cancel the body like a timeout."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # a coroutine runs in one
         over = self._plays[task] = asyncio.get_running_loop().create_future()
@@ -341,13 +338,13 @@ class PlayRunner:
 
     @asynccontextmanager
     async def _connected(self, peers: Sequence[ClientPeer], clock: Clock, *, ahead: bool) -> AsyncIterator[PlaySources]:
-        """Wait for a turn, and yield the connections of one play; on exit cancel its open downloads."""
+        """Wait for a turn, and yield a play's connections; on exit cancel its downloads."""
         loop = asyncio.get_running_loop()
         async with (self._ahead if ahead else self._admission).enter(clock.deadline_s):
             if self._closing:  # admitted while closing, before its task was registered
                 raise asyncio.CancelledError
             connection = PlaySources([peer.downloads for peer in peers], lambda own: self._place(connection, own))
-            # A blocked loop may have used up the deadline: the play then gets only what arrives at once.
+            # A blocked loop may have used up the deadline: take what arrives at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             if ahead:
                 self._hints.add(connection)
@@ -361,7 +358,7 @@ class PlayRunner:
                     await self._give_up(connection)
 
     def _keep(self, connection: PlaySources, upgrades: Upgrades) -> None:
-        """Leave a connection to the upgrades of a cache in use, at a priority after all plays."""
+        """Leave a connection to the upgrades of a cache in use, after all plays."""
 
         async def until_over() -> None:
             try:
@@ -395,7 +392,7 @@ class PlayRunner:
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:
-        """Change a play's deadline: plays on time precede a late one."""
+        """Change a play's deadline to a later one."""
         if connection in self._hints:
             return
         connection.late = True

@@ -1,13 +1,11 @@
 """Estimates of a link that several plays share.
 
-A play that sees only its own bytes mistakes other plays' transfers for a slow link, and misses changes of its share
-when plays begin or end. So the plays of a process to one peer share their measurements: each estimates the link from
-the bytes of all, and expects the link's rate divided by the active plays. Bytes are counted on arrival, since samples
-of several plays do not begin and end together.
+A play that sees only its own bytes mistakes other plays' transfers for a slow link, and misses changes of its share. So
+the plays of a process to one peer estimate the link from the bytes of all, and expect its rate divided by the active
+plays. Bytes are counted on arrival, since samples of several plays overlap.
 
-A small file keeps the measurements as a warm start for the next play to a peer. It belongs to one host, since other
-hosts have other links; a copied file is ignored. A corrupt, foreign or absurd file causes one warning, never a failed
-play, and the next write replaces it.
+A small file keeps the measurements as a warm start. It belongs to one host, since others have other links; copies are
+ignored. A corrupt, foreign or absurd file causes one warning, never a failed play, and the next write replaces it.
 """
 
 from __future__ import annotations
@@ -32,19 +30,19 @@ from kvabr.types.errors import FormatError, PolicyError
 from kvabr.types.once import once
 
 MAX_PEERS = 512
-"""Most peers to keep; the one with the oldest record is evicted."""
+"""Most peers kept; the oldest record is evicted."""
 _MOST_NAME = 300
 _SLOWEST, _FASTEST = 1.0, 1e12
 """Plausible rates, bytes per second."""
 _LONGEST_TTFB_S = 30.0
 _HALF_LIFE_S = 3600.0
-"""Seconds after which a record counts half."""
+"""Seconds until a record counts half."""
 _LONGEST_S = 7 * 86400.0
-"""Seconds after which a record is ignored."""
+"""Seconds until a record is ignored."""
 _NEWEST = 0.5
 """Weight of the last play against all earlier ones."""
 _CAUTION, _LEAST_WEIGHT = 0.8, 0.5
-"""Share of the recorded rate to count on, and the least `Prior.weight` (freshness) of a usable record."""
+"""Share of the recorded rate to count on, and least `Prior.weight` (freshness) of a usable record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ class PeerRecord:
         return PeerRecord(rate, (1 - _NEWEST) * self.ttfb_s + _NEWEST * last.ttfb_s, last.at, self.plays + 1)
 
     def prior(self, now: float) -> Prior | None:
-        """Return the prior for a play that begins now; None if the record is too old."""
+        """Return the prior for a play that begins now; None if too old."""
         age_s = now - self.at
         if not -60 <= age_s <= _LONGEST_S:  # clocks may differ a little
             return None
@@ -88,7 +86,7 @@ class KnownLink(NamedTuple):
     """Estimate of a link before a play."""
 
     rate: float
-    """Rate that the link should exceed most of the time, bytes per second; 0.0 if unknown."""
+    """Rate that the link should usually exceed, bytes per second; 0.0 if unknown."""
     ttfb_s: float
     """Seconds from a request to its first byte."""
 
@@ -105,33 +103,33 @@ class PeerHistory(MachineFile[PeerRecord]):
     owner, most = "host", MAX_PEERS
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file if it exists; never raises. Without a path, records stay in memory."""
+        """Read the file if it exists; never raises. Without a path: memory only."""
         self._told = False
         super().__init__(path, "peers", _record)
 
     def of(self, peer: str, now: float | None = None) -> Prior | None:
-        """Return the prior for a play to a peer; None without a recent record."""
+        """Return a peer's prior; None without a recent record."""
         known = self.get(peer)
         return None if known is None else known.prior(time.time() if now is None else now)
 
     def link(self, peer: str | None) -> KnownLink:
-        """Return a cautious estimate of the link to a peer from recent plays."""
+        """Return a cautious estimate of the link to a peer."""
         prior = None if peer is None else self.of(peer)
         if prior is None or prior.weight < _LEAST_WEIGHT:
             return KnownLink(0.0, 0.0)
         return KnownLink(_CAUTION * prior.rate, prior.ttfb_s)
 
     def rate(self, peer: str) -> float:
-        """Return the rate of recent plays to a peer, bytes per second; 0.0 without a recent record."""
+        """Return the recent rate to a peer, bytes per second; 0.0 if unknown."""
         prior = self.of(peer)
         return 0.0 if prior is None or prior.weight < _LEAST_WEIGHT else prior.rate
 
     def best(self, names: Iterable[str | None]) -> KnownLink:
-        """Return the fastest link of a peer that may have several names, see `link`."""
+        """Return the fastest of a peer's named links, see `link`."""
         return max(map(self.link, names), default=KnownLink(0.0, 0.0))
 
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
-        """Record the end of a play; implausible values are ignored. `save` writes the file."""
+        """Record the end of a play, in memory; implausible values are ignored."""
         at = time.time() if now is None else now
         record = PeerRecord(rate, ttfb_s, at)
         if not record.sound() or not 0 < len(peer) <= _MOST_NAME:
@@ -177,34 +175,34 @@ def _record(plain: Any) -> PeerRecord:
 V = TypeVar("V")
 
 _ACTIVE_S = 0.5
-"""Seconds after which a play counts as inactive if it neither received bytes nor waited for its turn."""
+"""Seconds without bytes or waiting until a play counts as inactive."""
 _STEP_S = 1e-3
-"""Bytes that arrive within this time are counted together."""
+"""Bytes within this time are counted together."""
 _MOST_STEPS = 1 << 15
-"""Most steps kept, of which at least half remain: those of the last 16 seconds."""
+"""Most steps kept, at least half of them: those of the last 16 seconds."""
 _FEW, _KEPT_S = 32, 0.05
-"""With more plays than this, each reuses values of all plays for up to this many seconds: otherwise hundreds of plays
-would spend all their time reading each other at each tick."""
+"""With more plays than this, values of all plays are reused for this many seconds: reading every play at each tick
+would take all the time."""
 
 
 class SharedLink:
     """Measurements of the path to one peer by the plays of this process."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """Start without plays; ``clock`` returns the time in seconds (None: the running event loop's)."""
+        """Start without plays; ``clock`` returns seconds (None: the event loop's)."""
         self.clock = clock or _now
         self._lock = threading.Lock()
         self._members: list[LinkShare] = []
         self._times: list[float] = []
         self._totals: list[int] = []
-        """Bytes that had arrived by each of the times, including forgotten ones."""
+        """Bytes arrived by each of the times, including forgotten ones."""
         self._forgotten = 0
         self._kept: dict[object, tuple[float, Any]] = {}
-        """By function, its cached result over all plays, with its time."""
+        """By function, the time and its result over all plays."""
 
     @contextmanager
     def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
-        """Yield a play's estimator of its share, from a fresh estimator of the whole link and a prior."""
+        """Yield a play's estimator of its share, from a fresh one of the whole link and a prior."""
         share = _named(estimator)(self, estimator)
         if known is not None:
             share.prime(known)
@@ -220,7 +218,7 @@ class SharedLink:
                 self._members.remove(share)
 
     def received(self, nbytes: int) -> None:
-        """Count bytes that just arrived, for any play."""
+        """Count bytes that just arrived for any play."""
         now = self.clock()
         with self._lock:
             times, totals = self._times, self._totals
@@ -242,15 +240,15 @@ class SharedLink:
             return self._totals[-1] - (self._totals[before - 1] if before else self._forgotten)
 
     def known_beside(self, share: LinkShare) -> tuple[float, float]:
-        """Return the highest rate and lower bound estimated by another active play; zeros if there is none."""
+        """Return the highest rate and lower bound estimated by another active play; zeros if none."""
         return self._of_many(_known) or _known([one for one in self._all() if one is not share])
 
     def known(self) -> float:
-        """Return the highest rate of the link estimated by an active play; 0.0 if there is none."""
+        """Return the highest rate estimated by an active play; 0.0 if none."""
         return _known(self._all())[0]
 
     def ttfb_beside(self, share: LinkShare) -> float:
-        """Return the least time to first byte of any other play, seconds; 0.0 if unknown."""
+        """Return the least time to first byte of other plays, seconds; 0.0 if unknown."""
         least = self._of_many(_least_ttfb)
         return _least_ttfb([one for one in self._all() if one is not share]) if least is None else least
 
@@ -268,7 +266,7 @@ class SharedLink:
             return list(self._members)
 
     def _of_many(self, find: Callable[[list[LinkShare]], V]) -> V | None:
-        """Return a property of all plays, which may be slightly outdated; None if there are few plays."""
+        """Return a possibly outdated property of all plays; None if there are few."""
         if len(self._members) <= _FEW:
             return None
         now = self.clock()
@@ -280,7 +278,7 @@ class SharedLink:
 
 
 class LinkShare(Estimator):
-    """Estimates a play's share of a link with an estimator of the whole link."""
+    """Estimates a play's share from an estimator of the whole link."""
 
     name = "share"
 
@@ -289,16 +287,14 @@ class LinkShare(Estimator):
         super().__init__()
         self._link, self._inner = link, inner
         self._active_at = -math.inf
-        """Time of the last sample of the link."""
         self.heard = False
-        """True if there was a sample."""
 
     def start(self, horizon_s: float) -> None:
         """See `Estimator.start`."""
         self._inner.start(horizon_s)
 
     def prime(self, prior: Prior) -> None:
-        """See `Estimator.prime`; the prior is of the link. Raise `PolicyError` if the estimator raises."""
+        """See `Estimator.prime`; the prior is the link's. Raise `PolicyError` if the estimator raises."""
         super().prime(prior)
         try:
             self._inner.prime(prior)
@@ -306,25 +302,25 @@ class LinkShare(Estimator):
             raise PolicyError(f"estimator {type(self._inner).__name__} raised {error!r} on what was known") from error
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """See `Estimator.sample`; includes the bytes of the other plays in the same time."""
+        """See `Estimator.sample`; includes the other plays' bytes."""
         self.heard, self._active_at = True, self._link.clock()
         self._inner.sample(max(nbytes, float(self._link.bytes_within(seconds))), seconds, now)
 
     def waited(self, now: float) -> None:
-        """See `Estimator.waited`: samples the bytes of the other plays."""
+        """See `Estimator.waited`; samples the other plays' bytes."""
         seconds = self._link.clock() - self._active_at
         self._active_at = self._link.clock()
         if 0 < seconds < math.inf:
             self._inner.sample(float(self._link.bytes_within(seconds)), seconds, now)
 
     def active(self) -> bool:
-        """Return whether the play recently received bytes, or waited because other plays used the link."""
+        """Return whether the play recently received bytes, or waited for other plays."""
         return self._link.clock() - self._active_at <= _ACTIVE_S
 
     def link_rate(self, *, lower: bool = False) -> float:
-        """Return the rate of the whole link, or its lower bound, bytes per second; 0 if the estimator fails.
+        """Return the link's rate or its lower bound, bytes per second; 0 if the estimator fails.
 
-        Called for other plays and at the end of a play: an estimator's own play reports its errors.
+        Called for other plays and after the play: an estimator's own play reports its errors.
         """
         return _told(self._inner.lower_bound if lower else self._inner.rate)
 
@@ -350,7 +346,7 @@ class LinkShare(Estimator):
         self._inner.first_byte(seconds)
 
     def ttfb(self) -> float:
-        """See `Estimator.ttfb`; a play that waits for its turn uses the other plays' value."""
+        """See `Estimator.ttfb`; a waiting play uses the other plays'."""
         own, other = self._inner.ttfb(), self._link.ttfb_beside(self)
         return min(own, other) if own > 0 and other > 0 else own or other
 
@@ -376,7 +372,7 @@ def _told(what: Callable[[], float]) -> float:
 
 
 def _named(estimator: Estimator) -> type[LinkShare]:
-    """Return a `LinkShare` class with the estimator's name, so that errors name the user's estimator."""
+    """Return a `LinkShare` class with the estimator's name for errors."""
     cls = type(estimator)
     return type(cls.__name__, (LinkShare,), {"name": getattr(cls, "name", cls.__name__)})
 
@@ -393,7 +389,7 @@ _LOCK = threading.Lock()
 
 
 def link_of(peer: str | Connection) -> SharedLink:
-    """Return the link to a peer, by its name or its only connection; it exists while in use."""
+    """Return the link to a peer, by name or its only connection; it exists while in use."""
     with _LOCK:
         return _LINKS.setdefault(peer, SharedLink())
 
@@ -410,14 +406,14 @@ class PlayPeer(Protocol):
 
 @contextmanager
 def estimating(peer: PlayPeer, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
-    """Yield a play's estimator, primed from the history, and record its measurements at the end."""
+    """Yield a play's estimator, primed from the history; record its measurements at the end."""
     names = peer.names
     known = [prior for name in names if (prior := history.of(name)) is not None]
     with peer.link.joined(estimator, max(known, key=lambda prior: prior.rate, default=None)) as share:
         try:
             yield share
         finally:
-            # A play that received no bytes must not make old records look fresh, nor may one that was redialled over
-            # another transport be recorded under either name.
+            # A play without bytes must not make old records look fresh, nor may a play redialled over another transport
+            # be recorded.
             if share.heard and len(peer.names) == 1 and peer.names[0] in names:
                 history.heard(peer.names[0], share.link_rate(), share.ttfb())

@@ -93,12 +93,12 @@ class PlaySource(Connection):
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """True after the play, or if the shared connection ended or the peer is unreachable."""
+        """True after the play, or if the connection ended or is unreachable."""
         return self.left or self.downloads.peer.closed
 
     @property
     def awaits(self) -> bool:
-        """True if bytes should arrive soon: a group is requested that is already published."""
+        """True if a published group is requested."""
         return any(self._awaited())
 
     @property
@@ -135,23 +135,23 @@ class PlaySource(Connection):
 
 
 class PlaySources(Connection):
-    """The sources of one play, at least one. Lookups go to all; one source answers other requests."""
+    """The sources of one play. Lookups go to all; one source answers other requests."""
 
     def __init__(self, peers: Sequence[Downloads], place: Callable[[int], int] = lambda priority: priority) -> None:
         """Start without requests.
 
-        ``place`` maps a request's priority within its play to its priority among all plays.
+        ``place`` maps a priority within the play to one among all plays.
         """
         self._digests: TrackDigests = {}
         self._sources = tuple(PlaySource(each, place, self._digests) for each in peers)
         self._first = self._sources[0]
         self._chosen = False
-        """True once a source is chosen for requests other than groups."""
+        """True once a source is chosen for other requests."""
         self._offers: list[Offer] = [None] * len(peers)
         self._alone = False
         self._asking: set[asyncio.Task[None]] = set()
         self.left_out: Callable[[int, str], None] = lambda *_: None
-        """Called with a source that the play excludes, and the reason."""
+        """Called with an excluded source, and the reason."""
         self.late = False
         """True after the play's deadline."""
         self.kept = False
@@ -168,18 +168,18 @@ class PlaySources(Connection):
         return [source.downloads for source in self._sources]
 
     @property
-    def backend(self) -> str:  # See `Connection.backend`; of the answering source.
-        """See `Connection.backend`; of the source that answers."""
+    def backend(self) -> str:  # type: ignore[override]
+        """See `Connection.backend`; of the answering source."""
         return self._first.backend
 
     @property
-    def finder(self) -> PrefixFinder | None:  # See `Connection.finder`; of the answering source.
-        """See `Connection.finder`; of the source that answers."""
+    def finder(self) -> PrefixFinder | None:  # type: ignore[override]
+        """See `Connection.finder`; of the answering source."""
         return self._first.finder
 
     @property
     def offers(self) -> Sequence[Offer] | None:
-        """By source, its tracks, None for all; None if there is only one source."""
+        """By source, its tracks, None for all; None if there is one source."""
         return self._offers if len(self._sources) > 1 else None
 
     @property
@@ -197,9 +197,9 @@ class PlaySources(Connection):
         self._first, self._chosen = self._sources[source], True
 
     async def reach(self) -> None:
-        """Choose the first connected source for requests other than groups, unless one is chosen.
+        """Choose the first connected source for requests other than groups, if necessary.
 
-        The others deliver groups once they are connected, or reachable again.
+        The others deliver groups once reachable.
         """
         if self._chosen or len(self._sources) == 1:
             return
@@ -223,7 +223,7 @@ class PlaySources(Connection):
             self.offer(number, has)
 
     def alone(self) -> None:
-        """Use only the answering source: others cannot serve a joined lookup."""
+        """Use only the answering source, for a joined lookup."""
         self._alone = True
         self._offers = [None if source is self._first else frozenset() for source in self._sources]
 
@@ -239,10 +239,7 @@ class PlaySources(Connection):
         return self._first.request(request, priority)
 
     def identify(self, namespace: TrackNamespace, track: str, digests: Sequence[str]) -> None:
-        """Set the digests of a track's groups, so that stored ones are not fetched again.
-
-        The digest of a group that is never requested may be empty.
-        """
+        """Set the digests of a track's groups, to take stored ones; empty for groups never requested."""
         self._digests[namespace, track] = digests
 
     def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
@@ -293,9 +290,9 @@ class PlaySources(Connection):
 
 
 async def first_reached(peers: Sequence[Connection]) -> int:
-    """Dial all peers, and return the number of the first that connects; raise the first one's error if none does.
+    """Dial all peers, and return the first that connects; raise the first one's error if none does.
 
-    A peer that died since it connected is returned only as a last resort.
+    A peer that died since is returned only as a last resort.
     """
     dials = [asyncio.ensure_future(peer.connected()) for peer in peers]
     pending = set(dials)

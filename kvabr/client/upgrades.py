@@ -1,7 +1,7 @@
 """Upgrades of a cache in use: fetched and decoded at once, written when the engine allows it.
 
-An engine reads a cache at every step. Only the engine can say when a group may be improved between two steps, so it
-gives the player a hook (`kvabr.client.engine_hook`)::
+An engine reads a cache at every step. Only it can say when a group may change, so it gives the player a hook
+(`kvabr.client.engine_hook`)::
 
     played = await client.play(tokens, deadline=2.0, options=PlayOptions(after=math.inf))
     if isinstance(played, Played) and played.upgrades is not None:
@@ -25,7 +25,7 @@ class Upgrades:
     """Upgrades of one play after it returned its cache. Thread-safe."""
 
     def __init__(self, driver: Driver, hook: EngineHook, at_end: Callable[[], None]) -> None:
-        """Start, on the event loop. The driver's goal is `UpgradeGoal`; its assembler has returned the cache."""
+        """Start, on the event loop. The driver has an `UpgradeGoal`; its assembler has returned the cache."""
         self._driver, self._hook, self._at_end = driver, hook, at_end
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
@@ -49,7 +49,7 @@ class Upgrades:
             self._loop.call_soon_threadsafe(self._task.cancel)
 
     async def wait(self) -> PlayRecord:
-        """Wait until the upgrades end for any reason, and return their record.
+        """Wait until the upgrades end, and return their record.
 
         Raises:
             PolicyError: from the policy or the estimator.
@@ -63,7 +63,7 @@ class Upgrades:
         return self.record
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Block until the upgrades end or ``timeout_s`` has passed, and return whether they ended.
+        """Block until the upgrades end or ``timeout_s`` has passed; return whether they ended.
 
         Do not call it on the event loop's thread.
         """

@@ -1,8 +1,7 @@
-"""Compile kernels, and compare them with the processor, before a play needs them: that takes seconds.
+"""Compile kernels, and compare them with the processor, before a play needs them, since that takes seconds.
 
-`kvabr doctor` warms the shipped profiles, a starting engine its own model, and a play a profile new to the process. The
-latter two run in the background, and the processor decodes meanwhile. Triton caches compiled kernels on disk, so that
-later processes start faster.
+`kvabr doctor` warms the shipped profiles, a starting engine its model, and a play a new profile. The latter two run in
+the background while the processor decodes. Triton caches compiled kernels on disk for later processes.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def warm(
         profile: the model's.
         device: the GPU.
         dtype: element type of the cache; None: the model's own.
-        like: layers of paged caches with the layout to decode to; they stay unchanged. Empty: decode to a tensor.
+        like: layers of paged caches with the layout to decode to, left unchanged. Empty: decode to a tensor.
 
     Raises:
         Exception: a group cannot be decoded. Unusable kernels only cause a warning.
@@ -66,7 +65,7 @@ def warm(
         makers = makers or [partial(_tensor, part, dtype or part.torch_dtype, device)]
         many = -(-CROWDED * _ROWS_OF_A_STREAM // profile.of(part).transform.structure.rows)
         for room in makers:
-            # Room for one group only, as an engine's layout may make it large; copies write the same data there.
+            # Room for one group, which a layout may make large; copies write the same data.
             place = room()
             for batch in (*([group] for group in groups), groups[:1] * many):
                 for wrong in expand(batch, [place] * len(batch)):
@@ -77,7 +76,7 @@ def warm(
 
 
 def receive_pinned(device: torch.device | None) -> None:
-    """Receive groups in pinned memory from now on, from which a GPU copies without a thread."""
+    """From now on receive groups in pinned memory, for asynchronous copies to a GPU."""
     if device is not None and device.type == "cuda" and gpu.runs_on(device):
         GROUPS.pin_with(gpu.pin, _PINNED_BYTES)
 
@@ -95,9 +94,9 @@ def warm_engine(
     like: Sequence[BlockLayers] = (),
     speeds: DecodeSpeeds | None = None,
 ) -> threading.Thread | None:
-    """Do as `warm_in_background` for a starting engine, with the shipped profile of its model, if any.
+    """Do as `warm_in_background` for a starting engine, with its model's shipped profile, if any.
 
-    Otherwise the profile is known only at the first play, which uses the layout recorded here.
+    Other profiles are warmed by the first play, with the layout recorded here.
     """
     if not gpu.runs_on(device):
         return None
@@ -115,8 +114,8 @@ def warm_in_background(
 ) -> threading.Thread | None:
     """Do as `warm` in a thread, once per profile, device and layout; return the thread, None without kernels.
 
-    The element type of a tensor is ``dtype``; None: use the element type and layout of the device's engine. Then
-    measure the device's decode speed if ``speeds`` lack it.
+    ``dtype`` is a tensor's; None: the type and layout of the device's engine. Then measure the decode speed if
+    ``speeds`` lack it.
     """
     if not gpu.runs_on(device):
         return None
@@ -147,7 +146,7 @@ def warm_in_background(
 
 
 def sample_catalog(profile: Profile) -> Catalog:
-    """Return the catalog of a synthetic group on a model's AC tracks, for measuring decode speed."""
+    """Return the catalog of a synthetic group, to measure decode speed on a model's AC tracks."""
     spec, part = profile.spec, profile.spec.largest
     tracks = [
         Track(group.track, (group.payload.nbytes,), (0.0,), ("0" * 64,), refines=track_below(group.track))
@@ -158,7 +157,7 @@ def sample_catalog(profile: Profile) -> Catalog:
 
 
 def _groups(profile: Profile, part: KVSpec) -> Iterator[CodedGroup]:
-    """Yield a group of each of a class's tracks with kernels, with all layers below it."""
+    """Yield a group of each track of a class with kernels, and all layers below."""
     own = profile.of(part)
     behind_sinks = part.group_tokens * (1 + own.sinks // part.group_tokens)
     sample = SampleFrames(GroupContext(part, behind_sinks, part.rows, profile))
