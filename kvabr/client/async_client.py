@@ -3,9 +3,8 @@
     async with AsyncClient("moqt://origin.example/", engine=engine) as client:
         played = await client.play(tokens, deadline=2.0)
 
-All plays of a client share one connection per peer, downloads under way, groups that came before, and what is known of
-the links. A bounded number of them runs at once, and the earliest deadline is served first. Cancelling a play's task
-cancels its downloads, unless another play wants the same groups.
+Plays share one connection per peer, open downloads, received groups and link measurements. A bounded number runs at
+once, earliest deadline first. Cancelling a play's task cancels its downloads unless another play needs them.
 """
 
 from __future__ import annotations
@@ -85,11 +84,11 @@ from kvabr.types.peer import PeerOptions
 _FIND_S = 5.0
 _LEAST_S = 1e-3
 _WAIT_SHARE = 0.9
-"""Part of a lookup's time for which a producer is waited for; the rest is for the answers."""
+"""Share of a lookup's time spent waiting for a producer; the rest is for the answers."""
 
 
 class AsyncClient:
-    """Plays caches; an async context manager for one event loop. `Client` is the same for code without asyncio."""
+    """Plays caches; an async context manager for one event loop. `Client` is its blocking twin."""
 
     def __init__(
         self,
@@ -103,22 +102,21 @@ class AsyncClient:
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
     ) -> None:
-        """Prepare. Nothing is dialled before `connect` or the first play.
+        """Prepare. `connect` or the first play dials.
 
         Args:
-            origin: an origin or a relay, ``moqt://host[:port]/``; an object store, ``s3://bucket/prefix`` and others
+            origin: an origin or relay, ``moqt://host[:port]/``; an object store, ``s3://bucket/prefix`` and others
                 (`kvabr.client.origins`); or an open connection, which the caller closes after this client. None: every
-                play names its peer. Of several, plays take groups from all that have the same asset, each from the one
-                that should bring it first, and go on with the others if one stalls or dies.
+                play names its peer. With several, a play takes each group from the fastest that has the same asset, and
+                continues with the others if one stalls or dies.
             connection: how to reach the origins, and which certificates to trust.
-            model: the model whose caches are played, by its spec or by its name at the origin. None: the engine's, or
-                the only one that the origin has.
-            engine: computes what would be late, and what is not cached. What its prefill costs is learnt as it does.
-            options: how to play, for plays that do not say otherwise.
-            limits: what all plays together may use.
-            cache: folder in which codec profiles, the speed of peers, how fast this machine decodes and what prefills
-                cost outlive the process; None: memory only.
-            metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
+            model: the model of the caches, by spec or name. None: the engine's, or the only one at the origin.
+            engine: computes groups that would be late or are not cached. Its prefill cost is measured as it runs.
+            options: default options of plays.
+            limits: resource limits of all plays together.
+            cache: folder that keeps codec profiles, speeds of peers, decode speeds and prefill costs between processes;
+                None: memory only.
+            metrics: counts and timings; `kvabr.telemetry.prometheus.ScrapeServer` serves them.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -149,7 +147,7 @@ class AsyncClient:
             costs_at(None if folder is None else folder / COSTS_FILE),
         )
         if engine is not None and self.options.recompute:
-            self._memory.costs.of(engine).cost()  # fits it to earlier timings, which takes milliseconds
+            self._memory.costs.of(engine).cost()  # fits earlier timings, which takes milliseconds
         self._runner = PlayRunner(bounds, self.metrics)
         self._peers: dict[object, ClientPeer] = {}
         self._origins: tuple[ClientPeer, ...] = ()
@@ -160,7 +158,7 @@ class AsyncClient:
     # ------------------------------------------------------------------ peers
 
     def peer(self, url: str, connection: PeerOptions | None = None) -> ClientPeer:
-        """Return another origin or relay for plays to name; the same one for the same arguments. Nothing is dialled.
+        """Return another origin or relay for plays to name, the same for equal arguments. Does not dial.
 
         Raises:
             UsageError: the URL or an option is wrong.
@@ -172,11 +170,11 @@ class AsyncClient:
 
     @property
     def origins(self) -> Sequence[ClientPeer]:
-        """The peers that the client was given."""
+        """The client's default peers."""
         return self._origins
 
     async def connect(self, peer: PeersLike = None) -> Connection:
-        """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
+        """Connect before the first play, and return the connection that plays to the peer share.
 
         Raises:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
@@ -189,15 +187,14 @@ class AsyncClient:
             return peers[await first_reached(peers)]
 
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
-        """Return the seconds of a round trip to a peer, connecting to it first if necessary.
+        """Return the round-trip time to a peer in seconds; connect if necessary.
 
         Args:
-            probe_s: probe the peer, which has this many seconds to answer. None: as the connection has measured it,
-                and the result is None if it has not.
+            probe_s: seconds for a probe's answer. None: return the connection's own measurement, or None.
             peer: as for `play`.
 
         Raises:
-            TransportError: as `connect`, or the peer does not answer the probe in time.
+            TransportError: as `connect`, or the peer does not answer in time.
         """
         if probe_s is None:
             return (await self.connect(peer)).stats().rtt_s
@@ -212,9 +209,9 @@ class AsyncClient:
         raise TransportError(_unanswered(self._some(peer), probe_s))
 
     async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[KnownLink, int]:
-        """Return what plays, now or earlier, have found out of the link, and what it must bring of a cache.
+        """Return the link as measured by plays so far, and the bytes to fetch for a cache.
 
-        That is the bytes of its cheapest track, without groups that are here; 0 without a ``catalog``.
+        The bytes are those of the cheapest track, without stored groups; 0 without a ``catalog``.
         """
         some = self._some(peer)
         links = []
@@ -232,7 +229,7 @@ class AsyncClient:
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
 
-        No play needs this: every computation is timed. It is for those who want the first one to know the cost.
+        Optional: plays time every computation. Use it if the first play needs the cost.
 
         Args:
             engine: the engine; None: the client's.
@@ -264,27 +261,28 @@ class AsyncClient:
         engine: Engine | None = None,
         peer: PeersLike = None,
     ) -> Played | NothingCached:
-        """Get the KV cache of a prompt: the longest prefix that the origin has, as good as the deadline allows.
+        """Get the KV cache of a prompt: the longest prefix at the origin, at the best quality that the deadline allows.
 
         Args:
             tokens: ids of the prompt; `MediaTokens` if some stand for pictures, sound or films.
-            parts: the prompt instead, if passages of it may be cached by themselves, see `Played.approximate`.
-            question: ids whose attention chooses what a `BlendEngine` computes again; None: the text that ends `parts`.
-            share: share of the passages' tokens that it computes, as far as time allows; None: what it is worth.
-            deadline: seconds from this call in which the cache is wanted. Connecting, waiting for a turn, and the
-                engine's own time for what no cache covers come out of it.
+            parts: the prompt in parts, if passages of it may be cached separately, see `Played.approximate`.
+            question: ids that select, by attention, tokens for a `BlendEngine` to recompute; None: the text that ends
+                `parts`.
+            share: share of the passages' tokens to recompute, if time allows; None: the share that pays off.
+            deadline: seconds from this call to a usable cache, including connecting, waiting for a turn, and computing
+                uncached tokens.
             options: how to play; None: the client's.
-            model: whose cache; None: the client's, else the engine's, else the only model that the origin has. A spec
-                means its own group size; a name or an engine, the group size with the longest prefix.
-            engine: computes what would be late; None: the client's.
-            peer: another origin or relay: from `peer`, a URL, or an open connection; or several; None: the client's.
+            model: the model of the cache; None: the client's, else the engine's, else the only one at the origin. A
+                spec fixes the group size; with a name or an engine, the group size with the longest prefix is used.
+            engine: computes groups that would be late; None: the client's.
+            peer: an origin or relay, from `peer`, as a URL, or an open connection; or several; None: the client's.
 
         Raises:
-            UsageError: an argument is wrong, or it is not clear which model is meant.
+            UsageError: an argument is wrong, or the model is ambiguous.
             BusyError: there are too many plays; compute the prompt instead.
-            IncompleteError: the deadline has come, groups are missing, and there is no engine. The error says which,
-                and has the cache of those before them; `PlayOptions.patience` allows more time.
-            PlayError: the cache can neither be fetched nor computed; the message says why.
+            IncompleteError: groups are missing at the deadline, and there is no engine. The error lists them
+                and has the cache of the groups before them; `PlayOptions.patience` allows more time.
+            PlayError: the cache can be neither fetched nor computed; the message says why.
             ModelError: the engine failed, and the network could not make up for it.
             PolicyError: from the policy or the estimator.
         """
@@ -296,7 +294,7 @@ class AsyncClient:
             prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens, computing)
-        peer = self._some(peer)  # later there may be more
+        peer = self._some(peer)  # fixed now: peers may be added later
         how = {"any_group_tokens": any_size, "salt": options.salt, "live": options.live}
 
         alone = computing if prompt is None else None
@@ -345,21 +343,21 @@ class AsyncClient:
         engine: Engine | None = None,
         peer: PeersLike = None,
     ) -> Played:
-        """Get the cache that is published under a name; `play` finds the name by the prompt.
+        """Get the cache published under a name; `play` finds the name by the prompt.
 
         Args:
-            asset: its namespace, or ``MODEL/DIGEST``, or what `find_asset` returned.
+            asset: its namespace, ``MODEL/DIGEST``, or a result of `find_asset`.
             deadline: as for `play`.
-            tokens: ids of the asset's tokens; an engine needs them. If the asset has a salt, so does checking them.
-            engine: as for `play`; the client's engine is used only if there are tokens.
+            tokens: ids of the asset's tokens; required for an engine, and to check an asset with a salt.
+            engine: as for `play`; the client's is used only with tokens.
             options: as for `play`.
             peer: as for `play`.
 
         Raises:
-            NotFoundError: there is no such asset, or none that we may read.
+            NotFoundError: the asset does not exist, or we may not read it.
             TransportError: its catalog cannot be fetched.
-            FormatError: its catalog is not what its name says, or none of its tracks can be decoded here.
-            UsageError: an argument is wrong, for example tokens that are not the asset's.
+            FormatError: its catalog does not match its name, or none of its tracks can be decoded here.
+            UsageError: an argument is wrong, for example tokens of another asset.
             BusyError, IncompleteError, PlayError, ModelError, PolicyError: as `play`.
         """
         options = options or self.options
@@ -389,7 +387,7 @@ class AsyncClient:
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
     ) -> None:
-        """Have a GPU's kernels tried, and its speed measured, in the background, see `warm_engine`."""
+        """Try a GPU's kernels and measure its speed in the background, see `warm_engine`."""
         warm_engine(spec, device, dtype, like, self._memory.speeds)
 
     async def play_coded(
@@ -399,13 +397,13 @@ class AsyncClient:
 
         Args:
             found: from `find` or `find_asset`.
-            deadline: as for `play`; expanding it comes out of it.
+            deadline: as for `play`; includes expanding the cache.
             options: as for `play`; ``recompute``, ``out`` and ``after`` have no effect.
             peer: as for `play`.
 
         Raises:
             FormatError: none of the asset's tracks can be decoded here.
-            BusyError, IncompleteError, PlayError, PolicyError: as `play`; an incomplete cache is not handed over.
+            BusyError, IncompleteError, PlayError, PolicyError: as `play`; an incomplete cache is not returned.
         """
         options = replace(options or self.options, out=None, after=None)
         async with self._play(deadline, options, peer) as play:
@@ -421,26 +419,24 @@ class AsyncClient:
         peer: PeersLike = None,
         time_price: float = 0.0,
     ) -> Hinted:
-        """Prepare for a play that is expected to come: fetch what is cached into the local store.
+        """Prepare an expected play: fetch cached groups into the local store.
 
-        Plays come first: hints take neither their turns, of which they have as many (`Limits.plays`), nor the link
-        while plays want it. Nothing is decoded. A play of the prompt then needs the network only for its lookup, and
-        for what was published since.
+        Plays have priority: hints have their own turns (as many as `Limits.plays`) and use only spare bandwidth. Groups
+        are not decoded. A later play needs the network only for its lookup and newly published groups.
 
         Args:
             asset: as for `play_asset`.
-            within_s: seconds that this may take. What has come by then stays in the store.
-            keep_s: seconds for which other groups make room in the store before these, up to half of memory and of the
-                other tier. Groups in an object store stay there in any case.
+            within_s: time limit in seconds. Groups received by then stay in the store.
+            keep_s: seconds for which the store evicts other groups first, within half of memory and half of the other
+                tier. An object store never evicts.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
-            time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
-                in the best quality.
+            time_price: price of a second of fetching, nats per generated token. 0: fetch as much as possible.
 
         Raises:
-            NotFoundError: there is no such asset, or none that we may read.
+            NotFoundError: the asset does not exist, or we may not read it.
             UsageError: an argument is wrong.
-            TransportError, FormatError: what the origin has cannot be asked for, or used.
+            TransportError, FormatError: the asset cannot be fetched or used.
             BusyError, PlayError, PolicyError: as `play`.
         """
         check_deadline(within_s)
@@ -456,7 +452,7 @@ class AsyncClient:
             ended = await play_coded(play, await prepare(play, name))
             played = play.turn.over(report_coded(play, ended, whole=False))
         if keep_s > 0:
-            # The first groups of all tracks come first: they are the last that are kept no longer.
+            # First groups of all tracks first: the store drops the protection of later ones first.
             groups = zip_longest(*(track.digests for track in name.catalog.tracks))
             digests = [digest for group in groups for digest in group if digest is not None]
             await self.store.keep(digests, time.monotonic() + keep_s)
@@ -474,17 +470,17 @@ class AsyncClient:
         options: PlayOptions | None = None,
         peer: PeersLike = None,
     ) -> PlayedPrefix:
-        """Play for an engine that computes by itself what it is not given, up to the first miss.
+        """Play for an engine that computes the rest of the prompt, up to the first miss.
 
         Args:
             found: from `find`.
             deadline: as for `play`.
-            cost: of the engine's prefill, by which the player protects the first groups.
-            skip: leading groups that the engine has already, with all that a prompt needs which goes on behind them
+            cost: cost of the engine's prefill, used to protect the first groups.
+            skip: leading groups that the engine already has, with the state needed to continue after them
                 (`Catalog.suffix`).
-            behind: tokens of the prompt that no cache covers; computing them comes out of the deadline.
-            block: the engine takes whole blocks of this many tokens: the prefix ends at a multiple of it. If the model
-                has windows, what was found must be cut to such an end, too (`Catalog.prefix`).
+            behind: uncached tokens of the prompt; computing them counts against the deadline.
+            block: the engine's block size in tokens: the prefix ends at a multiple of it. For a model with windows, cut
+                ``found`` to such an end too (`Catalog.prefix`).
             options: as for `play`; ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect.
             peer: as for `play`.
 
@@ -511,16 +507,16 @@ class AsyncClient:
         options: PlayOptions | None = None,
         peer: PeersLike = None,
     ) -> int:
-        """Return how many tokens at the end of a cache its engine should compute with what follows.
+        """Return the number of tokens at the end of a cache that its engine should compute with the rest of the prompt.
 
-        A play chooses that itself. This is for engines that must know what they get before anything is played.
+        Plays choose it themselves; this is for engines that need the length of the prefix before a play.
 
         Args:
-            catalog: what was found.
+            catalog: from `find`.
             deadline: seconds left to fetch it.
-            cost: of the engine's prefill.
-            behind: tokens of the prompt that no cache covers.
-            block: the engine takes whole blocks of this many tokens.
+            cost: as for `play_prefix`.
+            behind: uncached tokens of the prompt.
+            block: the engine's block size in tokens.
             options: as for `play`.
             peer: as for `play`.
 
@@ -559,17 +555,17 @@ class AsyncClient:
         Args:
             tokens: ids of the prompt.
             model: as for `play`.
-            salt: the tenant's secret; None: that of the client's options.
-            within_s: seconds that it may take.
-            any_dtype: accept a cache whose element type is not the model's; groups are decoded to any type.
+            salt: the tenant's secret; None: the client's.
+            within_s: time limit in seconds.
+            any_dtype: accept a cache of another element type; groups are decoded to any type.
             peer: as for `play`.
-            live: also find a cache that is still being prefilled; None: as the client's options say.
+            live: also find a cache that is still being prefilled; None: use the client's options.
 
         Raises:
-            UsageError: an argument is wrong, or it is not clear which model is meant.
-            TransportError: the origin cannot be asked, or not in time.
-            ForeignError: it has a cache of another model or shape.
-            FormatError: what it has is no catalog.
+            UsageError: an argument is wrong, or the model is ambiguous.
+            TransportError: the origin cannot be reached, or not in time.
+            ForeignError: the cache is of another model or shape.
+            FormatError: the answer is not a catalog.
         """
         check_prompt(tokens)
         wanted, any_size = model_of(model or self._model, self.engine)
@@ -588,12 +584,12 @@ class AsyncClient:
         peer: PeersLike = None,
         live: bool | None = None,
     ) -> Found:
-        """Return the catalog of an asset whose name is known; ``live`` as for `find`.
+        """Return the catalog of an asset by its name; ``live`` as for `find`.
 
         Raises:
-            NotFoundError: there is none, or none that we may read.
+            NotFoundError: the asset does not exist, or we may not read it.
             TransportError: it cannot be fetched, or not in time.
-            FormatError: it is not what its name says.
+            FormatError: it does not match its name.
         """
         name = parse_namespace(asset) if isinstance(asset, str) else asset
         live, peer = self.options.live if live is None else live, self._some(peer)
@@ -601,11 +597,13 @@ class AsyncClient:
             return await self._catalog(connection, peer, name, within_s, live=live)
 
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeersLike = None) -> None:
-        """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
+        """Fetch the codec profile of an asset unless it is cached.
+
+        A play fetches it only if that pays for this one play.
 
         Raises:
             TransportError: it cannot be fetched, or not in time.
-            FormatError: it is not what the catalog names, or of another model.
+            FormatError: it is not the catalog's profile, or is of another model.
         """
         if not self._memory.profiles.has(catalog):
             async with self._asking(within_s, peer) as connection:
@@ -613,23 +611,23 @@ class AsyncClient:
                 await self._memory.profiles.fetch(connection, catalog)
 
     async def models(self, *, within_s: float = _FIND_S, peer: PeersLike = None) -> Sequence[KVSpec]:
-        """Return the specs of the models of which we may read an asset.
+        """Return the specs of the models with assets that we may read.
 
         Raises:
-            NotFoundError: the origin does not tell.
-            TransportError: it cannot be asked, or not in time.
-            FormatError: it answers with something else.
+            NotFoundError: the origin does not list its models.
+            TransportError: it cannot be reached, or not in time.
+            FormatError: the answer is not a list of models.
         """
         async with self._asking(within_s, peer) as connection:
             await connection.reach()
             return await fetch_models(connection)
 
     async def close(self) -> None:
-        """End all plays and connections; plays that wait for their turn are refused. In a forked child do nothing."""
+        """End all plays and connections, and refuse waiting plays. Has no effect in a forked child."""
         if not self._home.here:
             return
         await self._runner.close()
-        for peer in list(self._peers.values()):  # somebody may still ask for another one
+        for peer in list(self._peers.values()):  # a caller may still add one
             await peer.close()
         await self.store.close()
 
@@ -653,9 +651,9 @@ class AsyncClient:
         cost: PrefillCost | None,
         peer: PeersLike,
     ) -> tuple[Played | None, float]:
-        """Compute a prompt without waiting for a lookup, if that pays.
+        """Compute a prompt without a lookup, if that pays.
 
-        Return None if it does not, or the engine fails, and the seconds that are left to the deadline.
+        Return the result, or None if it does not pay or the engine fails; and the seconds left.
         """
         if engine is None or cost is None:
             return None, deadline
@@ -668,7 +666,7 @@ class AsyncClient:
             trying = [] if at_once else [asyncio.create_task(self._try(tokens, deadline, options, model, peer))]
             try:
                 return play.turn.over(await compute(play)), play.clock.left()
-            except ModelError:  # the network may have it
+            except ModelError:  # the origin may have it
                 if play.clock.left() <= 0:
                     raise
             finally:
@@ -678,7 +676,7 @@ class AsyncClient:
     async def _try(
         self, tokens: Sequence[int], deadline: float, options: PlayOptions, model: KVSpec | str | None, peer: PeersLike
     ) -> None:
-        """Fetch a prompt's cache beside an engine that computes it, to learn what the link carries."""
+        """Fetch a prompt's cache while an engine computes it, to measure the link."""
         options = replace(options, log=None, telemetry=None, watch=None, out=None, after=None)
         with suppress(KvabrError):
             found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False)
@@ -699,7 +697,7 @@ class AsyncClient:
         return self._peers[peer]
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
-        """Return peers as they were named, at least one."""
+        """Return the named peers, or else the client's; at least one."""
         self._home.check()
         named = self._origins if peers is None else tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
         if not named:
@@ -715,7 +713,6 @@ class AsyncClient:
         within_s: float,
         **how: Any,
     ) -> tuple[Found | Unplayable | None, KVSpec | None]:
-        """Do as `ClientPeer.find` at all sources."""
         pairs = zip(self._some(peers), connection.sources, strict=True)
         lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
@@ -724,17 +721,16 @@ class AsyncClient:
     async def _catalog(
         self, connection: PlaySources, peers: PeersLike, name: TrackNamespace, within_s: float, *, live: bool
     ) -> Found:
-        """Do as `ClientPeer.catalog` at all sources."""
         pairs = zip(self._some(peers), connection.sources, strict=True)
         found, _ = await first_found(
             connection, [one.catalog(source, name, live=live) for one, source in pairs], within_s=within_s
         )
-        assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
+        assert isinstance(found, Found)  # noqa: S101  # if it is missing, first_found raises
         return found
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
-        """Yield the sources of what is not a play."""
+        """Yield the sources for requests outside plays."""
         some = self._some(peers)
         try:
             with ExitStack() as told:
@@ -763,13 +759,11 @@ class AsyncClient:
 
 
 def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:
-    """Return the message of a `TransportError` after ``seconds`` without an answer, with the trouble of the peers."""
     troubles = "; ".join(dict.fromkeys(peer.trouble for peer in peers if peer.trouble))
     return f"no answer within {seconds:.3g} s" + (f" ({troubles})" if troubles else "")
 
 
 def _listed(peers: PeersLike) -> Sequence[ClientPeer | PeerConnection | str]:
-    """Return one or several peers as a sequence; none for None."""
     if isinstance(peers, Sequence) and not isinstance(peers, str):
         return [peer for peer in peers if peer is not None]
     return () if peers is None else (peers,)

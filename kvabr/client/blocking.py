@@ -3,8 +3,7 @@
     with Client("moqt://origin.example/", engine=engine) as client:
         played = client.play(tokens, deadline=2.0)
 
-One event loop runs in a private thread as long as the client lasts. All methods may be called from any thread. Ctrl-C
-cancels the play that the main thread waits for.
+One event loop runs in a private thread. All methods are thread-safe. Ctrl-C cancels the main thread's play.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CLEAR_S = 5.0
-"""Seconds that a cancelled call, or the end of the loop, may take to clear up."""
+"""Seconds to clean up after a cancelled call, or at the end."""
 
 
 class LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         self.home = HomeProcess("the client")
-        """The process that has the thread."""
+        """The thread's process."""
         with told_if_exhausted():
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="kvabr-loop", daemon=True)
@@ -50,7 +49,7 @@ class LoopThread:
                 raise
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop, and return its result; what interrupts the wait also cancels it."""
+        """Run a coroutine on the loop, and return its result; an interrupt cancels it."""
         over = threading.Event()
         task: asyncio.Task[Any] | None = None
 
@@ -70,20 +69,19 @@ class LoopThread:
 
         self._check(work)
         try:
-            # The coroutine may run, and an interrupt come, before the future is in our hands: cancel the task instead.
+            # An interrupt may arrive before the future exists: cancel the task.
             return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
         except CancelledError:
             raise ConnectionLostError("this side closed the connection") from None
         except BaseException:
             if not over.is_set():
-                # Interrupted: nothing of the call must be left when the caller goes on.
-                # By one turn of the loop later, a task that was to begin has begun.
+                # Interrupted: end the call before returning. One turn of the loop later, a starting task has started.
                 self._loop.call_soon_threadsafe(self._loop.call_soon, stop)
                 over.wait(_CLEAR_S)
             raise
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop without waiting for it; cancelling the future cancels it."""
+        """Start a coroutine on the loop; cancelling the future cancels it."""
         self._check(work)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -96,7 +94,7 @@ class LoopThread:
             raise UsageError("the client is closed")
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel all tasks, and end the thread."""
         if not self._thread.is_alive():
             return
 
@@ -118,25 +116,25 @@ class LoopThread:
 
 
 class Handle(Generic[T]):
-    """A play or a lookup under way."""
+    """An open play or lookup."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
 
     def done(self) -> bool:
-        """Return whether it is over, one way or the other."""
+        """Return whether it has ended."""
         return self._future.done()
 
     def cancel(self) -> None:
-        """End it and its downloads, now. Does nothing if it is over."""
+        """End it and its downloads now, if it has not ended."""
         self._future.cancel()
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the result, and return it.
 
         Raises:
-            PlayError: it was cancelled. Otherwise as the call that began it.
-            TimeoutError: it is not over after ``timeout_s`` seconds; it goes on.
+            PlayError: it was cancelled. Otherwise as the call that started it.
+            TimeoutError: it has not ended after ``timeout_s`` seconds, and continues.
         """
         try:
             return self._future.result(timeout_s)
@@ -144,22 +142,22 @@ class Handle(Generic[T]):
             raise PlayError("the play was cancelled") from None
 
     def when_done(self, call: Callable[[Handle[T]], None]) -> None:
-        """Call ``call`` once it is over, at once if it is, on any thread; it should return quickly."""
-        # The future keeps the callback. Were this handle in it, the result would stay until garbage is collected.
+        """Call ``call``, which should be quick, on any thread at its end, or at once."""
+        # The future keeps the callback. If that held this handle, the result would stay until garbage collection.
         self._future.add_done_callback(lambda future: call(Handle(future)))
 
 
 def _like(
     method: Callable[Concatenate[AsyncClient, P], object],
 ) -> Callable[[Callable[..., T]], Callable[Concatenate[Client, P], T]]:
-    """Give a method of `Client` the parameters of one of `AsyncClient`."""
+    """Copy the parameters of an `AsyncClient` method."""
     return lambda function: update_wrapper(function, method, assigned=())
 
 
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """Return a method of `AsyncClient` as one of `Client`, which blocks until it is done."""
+    """Make a blocking method of `Client`."""
 
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._call(method(self._client, *args, **kwargs))
@@ -169,7 +167,7 @@ def _blocking(
 
 
 class Closable(Protocol):
-    """What a loop in a thread closes at the end."""
+    """Closed with its loop."""
 
     async def close(self) -> None:
         """Close it."""
@@ -179,7 +177,7 @@ C = TypeVar("C", bound=Closable)
 
 
 class Background(Generic[C]):
-    """An asynchronous client on an event loop in a thread of its own."""
+    """An asynchronous client on an event loop in its own thread."""
 
     def __init__(self, client: C) -> None:
         """Start the thread."""
@@ -188,7 +186,7 @@ class Background(Generic[C]):
         self._closed = False
 
     def begin(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Handle[T]:
-        """Begin anything that the client does, on its event loop, and return at once.
+        """Start any work of the client on its event loop, and return at once.
 
         Raises:
             UsageError: this client is closed.
@@ -198,7 +196,7 @@ class Background(Generic[C]):
         return Handle(self._loop.begin(work(self._client)))
 
     def close(self) -> None:
-        """Close the client, and end the thread; may be called twice. In a forked child do nothing."""
+        """Close the client, and end the thread; may be called twice. Has no effect in a forked child."""
         if not self._closed and self._loop.home.here:
             self._closed = True
             try:
@@ -230,12 +228,12 @@ class Client(Background[AsyncClient]):
 
     @property
     def options(self) -> PlayOptions:
-        """How to play, for plays that do not say otherwise."""
+        """Default options of plays."""
         return self._client.options
 
     @property
     def metrics(self) -> ClientMetrics:
-        """Counts what happens."""
+        """Counts and timings of the client."""
         return self._client.metrics
 
     @_like(AsyncClient.peer)
@@ -248,7 +246,7 @@ class Client(Background[AsyncClient]):
         self._call(self._client.connect(peer))
 
     def stats(self, peer: PeerLike = None) -> ConnectionStats:
-        """Return what is known of the connection to a peer, which is made if there is none."""
+        """Return the statistics of the connection to a peer, connecting if necessary."""
 
         async def ask() -> ConnectionStats:
             return (await self._client.connect(peer)).stats()
@@ -257,7 +255,7 @@ class Client(Background[AsyncClient]):
 
     @_like(AsyncClient.play)
     def submit(self, *args: Any, **kwargs: Any) -> Handle[Played | NothingCached]:
-        """Begin a play, and return at once; see `AsyncClient.play`."""
+        """Start a play, and return at once; see `AsyncClient.play`."""
         return self.begin(lambda client: client.play(*args, **kwargs))
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""One call of a client: its turn, its engine and its prompt, and what the client knows of peers and machine."""
+"""One call of a client: its turn, engine and prompt, and the client's measurements."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from kvabr.types.events import SourceLeftOut
 T = TypeVar("T")
 
 _FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
-"""Seconds, or multiples of a guess, for which an engine is waited for of which nothing was timed: a first call may load
-and compile, and the guess be wrong."""
+"""Longest wait for an engine without timings, in seconds and multiples of its estimate: a first call may load and
+compile, and the estimate may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a client remembers from one play to the next."""
+    """State that a client keeps between plays."""
 
     profiles: ProfileCache
     history: PeerHistory
     """Speeds of peers."""
     speeds: DecodeSpeeds
-    """How fast this machine decodes."""
+    """Decode speeds of this machine."""
     costs: EngineCosts
-    """What the prefills of engines take here."""
+    """Prefill costs of engines on this machine."""
 
 
 @dataclass(slots=True)
@@ -53,22 +53,22 @@ class PlayCall:
     turn: Turn
     memory: Memory
     engine: Engine | None
-    """Computes what would be late."""
+    """Computes late groups."""
     cost: PrefillCost | None
-    """Of the engine's prefill; a prefix play needs it."""
+    """Cost of the engine's prefill; required for a prefix play."""
     tokens: Sequence[int]
     """Ids of the prompt, for the engine."""
     connection: PlaySources = field(init=False)
     options: PlayOptions = field(init=False)
     clock: Clock = field(init=False)
     device: torch.device | None = field(init=False)
-    """Where the cache is decoded; None: on the processor."""
+    """Device for decoding the cache; None: the processor."""
     decoders: int = field(init=False)
-    """How many groups are decoded beside each other; a GPU takes one batch after the other."""
+    """Groups decoded in parallel; a GPU takes one batch at a time."""
 
     def __post_init__(self) -> None:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
-        # Not a method of its own, with which the connection would keep what the play has left in memory.
+        # A bound method would make the connection keep the play's data in memory.
         self.connection.left_out = partial(_left_out, self.options, self.clock)
         out, device = self.options.out, self.options.device
         self.device = device if out is None else out.device
@@ -77,30 +77,30 @@ class PlayCall:
 
     @property
     def link(self) -> KnownLink:
-        """What earlier plays have found out of the links to its sources, together."""
+        """Estimate of the links to all sources together, from earlier plays."""
         history = self.memory.history
         return KnownLink.of_all(history.best(source.names) for source in self.connection.downloads)
 
     @property
     def left_s(self) -> float:
-        """Seconds to the deadline, less what is kept in reserve."""
+        """Seconds to the deadline, less a reserve."""
         return self.clock.left() - guard_s(self.clock.deadline_s)
 
     @property
     def patience_s(self) -> float:
-        """When an incomplete play ends, seconds since the call; an engine may take longer."""
+        """Time limit without an engine, seconds since the call."""
         return self.options.patience * self.clock.deadline_s
 
     @property
     def doubt_s(self) -> float:
-        """Seconds for which an engine is waited for beyond what it should take: many for its first call."""
+        """Seconds to wait for an engine beyond its estimate: many for its first call."""
         engine = self.engine
         if engine is None or self.options.prefill_cost is not None or not self.memory.costs.of(engine).empty:
             return 0.0
         return max(_FIRST_CALL_S, _FIRST_CALL_TIMES * self.engine_s(0, len(self.tokens)))
 
     def engine_s(self, before: int, tokens: int) -> float:
-        """Return the seconds that the engine needs for ``tokens`` behind ``before`` others; 0.0 without an engine."""
+        """Return the engine's seconds for ``tokens`` after ``before`` others; 0.0 without an engine."""
         return 0.0 if self.cost is None else self.cost.seconds(before, tokens)
 
     def estimator(self) -> Estimator:
@@ -108,17 +108,17 @@ class PlayCall:
         return new_estimator(self.options.policy, self.options.estimator)
 
     def save_costs(self) -> None:
-        """Write what the engine's prefills took."""
+        """Save the engine's prefill timings."""
         if self.engine is not None:
             asyncio.get_running_loop().run_in_executor(None, self.memory.costs.save_engine, self.engine)
 
     def with_trouble(self, message: str) -> str:
-        """Return an error message with what the connection knows of the cause."""
+        """Return an error message with the connection's error added."""
         trouble = self.connection.trouble
         return message if trouble is None or trouble in message else f"{message}; {trouble}"
 
     async def in_time(self, read: Callable[[], T]) -> T:
-        """Return what comes of reading a catalog, which may take a while; a `PlayError` says that it took too long."""
+        """Read a catalog in a thread; raise `PlayError` if it takes too long."""
         end_s = None if self.engine is not None else max(0.0, self.patience_s - self.clock.now())
         try:
             async with asyncio.timeout(end_s):

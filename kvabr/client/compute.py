@@ -1,4 +1,4 @@
-"""Has an engine compute a whole prompt of which nothing is fetched."""
+"""Compute a whole prompt with the engine, without fetching."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvabr.types.units import computed_shape
 
 
 async def compute(call: PlayCall) -> Played:
-    """Let the engine compute the whole prompt; raise `ModelError` if it fails or does not end."""
+    """Compute the whole prompt; raise `ModelError` if the engine fails or does not end."""
     engine, tokens, options, clock = call.engine, call.tokens, call.options, call.clock
     if engine is None:
         raise UsageError("there is no engine to recompute with")
@@ -41,7 +41,7 @@ async def compute(call: PlayCall) -> Played:
         raise ModelError(f"nothing was fetched, and the engine did not end within {patience_s:.1f} s") from error
     except KvabrError:
         raise
-    except Exception as error:  # engines raise whatever they like
+    except Exception as error:  # engines raise arbitrary errors
         raise ModelError(f"nothing was fetched, and the engine failed: {error!r}") from error
     ttft_s = clock.now()
     took_s, met = ttft_s - lookup_s, ttft_s <= clock.deadline_s
@@ -59,7 +59,7 @@ async def compute(call: PlayCall) -> Played:
 
 
 def _checked(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Have the whole prompt computed, and check it; called in the engine's thread, where a GPU is waited for."""
+    """Compute the whole prompt, and check it; called in the engine's thread, which waits for a GPU."""
     parts = computed(engine, tokens)
     for kv, part in zip(parts, engine.spec.parts, strict=True):
         due = computed_shape(part, len(tokens))
@@ -69,7 +69,7 @@ def _checked(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
 
 
 def _placed(call: PlayCall, parts: tuple[torch.Tensor, ...], spec: KVSpec) -> tuple[torch.Tensor, ...]:
-    """Return what an engine computed in the tensor or element type that the caller wants."""
+    """Return computed tensors in the caller's tensor or element type."""
     options, tokens = call.options, len(call.tokens)
     if options.out is None:
         wanted = [options.dtype or part.torch_dtype for part in spec.parts]
@@ -87,6 +87,6 @@ def _placed(call: PlayCall, parts: tuple[torch.Tensor, ...], spec: KVSpec) -> tu
 
 
 def computed(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Compute a whole prompt, [layer, K/V, head, token, dim] per layer class, and leave it where the engine has it."""
+    """Compute a whole prompt, [layer, K/V, head, token, dim] per layer class, on the engine's own device."""
     room = engine.reside(len(tokens)) if isinstance(engine, ResidentEngine) else None
     return prefill_classes(engine, tokens) if room is None else (room.prefill(tokens, 0),)

@@ -1,6 +1,6 @@
-"""How fast this machine decodes: measured once per model and device, off the path of every play, and kept in a file.
+"""Decode speeds of this machine, measured once per model and device in the background, and kept in a file.
 
-Until a model is measured, and if it cannot be, plays begin with what the catalog says, and correct it.
+Unmeasured, plays start with the catalog's times, and correct them.
 """
 
 from __future__ import annotations
@@ -34,31 +34,30 @@ from kvabr.types.errors import KvabrError
 from kvabr.types.once import once
 
 SPEEDS_FILE = "decode-rates.json"
-"""Name of the file in the folder of a client or user."""
+"""File name in the folder of a client or user."""
 _MAX_TRACKS = 64
 _MAX_S = 10.0
 """Longest plausible time for one token."""
 BUDGET_S, _GPU_BUDGET_S = 0.05, 0.5
-"""Processor seconds for all tracks of a model, and seconds on a GPU. A family is then represented by the tracks that
-were measured so far."""
+"""Processor seconds for all tracks of a model, and seconds on a GPU; then measured tracks represent their families."""
 BATCH = "batch "
-"""Before a family's name: the seconds that a batch takes besides those of its groups."""
+"""Key prefix of a family's fixed seconds per batch."""
 _GPU_GUESS = 32.0
-"""How many times faster than a thread a GPU that was not measured should be, at least."""
+"""Assumed speed of an unmeasured GPU, in multiples of a thread's."""
 _BATCHED = 8
-"""Groups of a batch that is timed."""
+"""Groups of a timed batch."""
 _SMALL, _LARGE = 1 << 19, 3 << 19
-"""Elements to decode: of a codec whose time is proportional to them, and of one with a cost per 128 tokens."""
+"""Elements to decode: for codecs with proportional time, and with a cost per 128 tokens."""
 _RUNS = 2
 _one_core = threading.local()
 _one_core_lock = threading.Lock()
 
 
 def on_one_core() -> None:
-    """Have torch use no other threads for what this thread does: the others decode groups of their own.
+    """Limit torch to this thread: other threads decode their own groups.
 
-    Torch has a number for each thread, which this sets, and one for threads that are new to torch, which this leaves as
-    it was. With OpenMP's usual threads, 2 decoders on 2 busy cores took ten times the processor time.
+    Torch has a count per thread, set here, and a default for new threads, kept here. With OpenMP's default, 2 decoders
+    on 2 busy cores took ten times the processor time.
     """
     if getattr(_one_core, "done", False):
         return
@@ -81,17 +80,15 @@ def measure(
 ) -> dict[str, float]:
     """Return the seconds that this thread takes to check and decode a token, by track.
 
-    A GPU takes n groups at once, in T(n) = a + b n: b is returned by track, and a by family, under `BATCH`. Its kernels
-    are compiled first.
-
-    Each family's smallest track is measured, then all others while the budget lasts. Frames are made up, see
-    `SampleFrames`; codecs that are not built in, and tracks whose profile is missing, are left out.
+    A GPU decodes n groups at once in T(n) = a + b n, with b by track, and a by family under `BATCH`; kernels are
+    compiled first. The smallest track of each family is measured, then others within the budget, on synthetic frames
+    (`SampleFrames`). Plug-in codecs, and tracks without their profile, are skipped.
 
     Args:
         catalog: the tracks.
         profile: the model's, for tracks that need it.
-        device: where the cache is; None: the processor.
-        clock: seconds, for the processor; processor time does not count the machine's other work.
+        device: device of the cache; None: the processor.
+        clock: for the processor; processor time excludes the machine's other work.
         budget_s: seconds to spend; None: `BUDGET_S`, or more on a GPU.
     """
     on_one_core()
@@ -99,7 +96,7 @@ def measure(
         found = dict[str, float]()
         with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             found = _measure_batches(catalog, profile, device, _GPU_BUDGET_S if budget_s is None else budget_s)
-        return found  # nothing, if there is no memory for it
+        return found  # empty if the GPU has no memory for it
     budget_s = BUDGET_S if budget_s is None else budget_s
     began, found = clock(), {}
     samples: dict[int, SampleFrames] = {}
@@ -114,9 +111,9 @@ def measure(
 
 
 def _by_family(catalog: Catalog) -> Iterator[tuple[Track, float]]:
-    """Yield the smallest track of each family, the fast ones first, then the others.
+    """Yield the smallest track of each family, fast ones first, then the others.
 
-    The number is the share of the budget after which it is too late to begin.
+    The number is the share of the budget that may be spent before it.
     """
     tracks = sorted((track for track in catalog.tracks if track.name in BUILTIN), key=lambda track: track.total_bytes)
     first: dict[str, Track] = {}
@@ -155,7 +152,7 @@ def _timed_decode(
 def _sample(
     catalog: Catalog, track: Track, profile: Profile | None, tokens: int, samples: dict[int, SampleFrames]
 ) -> tuple[SampleFrames, list[memoryview]]:
-    """Return the maker of a group's frames, and the payloads below those of a track."""
+    """Return the maker of a group's frames, and the payloads below a track."""
     spec = catalog.spec.largest
     sinks = 0 if profile is None else profile.of(spec).sinks
     behind_sinks = spec.group_tokens * (1 + sinks // spec.group_tokens)
@@ -171,7 +168,6 @@ def _sample(
 def _measure_batches(
     catalog: Catalog, profile: Profile | None, device: torch.device, budget_s: float
 ) -> dict[str, float]:
-    """Do as `measure` on a GPU, or wherever batches are decoded."""
     spec, found = catalog.spec.largest, dict[str, float]()
     samples: dict[int, SampleFrames] = {}
     places = [
@@ -198,7 +194,7 @@ def _measure_batches(
 
 
 def _timed_batch(group: CodedGroup, places: Sequence[TensorPlace]) -> tuple[float, float]:
-    """Return the seconds that a batch takes at least, and those that this took, without what is done once."""
+    """Return the least seconds of a batch and the sum, without the first run."""
     times = []
     for _ in range(1 + _RUNS):
         start = time.perf_counter()
@@ -212,16 +208,16 @@ def _timed_batch(group: CodedGroup, places: Sequence[TensorPlace]) -> tuple[floa
 
 
 def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
-    """Return seconds per full group of a catalog's tracks, from seconds per token of some of them.
+    """Return seconds per full group of a catalog's tracks, from some tracks' seconds per token.
 
-    A track that was not measured takes what the catalog says, times what its family takes longer here.
+    Others take the catalog's time, scaled by their family.
     """
     tokens = catalog.spec.largest.rows
     found = {track.name: per_token[track.name] * tokens for track in catalog.tracks if track.name in per_token}
     factors: dict[str, list[float]] = {}
     for name, seconds in found.items():
         said = catalog.track(name).decode_s
-        if said > 0 and 0 < (factor := seconds / said) < math.inf:  # a catalog may say anything
+        if said > 0 and 0 < (factor := seconds / said) < math.inf:  # catalogs are not trusted
             factors.setdefault(family(name), []).append(factor)
     for track in catalog.tracks:
         known = factors.get(family(track.name))
@@ -234,40 +230,40 @@ def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
-    """What decode times belong to, besides the machine."""
+    """Key of decode times within a machine."""
 
     model: str
     """Digest of the KV's spec."""
     profile: str
     """SHA-256 of the codec profile; empty without one."""
     path: str
-    """Code path: that of the native coder, or the GPU's name."""
+    """Code path: the native coder's, or the GPU's name."""
 
     @classmethod
     def of(cls, catalog: Catalog, device: torch.device | None = None) -> ModelKey:
-        """Return the key of a catalog's model; ``device``: where its caches are, None: the processor."""
+        """Return the key of a catalog's model; ``device`` None: the processor."""
         path = "none"
-        with contextlib.suppress(KvabrError):  # KVABR_CODER is wrong: decoding AC says so
+        with contextlib.suppress(KvabrError):  # KVABR_CODER is wrong; decoding AC reports it
             path = f"gpu {torch.cuda.get_device_name(device)}" if _is_gpu(device) else active_path()
         return cls(catalog.spec.digest().hex(), catalog.profile or "", path)
 
     def __str__(self) -> str:
-        """Return the key as it is written in the file."""
+        """Return the key as written in the file."""
         return f"{self.model}:{self.profile}:{self.path}"
 
 
 class DecodeSpeeds:
-    """The file, what it says, and the rates that plays have corrected. May be used from several threads."""
+    """The file, and the rates as corrected by plays. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file if it exists; never raises. Without a path nothing is measured, only corrected."""
+        """Read the file if it exists; never raises. Without a path, rates are only corrected."""
         self._file = MachineFile(path, "decode_rates", _tracks)
         self._lock = threading.Lock()
         self._tried: set[ModelKey] = set()
         self._rates: LRUCache[tuple[object, ...], DecodeRates] = LRUCache(MAX_MODELS)
 
     def rates(self, catalog: Catalog, device: torch.device | None = None) -> DecodeRates:
-        """Return the decode rates for a play; plays of one model share them, and what they observe."""
+        """Return the decode rates for a play; plays of one model share and correct them."""
         key = ModelKey.of(catalog, device)
         times = tuple((track.name, track.decode_s) for track in catalog.tracks)
         known = self._file.get(str(key))
@@ -283,13 +279,13 @@ class DecodeSpeeds:
         return found
 
     def lacks(self, catalog: Catalog, device: torch.device | None = None) -> bool:
-        """Return whether `measure` has something to do: there is a file, and it does not know the model yet."""
+        """Return whether `measure` is useful: there is a file or a GPU, and no entry for the model."""
         key = ModelKey.of(catalog, device)
-        wanted = self._file.path is not None or _is_gpu(device)  # nobody else knows a GPU
+        wanted = self._file.path is not None or _is_gpu(device)  # a catalog has no GPU times
         return wanted and key not in self._tried and self._file.get(str(key)) is None
 
     def measure(self, catalog: Catalog, profile: Profile | None, device: torch.device | None = None) -> None:
-        """Measure a model's decode times, and write the file if there is one; never raises. Takes `BUDGET_S`, or so."""
+        """Measure a model's decode times, and update the file; never raises. Takes about `BUDGET_S`."""
         key = ModelKey.of(catalog, device)
         with self._lock:
             if key in self._tried:
@@ -315,6 +311,6 @@ def _sound(seconds: object) -> bool:
 
 
 def _tracks(found: Any) -> dict[str, float] | None:
-    """Return the seconds per token of one model's tracks; None if they are implausible."""
+    """Return the seconds per token of one model's tracks; None if implausible."""
     tracks = dict(found)
     return tracks if 0 < len(tracks) <= _MAX_TRACKS and all(map(_sound, tracks.values())) else None

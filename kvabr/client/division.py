@@ -1,4 +1,4 @@
-"""How a prompt is divided between network and engine before anything of it is fetched."""
+"""How to divide a prompt between network and engine before fetching."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 
 _BLIND_S = 0.5
-"""Most seconds that an engine takes which begins before anything is known of the link."""
+"""Longest computation, in seconds, to start with an unknown link."""
 _MIN_LEFT_S = 1e-3
 _LOOKUP_SHARE = 0.25
-"""Share of the deadline that a lookup may take although the engine could then not recompute everything in time."""
+"""Least share of the deadline for a lookup, even if the engine could then not recompute everything in time."""
 _MOST_PREFIXES = 16
-"""Most prefixes that are considered where an engine cannot take over anywhere."""
+"""Most prefixes to consider if the engine cannot continue at every group."""
 
 
 def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, link: KnownLink) -> bool:
-    """Return whether an engine is done before a lookup usually brings anything, so that the play needs none."""
+    """Return whether an engine finishes before a typical lookup, so that the play needs none."""
     if cost is None or not _computes_all(options):
         return False
     return computed_before_a_lookup(cost, tokens, link.ttfb_s)
@@ -33,9 +33,9 @@ def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int
 def computes_blindly(
     options: PlayOptions, cost: PrefillCost | None, tokens: int, deadline_s: float, link: KnownLink
 ) -> bool:
-    """Return whether nothing is known of the link, and an engine computes everything in any case, so that it begins.
+    """Return whether the engine should start at once: the link is unknown, and computing everything pays on any link.
 
-    One that takes longer than `_BLIND_S` waits for a lookup, which takes some round trips.
+    Longer computations than `_BLIND_S` wait for a lookup, which takes some round trips.
     """
     if cost is None or link.rate > 0 or not _computes_all(options) or cost.seconds(0, tokens) > _BLIND_S:
         return False
@@ -43,12 +43,12 @@ def computes_blindly(
 
 
 def _computes_all(options: PlayOptions) -> bool:
-    """Return whether an engine computes a prompt that is there, where that costs less."""
+    """Return whether the engine may compute a cached prompt to save cost."""
     return policy_class(options.policy).divides and options.time_price > 0 and math.isfinite(options.gpu_price)
 
 
 def lookup_time(clock: Clock, cost: PrefillCost | None, tokens: int) -> float:
-    """Return the seconds that a lookup may take: as long as the engine could still recompute everything in time."""
+    """Return the longest lookup, in seconds, that leaves the engine time to recompute everything."""
     left_s = max(_MIN_LEFT_S, clock.left())
     if cost is None:
         return left_s
@@ -68,19 +68,19 @@ def tail_choices(
     decoders: int = 1,
     divides: bool = False,
 ) -> tuple[list[TailOffer], list[float]]:
-    """Return how a prefix may be divided between network and engine, and what a play with each offer should cost.
+    """Return possible divisions of a prefix between network and engine, and the expected cost of a play with each.
 
     Args:
-        catalog: the prefix, as a play needs it.
-        cost: of the engine's prefill; None: there is no engine, and a tail only if the options ask for one.
+        catalog: the prefix, from `Found.to_play`.
+        cost: cost of the engine's prefill; None: there is no engine, and a tail only if the options set one.
         options: of the play.
-        rate: of the link, bytes per second; 0.0: it is not known.
+        rate: of the link, bytes per second; 0.0: unknown.
         left_s: seconds to the deadline.
-        following: tokens that the engine computes behind the prefix in any case.
-        skip: leading groups that it has.
-        block: it takes whole blocks of this many tokens.
-        decoders: groups that are decoded at once.
-        divides: the play has the engine compute everything where that costs less.
+        following: tokens after the prefix that the engine always computes.
+        skip: leading groups that the engine has.
+        block: the engine's block size in tokens.
+        decoders: groups decoded in parallel.
+        divides: the engine may compute everything if that costs less.
     """
     most = (0 if cost is None else MOST_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
@@ -100,19 +100,18 @@ def tail_choices(
 def shortened(
     catalog: Catalog, cost: PrefillCost, link: KnownLink, left_s: float, *, skip: int, behind: int, block: int = 1
 ) -> Catalog:
-    """Return the prefix of what was found that is worth fetching: the longest with which the engine is in time.
+    """Return the prefix worth fetching: the longest that lets the engine finish in time, or else the fastest.
 
-    If none is, the one with which it is soonest. All of it where an engine can take over anywhere, and while nothing is
-    known of the link.
+    It is the whole prefix if the engine can continue at every group, or the link is unknown.
 
     Args:
-        catalog: what was found, as a play needs it (`Catalog.to_play`).
-        cost: of the engine's prefill.
-        link: what is known of the link.
+        catalog: the prefix, from `Found.to_play`.
+        cost: cost of the engine's prefill.
+        link: estimate of the link.
         left_s: seconds to the deadline.
-        skip: leading groups of tokens that the engine has.
-        behind: tokens of the prompt that no cache covers.
-        block: the engine takes whole blocks of this many tokens.
+        skip: leading groups that the engine has.
+        behind: uncached tokens of the prompt.
+        block: the engine's block size in tokens.
     """
     kinds = {only.kind for only in catalog.spec.classes}
     if kinds <= {"full", "latent"} or link.rate <= 0:
@@ -128,7 +127,7 @@ def shortened(
             continue
         try:
             shorter = catalog.prefix(count, end)
-        except UsageError:  # there is no snapshot at the end of a block
+        except UsageError:  # no snapshot at the end of a block
             continue
         seconds = _prefix_s(shorter, cost, link, skip, catalog.tokens + behind)
         if seconds < soonest_s:
@@ -137,7 +136,7 @@ def shortened(
 
 
 def _prefix_s(catalog: Catalog, cost: PrefillCost, link: KnownLink, skip: int, tokens: int) -> float:
-    """Return when a prompt of this many tokens is in place, if a prefix is fetched on the cheapest track."""
+    """Return the seconds until a prompt of this many tokens is in place, with its prefix on the cheapest track."""
     left = catalog.suffix(skip)
     nbytes = min(track.total_bytes for track in left.tracks if track.refines is None)
     return link.ttfb_s + nbytes / link.rate + cost.seconds(catalog.tokens, tokens - catalog.tokens)

@@ -1,11 +1,10 @@
-"""The downloads from one peer, which all plays of a client share.
+"""The downloads from one peer, shared by all plays of a client.
 
-A group is looked up in the client's store first, and fetched from the peer if it is not there. Plays that want the same
-group share its download. Once a group whose digest is known is complete, it is checked and put into the store. What was
-requested before its digest was known is put there once a reader has checked it.
+A group is taken from the client's store or else fetched. Plays that need the same group share its download. A complete
+group with a known digest is checked and stored; another is stored once a reader has checked it.
 
-What follows a failure is decided here and in `kvabr.transfer.lane`: a download that its last reader leaves ends, one
-whose peer is lost fails, and one that proves to be damaged is not joined any more.
+Failures are handled here and in `kvabr.transfer.lane`: a download ends when its last reader leaves, fails if its peer
+is lost, and accepts no readers once damaged.
 """
 
 from __future__ import annotations
@@ -24,42 +23,42 @@ from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError
 
 TURN_S = 0.25
-"""Seconds without a byte of anything more urgent after which a download that stands still no longer waits for it."""
+"""Seconds without more urgent bytes after which a stalled download no longer counts as waiting."""
 _HASHING = tuple(threading.Lock() for _ in range(64))
-"""Locks for computing digests. A download has one of them, as one of its own for each would cost more than waiting."""
+"""Shared locks for computing digests: a lock each would cost more than waiting."""
 _CLOSED = "the client was closed"
 
 
 class Download(GroupTransfer):
-    """One group on its way to some plays, from the store or from the peer."""
+    """One group in transfer to some plays, from the store or the peer."""
 
     def __init__(self, request: GroupRequest, owner: Downloads) -> None:
         super().__init__(request)
         self.heard_s = 0.0
         self.unwanted = False
-        """Whether it was ended since nobody reads it."""
+        """True if ended for lack of readers."""
         self.came_from = "network"
-        """``network``, or the part of the store that has it."""
+        """``network``, or a part of the store."""
         self._owner = owner
         self._hashing = _HASHING[hash(request) % len(_HASHING)]
         self._hashed: dict[str, bool] = {}
 
     @property
     def damaged(self) -> bool:
-        """Whether it was checked and is not the group that was requested."""
+        """True if checked, and not the requested group."""
         return self._hashed.get(self.request.digest or "") is False
 
     def keep(self, data: memoryview, where: str) -> None:
-        """Take the whole group from the store, where it was checked when it came."""
+        """Take the whole group from the store, which has checked it."""
         if not self.over:
             self.came_from, self._hashed = where, {self.request.digest or "": True}
             self._more(data, "kept")
             self.finish()
 
     def has_digest(self, digest: str) -> bool:
-        """See `GroupTransfer.has_digest`; it is computed once."""
+        """See `GroupTransfer.has_digest`; computed once per digest."""
         with self._hashing:
-            # Plays of what was not published when they asked for it may each have been told another one.
+            # Plays that requested an unpublished group may have received different digests.
             if digest not in self._hashed:
                 self._hashed[digest] = super().has_digest(digest)
                 if self._hashed[digest] and self.request.digest is None:
@@ -84,8 +83,8 @@ class Download(GroupTransfer):
     def unread(self) -> None:
         """See `GroupTransfer.unread`."""
         if self._owner.waits_its_turn(self):
-            # A player asks again for what stands still. A download that only waits for its turn must not lose its place
-            # by that, and the same reader may join it again at this very moment.
+            # A player repeats stalled requests. A download that only waits must not lose its place: the reader may
+            # rejoin now.
             asyncio.get_running_loop().call_soon(self._end_unread)
         else:
             self._end_unread()
@@ -97,32 +96,31 @@ class Download(GroupTransfer):
 
 
 class Downloads(Carrier):
-    """All downloads from one peer, for one event loop; brings those of groups that the store has."""
+    """All downloads from one peer or from the store, for one event loop."""
 
     def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool = False) -> None:
-        """Dial nothing yet.
+        """Prepare without dialling.
 
         Args:
             peer: the connection.
-            store: keeps what was checked.
-            metrics: counts what comes.
-            own: close the peer with this, and count it while it is connected.
+            store: keeps checked groups.
+            metrics: counts groups, bytes and results.
+            own: close the peer with this, and count it while connected.
         """
         self.peer, self.store, self.metrics = peer, store, metrics
         self.link = link_of(peer.names[0] if peer.names else peer)
-        """The path to the peer, whatever the transport."""
+        """The path to the peer, over any transport."""
         self._own = own
         if own and isinstance(peer, Peer):
             peer.first_dialled = self._dialled
         self._under_way: dict[GroupRequest, Download] = {}
         self._heard_s: dict[int, float] = {}
-        """When bytes of each priority came last."""
+        """By priority, time of its last bytes."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """What checks and stores groups."""
         self._closed = False
 
     def get(self, request: GroupRequest, reader: GroupReader) -> None:
-        """Have a reader join the download of a group, which begins if it is not under way."""
+        """Add a reader to the download of a group, starting it if necessary."""
         self._loop = asyncio.get_running_loop()
         download = self._under_way.get(request)
         if download is not None and not download.damaged:
@@ -142,22 +140,22 @@ class Downloads(Carrier):
 
     def carry(self, transfer: GroupTransfer) -> None:
         """See `Carrier.carry`."""
-        assert isinstance(transfer, Download)  # noqa: S101  # it is asked for no others
+        assert isinstance(transfer, Download)  # noqa: S101  # it carries only downloads
         self._track(self._look(transfer, transfer.request.digest or ""))
 
     @property
     def names(self) -> Sequence[str]:
-        """What the connection may be called in a `PeerHistory`."""
+        """Names of the connection in a `PeerHistory`."""
         return self.peer.names
 
     def waits_its_turn(self, download: GroupTransfer) -> bool:
-        """Return whether nothing comes of a download because something does that is at least as urgent."""
+        """Return whether a download is idle because others, at least as urgent, receive bytes."""
         heard_s = download.heard_s if isinstance(download, Download) else 0.0
         since_s = max(heard_s, asyncio.get_running_loop().time() - TURN_S)
         return any(priority <= download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
 
     async def close(self) -> None:
-        """End all downloads, and tell their readers; may be called twice."""
+        """End all downloads, failing their readers; may be called twice."""
         if self._own and self.peer.reached and not self._closed:
             self.metrics.peers.dec()
         self._closed = True
@@ -171,7 +169,6 @@ class Downloads(Carrier):
     # ------------------------------------------------------ from the downloads
 
     def arrived(self, download: Download, count: int) -> None:
-        """Note that bytes of a download have come."""
         if len(download.data) == count:
             self._count(download, download.came_from)
         if download.came_from == "network":
@@ -181,17 +178,17 @@ class Downloads(Carrier):
             self.metrics.downloaded_bytes_total.inc(count)
 
     def settled(self, download: Download) -> None:
-        """Note that a download is over; check what has come if its digest is known."""
+        """Handle the end of a download; check it if its digest is known."""
         if download.complete and download.came_from == "network" and download.request.digest is not None:
             self._track(self._check(download, download.request.digest))
             return
         self._forget(download)
-        if download.came_from == "network" and download.source is not self:  # a look into the store is none
+        if download.came_from == "network" and download.source is not self:  # store reads are not counted
             result = "done" if download.complete else "cancelled" if download.unwanted else "failed"
             self.metrics.downloads_total.labels(result).inc()
 
     def identified(self, download: Download, digest: str) -> None:
-        """Keep a complete group that was requested without a digest and has this one; called in a thread."""
+        """Store a complete group requested without this digest; called in a thread."""
         self._loop.call_soon_threadsafe(self._put, digest, download.data)
 
     # -------------------------------------------------------------- internals
@@ -207,7 +204,7 @@ class Downloads(Carrier):
             self.metrics.wrong_answers_total.inc()
 
     def _count(self, download: Download, source: str) -> None:
-        """Count a group by where it came from."""
+        """Count a group by its source."""
         if download.request.digest is not None:
             self.metrics.groups_total.labels(source).inc()
             self.metrics.bytes_total.labels(source).inc(download.request.limit)
@@ -215,7 +212,7 @@ class Downloads(Carrier):
     async def _check(self, download: Download, digest: str) -> None:
         good = False
         try:
-            # A reader that decodes the group at the same time waits for the same computation.
+            # A reader that decodes the group meanwhile waits for the same computation.
             if download.request.limit <= SMALL_BYTES:
                 good = download.has_digest(digest)
             else:
@@ -234,10 +231,10 @@ class Downloads(Carrier):
         await self.store.put(digest, data)
 
     async def _look(self, download: Download, digest: str) -> None:
-        # What is in memory was checked when it was put there; what is on disk is checked by the store.
+        # Memory has only checked groups; the store checks those on disk.
         try:
             kept = await self.store.find(digest)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is for the readers
+        except Exception as error:  # noqa: BLE001  # any error goes to the readers
             download.fail(error)
             return
         if kept is not None and len(kept[0]) == download.request.limit:

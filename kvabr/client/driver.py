@@ -1,8 +1,8 @@
-"""Drives one `player.Session` over one `Connection`, whatever its goal: clock, downloads, decoding and engine.
+"""Drive one `player.Session` over one `Connection`: clock, downloads, decoding and engine.
 
-Everything but decoding and prefill happens on the event loop's thread. Decoding runs in a few threads that all plays
-share, so that it overlaps the network, unless groups are many and very small. An engine computes in a thread of its
-own, one play at a time. Neither is waited for when a play ends, and what they still bring is discarded.
+Only decoding and prefill leave the event loop's thread. A few threads shared by all plays decode, in parallel with the
+network; many very small groups are decoded on the loop. Each engine has its own thread and computes one play at a time.
+A play that ends discards their late results.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from kvabr.types.errors import (
 
 
 class EngineCache:
-    """Computes groups of a play. Its methods are called in the engine's threads, one after the other."""
+    """Computes groups of a play, in the engine's threads, one call at a time."""
 
     def __init__(self, engine: Engine, catalog: Catalog, tokens: Sequence[int], assembler: Assembler) -> None:
-        """Prepare; an engine is asked for room with its first computation."""
+        """Prepare. The first computation allocates the engine's cache."""
         self._engine, self._catalog, self._tokens, self._assembler = engine, catalog, tokens, assembler
         self._room: ResidentCache | None = None
         self._asked = False
         self._held: list[str | None] = [None] * catalog.groups
-        """By group, the track on which the engine has it, or ``recomputed``."""
+        """By group, the track that the engine holds, or ``recomputed``."""
 
     def compute(self, first: int, last: int) -> None:
-        """Compute groups ``first`` to ``last`` - 1 behind those before them, and put them into place."""
+        """Compute groups ``first`` to ``last`` - 1 from the groups before them, and put them into place."""
         catalog, assembler = self._catalog, self._assembler
         begin, end = catalog.tokens_before(first), catalog.tokens_before(last)
         tokens = self._tokens[begin:end]
@@ -87,8 +87,7 @@ class EngineCache:
         assembler.put_computed(first, last, computed)
 
     def _place(self, room: ResidentCache, groups: int) -> None:
-        """Copy what has changed of the first groups to the engine."""
-        coverage = self._assembler.coverage[:groups]  # before the numbers: what comes meanwhile is copied once more
+        coverage = self._assembler.coverage[:groups]  # read first: a group that arrives during the copy is copied again
         before, ends = self._assembler.before(groups), self._catalog.tokens_before
         changed = [group for group in range(groups) if coverage[group] != self._held[group]]
         for _, run in groupby(enumerate(changed), lambda each: each[1] - each[0]):
@@ -99,25 +98,25 @@ class EngineCache:
 
 
 _PAUSE_SHARE = 1 / 50
-"""Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
+"""Share of the deadline to wait before repeating a refused request, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
-"""Share of the deadline that it waits at most, whatever the peer names."""
+"""Longest such wait as a share of the deadline, even if the peer names more."""
 _FEW = 64
-"""Groups of a prompt up to which threads decode them, however small: it takes them no time to speak of."""
+"""Prompts of at most this many groups are always decoded in threads."""
 _MOMENT_S = 0.01
-"""Seconds for which small groups are decoded before the event loop has its turn."""
+"""Seconds of decoding small groups before the event loop runs again."""
 _READS = 96
-"""Groups that are read at once; the others wait here. A connection sends fewer requests at a time anyway."""
+"""Groups read at once. A connection sends fewer requests at a time anyway."""
 
 _AWAY_S = 1.0
-"""Seconds for which no source can be reached before the engine computes the rest; a restarted relay is back in less."""
+"""Seconds without a reachable source before the engine computes the rest; a relay restarts faster."""
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
-"""What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
+"""Player settings for real networks: bytes arrive in bursts, streams stall, peers fall silent."""
 
 
 _SLOW_S = 0.1
-"""Seconds of one step of a plug-in policy from which on a warning says so."""
+"""Steps of a plug-in policy at least this slow are logged as a warning."""
 _SLOW_EVERY_S = 60.0
 _next_slow_s = 0.0
 
@@ -125,7 +124,7 @@ _log = logging.getLogger("kvabr.client")
 
 
 class _RefusedError(Exception):
-    """A frame that could not be decoded."""
+    """A frame cannot be decoded."""
 
     def __init__(self, request: int, cause: Exception) -> None:
         super().__init__(request)
@@ -148,18 +147,18 @@ class Driver:
         feed: LiveFeed | None = None,
         again: TokenRecompute | None = None,
     ) -> None:
-        """Prepare; nothing happens before `run`.
+        """Prepare; `run` starts the play.
 
         Args:
-            session: fresh; only the driver may call it.
-            connection: where the groups are fetched, or those of several sources; it outlives the play.
-            assembler: takes the groups; take the cache from it once `run` has returned.
-            engine: computes what the session leaves to it; needed if the session has a cost model.
+            session: a fresh session that only the driver calls.
+            connection: the connection or sources for the groups; it outlives the play.
+            assembler: receives the groups and holds the cache after `run`.
+            engine: computes the session's other groups; required if it has a cost model.
             tokens: ids of the catalog's tokens, for the engine.
-            hook: for upgrades: writes what was decoded when the engine allows it.
+            hook: for upgrades: writes decoded groups when the engine allows it.
             watch: called with a snapshot at every tick.
-            feed: of an asset that is still being prefilled.
-            again: chooses and computes tokens of passages again; needed if the session has a `BlendGoal` with a cost.
+            feed: feed of an asset that is still being prefilled.
+            again: recomputes tokens of passages; required if the session has a `BlendGoal` with a cost.
         """
         self.session, self.assembler = session, assembler
         self._connection, self._sources, self._catalog = connection, connection.sources, session.view.catalog
@@ -168,31 +167,30 @@ class Driver:
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
         self._reads: dict[int, tuple[asyncio.Task[None], GroupReader]] = {}
         self._later: list[tuple[int, int, FetchGroup]] = []
-        """Heap of what is to be fetched later: priority, request and action."""
         self._unwanted: set[int] = set()
-        """Requests among these that were cancelled."""
+        """Cancelled requests in `_later`."""
         self._frames: dict[int, GroupReader] = {}
-        """Downloads that are complete and not decoded yet, by request."""
+        """By request, downloads to decode."""
         # An engine's hook decides when a group is written.
         largest, many = self._catalog.spec.largest, self._catalog.groups > _FEW
         self._small = hook is None and many and 2 * largest.rows * largest.elements_per_token <= SMALL_BYTES
-        """Whether groups are so small and so many that they are decoded on this thread."""
+        """True if this thread decodes the groups, small and numerous."""
         self._together = hook is None and assembler.together
-        """Whether all that waits is decoded in one batch."""
+        """True if waiting groups are decoded in one batch."""
         self._waiting: deque[Decode] = deque()
-        """What is to be decoded on this thread, or in the next batch."""
+        """Groups to decode here or in the next batch."""
         self._batching = False
         self._tasks: set[asyncio.Task[None]] = set()
-        """All others; and of reads that were cancelled."""
+        """Other tasks, and cancelled reads."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
         self._away_s: float | None = None
-        """Since when no source can be reached; None: one can be."""
+        """Time since which no source is reachable; None: one is."""
         self.engine_error: BaseException | None = None
-        """What the engine or its hook raised, if it failed."""
+        """Error of the engine or its hook."""
 
     async def run(self) -> PlayRecord:
-        """Play to the end, and return the record, which says how it ended. Cancelling it cancels every download.
+        """Play to the end, and return the record. Cancellation cancels every download.
 
         Raises:
             PolicyError: from the session's policy or estimator.
@@ -206,14 +204,14 @@ class Driver:
                 self._begin(self._feed.run(self))
             await self._over
         finally:
-            # Leave nothing behind: no timer, no download, no task.
+            # End the timer and every download and task.
             if self._timer is not None:
                 self._timer.cancel()
             for task, download in self._reads.values():
                 download.cancel()
                 self._tasks.add(task)
             await cancel_all(self._tasks)
-            self._computed = None  # the engine's memory is for the next play
+            self._computed = None  # free the engine's memory for the next play
         self._show()
         return self.session.record
 
@@ -231,7 +229,7 @@ class Driver:
     # ---------------------------------------------------- events and actions
 
     def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
-        """Tell the session something, and do what it then asks for."""
+        """Pass an event to the session, and perform its actions."""
         if self._over.done():
             return
         try:
@@ -244,14 +242,14 @@ class Driver:
                 return
             for action in actions:
                 self._obey(action)
-        except Exception as error:  # noqa: BLE001  # a policy's, or our own: the play is to end with it, not to hang
+        except Exception as error:  # noqa: BLE001  # a policy's or ours: end the play instead of hanging
             if not self._over.done():
                 self._over.set_exception(error)
         else:
             self._schedule()
 
     def _note_slow(self, took_s: float) -> None:
-        """Warn of a plug-in policy that holds up the event loop; the player's own part of a step takes milliseconds."""
+        """Warn if a plug-in policy blocks the event loop; the player's own steps take milliseconds."""
         global _next_slow_s  # noqa: PLW0603  # one warning a minute in the process
         policy, now_s = self.session.guard.policy, time.monotonic()
         if took_s >= _SLOW_S and now_s >= _next_slow_s and not shipped(policy):
@@ -328,7 +326,6 @@ class Driver:
             heappush(self._later, (action.priority, action.request, action))
 
     def _ended(self, request: int) -> None:
-        """Forget a request that is over, and begin with another one."""
         self._reads.pop(request, None)
         while self._later and len(self._reads) < _READS and not self._over.done():
             _, _, action = heappop(self._later)
@@ -371,7 +368,7 @@ class Driver:
         except PolicyError as error:
             if not self._over.done():
                 self._over.set_exception(error)
-        except Exception as error:  # noqa: BLE001  # a transport's, whatever it is: this request has failed
+        except Exception as error:  # noqa: BLE001  # any transport error fails this request
             if download.stats.first_byte_s is None:
                 await self._pause(error)
             self._ended(action.request)
@@ -386,7 +383,7 @@ class Driver:
             download.cancel()
 
     async def _receive(self, action: FetchGroup, download: GroupReader, before: int) -> None:
-        """Read a group, and return as soon as its last byte is here; ``before``: bytes that were read already."""
+        """Read a group up to its last byte; ``before`` bytes are already read."""
         size, received = action.bytes, before
         if 0 < received <= size:
             self.session.first_byte(action.request, self.now(), "network" if received < size else "kept")
@@ -405,7 +402,7 @@ class Driver:
                 self.session.progress(action.request, received, self.now(), download.stats.limit)
 
     async def _pause(self, error: Exception) -> None:
-        """Give a peer that is too busy the time it asks for; to ask again at once would only use up the attempts."""
+        """Wait as a busy peer requests: immediate retries would use up the attempts."""
         if not isinstance(error, RequestError):
             return
         deadline_s, wanted = self.session.view.deadline_s, error.retry_after_s
@@ -417,7 +414,6 @@ class Driver:
     # -------------------------------------------------------------- decoding
 
     def _decode(self, action: Decode) -> None:
-        """Begin to decode a group, or have it decoded with others."""
         if not self._together and not self._small:
             self._begin(self._place(action))
             return
@@ -430,7 +426,6 @@ class Driver:
             self._begin(self._place_together())
 
     async def _place(self, action: Decode) -> None:
-        """Check and decode a group in a thread, and put it into its place."""
         layers = self._layers(action)
         try:
             work = partial(timed, self._loop.time, self._decoded, action, layers)
@@ -443,16 +438,16 @@ class Driver:
             unit = self._catalog.unit(action.group)
             try:
                 await self._hook.write(unit.first, unit.first + unit.tokens, write)
-            except Exception as error:  # noqa: BLE001  # an engine's, whatever it is: it wants no more upgrades
+            except Exception as error:  # noqa: BLE001  # any engine error ends the upgrades
                 self.engine_error = error
                 self._tell(partial(self.session.stop, reason=said(error)))
                 return
         self._tell(partial(self.session.decoded, seconds=seconds), action.request)
 
     async def _place_together(self) -> None:
-        """Check and decode all groups that wait in a thread, then those that have come meanwhile."""
+        """Decode all waiting groups in a thread, then later arrivals."""
         while self._waiting and not self._over.done():
-            await asyncio.sleep(0)  # what came in one turn of the loop goes together
+            await asyncio.sleep(0)  # groups that arrive in one turn of the loop share a batch
             actions = list(self._waiting)
             self._waiting.clear()
             batch = [(action.group, self._layers(action)) for action in actions]
@@ -460,7 +455,7 @@ class Driver:
             work = partial(timed, self._loop.time, self.assembler.put_many, batch)
             try:
                 verdicts, seconds = await self._loop.run_in_executor(decoders(), work)
-            except Exception as error:  # noqa: BLE001  # the device's, whatever it is
+            except Exception as error:  # noqa: BLE001  # any device error
                 verdicts, seconds = [error] * len(batch), 0.0
             shares = self._shares(actions, seconds)
             for action, (_, layers), verdict, share in zip(actions, batch, verdicts, shares, strict=True):
@@ -472,7 +467,7 @@ class Driver:
         self._batching = False
 
     def _shares(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
-        """Return what each group of a batch took of its time, beside what any batch takes; None: it was not decoded."""
+        """Return each group's share of the batch's time without fixed latency; None: not decoded."""
         view = self.session.view
         if self.assembler.coded:
             return [None] * len(actions)
@@ -481,7 +476,7 @@ class Driver:
         return [spent * (each / whole if whole else 1 / len(own)) for each in own]
 
     def _note_damage(self, group: int, track: str, why: str) -> None:
-        """Note a frame that cannot be used; the log hears of the first one of a play."""
+        """Record an unusable frame; log the first one of a play."""
         damaged = self.session.record.damaged
         if not damaged:
             name = self._catalog.namespace.prompt
@@ -491,7 +486,7 @@ class Driver:
         damaged.append((group, track, why))
 
     def _decode_small(self) -> None:
-        """Check and decode small groups here, for a moment, and the others once the event loop has had its turn."""
+        """Decode small groups here for at most `_MOMENT_S`, and the others after the loop has run."""
         until_s = self._loop.time() + _MOMENT_S
         while self._waiting and not self._over.done():
             action = self._waiting[0]
@@ -508,7 +503,7 @@ class Driver:
                 return
 
     def _names(self, action: Decode) -> tuple[tuple[int, ...], Sequence[str]]:
-        """Return the requests of a group's layers, lowest first, and their tracks."""
+        """Return the requests and tracks of a group's layers, lowest first."""
         requests = (*action.below, action.request)
         return requests, self.session.view.ladder.stacks[action.track][-len(requests) :]
 
@@ -519,7 +514,7 @@ class Driver:
 
     def _refuse(self, action: Decode, error: _RefusedError) -> None:
         requests, names = self._names(action)
-        if isinstance(error.cause, FormatError):  # anything else is the machine's
+        if isinstance(error.cause, FormatError):  # other errors are local
             self._note_damage(action.group, names[requests.index(error.request)], said(error.cause))
         self._frames.pop(error.request, None)
         self._tell(self.session.refused, error.request, said(error.cause))
@@ -529,10 +524,10 @@ class Driver:
             self._frames.pop(request, None)
 
     def _decoded(self, action: Decode, layers: Sequence[Layer]) -> Callable[[], object] | None:
-        """Place a group, or return what writes it if the cache is in use; in a thread.
+        """Place a group, or return the function that writes it if the cache is in use; runs in a thread.
 
         Raises:
-            _RefusedError: a frame cannot be used; nothing has changed.
+            _RefusedError: a frame cannot be used; the cache is unchanged.
         """
         if self._over.done():
             return None
@@ -543,16 +538,16 @@ class Driver:
         put = assembler.put if self._hook is None else assembler.prepare
         try:
             written = put(group, track, frame, has_digest=has_digest, below=below)
-        except Exception as error:  # whatever it is, one of the frames cannot be used
+        except Exception as error:  # any error makes a frame unusable
             raise self._refused(action, layers, error) from error
         return written if callable(written) else None
 
     def _refused(self, action: Decode, layers: Sequence[Layer], error: Exception) -> _RefusedError:
-        """Return which of a group's frames cannot be used, of those that were decoded together."""
+        """Return the error for the first unusable frame of a group."""
         for request, layer in zip(action.below, layers, strict=False):
             try:
                 self.assembler.check(action.group, layer)
-            except Exception as lower:  # noqa: BLE001  # as of all of them
+            except Exception as lower:  # noqa: BLE001  # any error, as for the whole group
                 return _RefusedError(request, lower)
         return _RefusedError(action.request, error)
 
@@ -571,7 +566,7 @@ class Driver:
         async def compute() -> None:
             try:
                 _, seconds = await on_engine(engine, partial(timed, self._loop.time, work))
-            except Exception as error:  # noqa: BLE001  # engines raise whatever they like
+            except Exception as error:  # noqa: BLE001  # engines raise arbitrary errors
                 self.engine_error = error
                 self._tell(self.session.compute_failed, said(error))
             else:
@@ -586,7 +581,7 @@ class Driver:
             raise KvabrError("this play is to choose tokens, and has nothing that does")
         try:
             await on_engine(again.engine, lambda: again.choose(assembler.before(self._catalog.groups)))
-        except Exception as error:  # noqa: BLE001  # engines and selectors raise whatever they like
+        except Exception as error:  # noqa: BLE001  # engines and selectors raise arbitrary errors
             self._tell(aim.tokens_failed, said(error))
         else:
             self._tell(aim.tokens_chosen)

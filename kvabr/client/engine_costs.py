@@ -1,4 +1,4 @@
-"""What the prefills of a client's engines cost, kept from one process to the next in a file beside the decode rates."""
+"""Prefill costs of a client's engines, kept between processes in a file next to the decode rates."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from kvabr.types.engine import Engine
 from kvabr.types.once import once
 
 COSTS_FILE = "prefill-costs.json"
-"""Name of the file in the folder of a client or user."""
+"""File name in the folder of a client or user."""
 
 
 class EngineCosts:
-    """The file, and the timings of engines that it has completed. May be used from several threads."""
+    """The file, and the timings that it completed. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file if it exists; never raises. Without a path nothing is kept."""
+        """Read the file if it exists; never raises. Without a path, timings are not saved."""
         self._file: MachineFile[list[Timing]] = MachineFile(path, "prefill_costs", read_rows)
         self._lock = threading.Lock()
 
     def of(self, engine: Engine) -> PrefillTimings:
-        """Return what the engine's prefills took, in this process and in earlier ones."""
+        """Return the engine's prefill timings, of this process and earlier ones."""
         timings = timings_of(engine)
         return self.restored(timings, engine_key(engine)) if timings.empty else timings
 
     def restored(self, timings: PrefillTimings, key: str) -> PrefillTimings:
-        """Return timings, completed by those that the file has under a key if there are none."""
+        """Return timings; if empty, restored from the file's entry for a key."""
         if timings.empty and (rows := self._file.get(key)):
             timings.restore(rows)
         return timings
 
     def save(self, timings: PrefillTimings, key: str) -> None:
-        """Write timings under a key if there are new ones and there is a file; never raises."""
+        """Save new timings under a key if there is a file; never raises."""
         if self._file.path is None:
             return
         with self._lock:
@@ -46,7 +46,7 @@ class EngineCosts:
                 self._file.keep(key, timings.rows())
 
     def save_engine(self, engine: Engine) -> None:
-        """Write the timings of an engine, as `save`, and fit its cost to them, which takes a while."""
+        """Save an engine's timings, and fit its cost to them, which is slow."""
         timings = timings_of(engine)
         self.save(timings, engine_key(engine))
         timings.cost()
@@ -59,7 +59,7 @@ def costs_at(path: Path | None) -> EngineCosts:
 
 
 def engine_key(engine: Engine) -> str:
-    """Return what an engine's timings belong to, besides the machine: model, device and kind of engine."""
+    """Return the key of an engine's timings: model, device and kind of engine."""
     kind, device = type(engine), getattr(engine, "device", None)
     own = f"{getattr(engine, 'dtype', '')} {getattr(engine, 'weights', '')}"
     return cost_key(engine.spec.digest().hex(), f"{kind.__module__}.{kind.__qualname__} {own}", device)
@@ -69,6 +69,6 @@ def cost_key(model: str, engine: str, device: torch.device | None) -> str:
     """Return the key of a model on an engine and a device; None: the processor."""
     where = f"{'cpu' if device is None else device.type} {torch.get_num_threads()}"
     if device is not None and device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # it is there no more
+        with contextlib.suppress(RuntimeError):  # the device is gone
             where = torch.cuda.get_device_name(device)
     return f"{model}:{engine}:{where}"

@@ -1,9 +1,9 @@
-"""The engine's hook: it allows a cache in use to be rewritten, between two steps of the engine that reads it.
+"""The engine's hook allows rewriting a cache in use, between two steps of the engine.
 
-It takes the first token, the token after the last, and a function. It calls the function while nothing reads these
-tokens, and returns True; or it returns False, and is asked again a little later. An engine that keeps a copy of the
-cache copies these tokens again after the call, those of every layer class that still has them. `StepGate` is such a
-hook for engines that read the tensors themselves.
+Its arguments are the first token, the token after the last, and a function. It calls the function while the engine does
+not read these tokens, and returns True; or it returns False, and is called again later. An engine with its own copy
+then copies these tokens, in every layer class that still has them. `StepGate` is a hook for engines that read the
+tensors.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from kvabr.client.resources import in_thread
 from kvabr.types.errors import UsageError
 
 Rewrite = Callable[[int, int, Callable[[], None]], bool]
-"""The engine's hook: ``rewrite(first, last, write)``. Called in a thread of its own, one call at a time."""
+"""The engine's hook: ``rewrite(first, last, write)``. Called in its own thread, one call at a time."""
 
 _PAUSE_S = 0.005
-"""Seconds before an engine that refused is asked again; doubled after each refusal, up to the maximum."""
+"""Seconds before a refused call is repeated; doubled each time, up to the maximum."""
 _MAX_PAUSE_S = 0.2
 
 
 class StepGate:
-    """A hook for an engine that reads the played tensors themselves: nothing is written while it takes a step.
+    """A hook for an engine that reads the played tensors: it writes only between steps.
 
-    The engine does ``with gate.step(): ...`` around whatever reads the cache.
+    The engine reads the cache within ``with gate.step(): ...``.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next = threading.Lock()
-        """Held by the thread that waits for the other: an engine that goes from step to step would always win."""
+        """Held while waiting: otherwise an engine that runs step after step always wins."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While inside, the cache does not change. Not reentrant."""
+        """Keep the cache unchanged during the block. Not reentrant."""
         with self._my_turn():
             yield
 
@@ -68,16 +68,16 @@ class EngineHook:
         self._turn = asyncio.Lock()
 
     def use(self, rewrite: Rewrite) -> None:
-        """Set the engine's hook; on the loop's thread."""
+        """Set the engine's hook; call on the loop's thread."""
         self._rewrite = rewrite
         self._there.set()
 
     async def write(self, first: int, last: int, write: Callable[[], object]) -> None:
-        """Call ``write`` for tokens ``first`` to ``last`` - 1 as soon as the engine allows it, which may take long.
+        """Call ``write`` for tokens ``first`` to ``last`` - 1 when the engine allows it, which may take long.
 
         Raises:
-            UsageError: the hook says that it wrote, and did not.
-            Exception: whatever the hook raises.
+            UsageError: the hook returned True without writing.
+            Exception: any error of the hook.
         """
         await self._there.wait()
         pause_s, written = _PAUSE_S, False
@@ -90,11 +90,11 @@ class EngineHook:
         while not await self._called(first, last, once):
             await asyncio.sleep(pause_s)
             pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
-        # Not whether the group is any better: it is not if that was cancelled, or if it had as good a track already.
+        # A write need not improve the group: cancelled, or as good a track in place.
         if not written:
             raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} and did not write")
 
     async def _called(self, first: int, last: int, write: Callable[[], None]) -> bool:
-        assert self._rewrite is not None  # noqa: S101  # it was waited for
+        assert self._rewrite is not None  # noqa: S101  # after _there is set
         async with self._turn:
             return await in_thread(partial(self._rewrite, first, last, write))

@@ -1,12 +1,11 @@
-"""Follows a cache that is still being prefilled, for one play: its news, and the base of groups before they exist.
+"""Follow a cache that is still being prefilled, for one play: its news, and base groups as they are published.
 
-The news of a group of tokens say that it exists, how large its frames are, and what their digests are; further ones
-name the frames that were not encoded at first. The play subscribes to the news and to the base, so a group leaves the
-peer the moment it is published; the layers are fetched. What came of a group before its news waits undecoded.
+News announce groups of tokens with the sizes and digests of their frames, later ones additional frames. The play
+subscribes to the news and the base track, so a base group is sent when published; other layers are fetched. Bytes that
+arrive before their news wait undecoded.
 
-A peer is not believed. News must fit together (`GrowingCatalog`), and a base frame may have four times its expected
-size while its size is not known. What a lost connection has not brought is asked for again for as long as the play
-lasts; what ends the play is its deadline.
+Peers are not trusted. News must fit together (`GrowingCatalog`), and a base frame of unknown size may have four times
+its expected size. Requests lost with a connection are repeated until the play's deadline.
 """
 
 from __future__ import annotations
@@ -32,51 +31,50 @@ from kvabr.types.live import (
 )
 
 _MOST_AHEAD = 64
-"""Groups that are waited for at a time; one that is pushed and not waited for must be fetched."""
+"""Most groups subscribed to at a time; other pushed groups are fetched."""
 _TIMES_EXPECTED, _SLACK_BYTES = 4, 64 << 10
-"""Most bytes of a base frame whose size is not known: this multiple of what is expected, plus a slack."""
+"""Most bytes of a base frame of unknown size: this multiple of the expected size plus a slack."""
 
 
 class FeedListener(Protocol):
-    """Takes what a feed has found out."""
+    """Receives a feed's changes."""
 
     def published(self, edge: int, changes: EdgeChanges) -> None:
-        """Note that the first ``edge`` groups exist, and what else has changed; see `Session.published`."""
+        """Handle that the first ``edge`` groups exist, and other changes; see `Session.published`."""
 
     def stopped(self, reason: str) -> None:
-        """Note that no more groups will exist, and why."""
+        """Handle the end of publication, with its reason."""
 
 
 class _Ahead:
-    """The base of one group, from before it was published."""
+    """The base of a group, requested before its publication."""
 
     def __init__(self, connection: Connection, request: GroupRequest, priority: int) -> None:
         self._connection, self._request, self._priority = connection, request, priority
         self.download: GroupReader | None = None
         self.received = 0
         self.task = asyncio.get_running_loop().create_task(self._keep())
-        """Reads; cancel it to read on from the download."""
+        """Reads; cancel it to take over the download."""
 
     def cancel(self) -> None:
-        """End it."""
         self.task.cancel()
         if self.download is not None:
             self.download.cancel()
 
     async def _keep(self) -> None:
-        """Read, so that a failure is noticed, and ask again."""
+        """Read to detect failures, and request again after one."""
         retries = Retries(self._connection)
         while True:
             self.download, self.received = self._connection.request(self._request, self._priority), 0
             try:
                 while part := await self.download.read():
                     self.received += len(part)
-            except Exception as error:  # noqa: BLE001  # a transport's, whatever it is
+            except Exception as error:  # noqa: BLE001  # any transport error
                 self.download.cancel()
                 self.download = None
                 try:
                     await retries.wait(error)
-                except Exception:  # noqa: BLE001  # there is nothing to ask for: the news say why
+                except Exception:  # noqa: BLE001  # nothing to request: the news report why
                     return
             else:
                 return
@@ -86,20 +84,20 @@ class LiveFeed:
     """The live edge of one asset, for one play."""
 
     def __init__(self, connection: Connection, growing: GrowingCatalog, base: str) -> None:
-        """Ask for nothing yet; ``base``: the track that is subscribed to."""
+        """Prepare without requests; ``base`` is the track to subscribe to."""
         self.connection, self.growing = connection, growing
         self._base, self._catalog = growing.catalog.by_name[base], growing.catalog
         self._ahead: dict[int, _Ahead] = {}
         self._asked = 0
-        """Groups whose base was asked for ahead, or that existed before it could be."""
+        """Leading groups requested ahead, or published before that."""
         self._news = News(connection, growing.catalog.namespace, len(growing.known))
         self.published_s: float | None = None
-        """When the last group of the play was known to exist, on the event loop's clock; None: it is not yet."""
+        """Time when the last group was announced, on the event loop's clock; None: not yet."""
         self.reason: str | None = None
-        """Why no more groups will exist although some are missing; None: nothing is known of that."""
+        """Why publication ended with groups missing; None: it has not."""
 
     async def run(self, listener: FeedListener) -> None:
-        """Tell a listener of groups as they are published, until nothing follows; cancelling it ends everything."""
+        """Report published groups to a listener until the last; cancellation ends everything."""
         try:
             self._ask_ahead()
             await self._follow(listener)
@@ -113,7 +111,7 @@ class LiveFeed:
             self._ahead.clear()
 
     def take(self, group: int) -> tuple[GroupReader, int] | None:
-        """Hand over the download of a group's base that was asked for ahead, and the bytes read; None if it failed."""
+        """Return a download requested ahead and its bytes read so far; None if it failed."""
         if (ahead := self._ahead.pop(group, None)) is None:
             return None
         ahead.task.cancel()
@@ -132,7 +130,7 @@ class LiveFeed:
                 return
 
     def _take(self, messages: Iterable[EdgeMessage], listener: FeedListener) -> bool:
-        """Handle news in their order, and return whether nothing follows."""
+        """Handle news in order, and return True after the last."""
         growing, before = self.growing, self.growing.edge
         end: LiveEnd | None = None
         fault: FormatError | None = None
@@ -158,7 +156,7 @@ class LiveFeed:
         ]
         listener.published(growing.edge, EdgeChanges(left_out, added, growing.coming_changed(), pushed))
         for group in [group for group in self._ahead if group < growing.edge]:
-            self._ahead.pop(group).cancel()  # the play does not want it
+            self._ahead.pop(group).cancel()  # the play does not use it
         if growing.settled or (growing.complete and end is not None):
             return True
         if fault is not None:
@@ -173,11 +171,11 @@ class LiveFeed:
         listener.stopped(reason)
 
     async def _from_catalog(self) -> list[EdgeMessage]:
-        """Return the news that are left from the catalog: the asset is complete, and the peer has forgotten its edge.
+        """Return the remaining news from the catalog: the asset is complete, and its edge gone.
 
         Raises:
-            TransportError: there is no catalog, either.
-            FormatError: it is of something else.
+            TransportError: there is no catalog either.
+            FormatError: it is of another asset.
         """
         retries = Retries(self.connection)
         while True:
@@ -212,7 +210,7 @@ class LiveFeed:
     # ---------------------------------------------------------------- the base
 
     def _ask_ahead(self) -> None:
-        """Wait for the base of the next groups."""
+        """Subscribe to the base of the next groups."""
         catalog = self._catalog
         group = max(self._asked, self.growing.edge)
         while group < catalog.groups and len(self._ahead) < _MOST_AHEAD:

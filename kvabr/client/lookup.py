@@ -1,9 +1,8 @@
 """Small tracks of an origin: its models, the catalog of an asset, and the longest cached prefix of a prompt.
 
-Nothing that an origin says is believed unchecked. A catalog is bounded by the prompt's own groups, and must be of the
-model and of the very tokens that were asked for, which the chained digests of the prompt prove
-(`kvabr.types.naming.chain`). What an origin sends is parsed in a thread, and in pieces: a thread alone does not keep a
-long call from stopping the event loop (`kvabr.types.records`).
+Every answer is checked. A catalog is bounded by the prompt's groups, and must be of the requested model and tokens,
+which the prompt's chained digests prove (`kvabr.types.naming.chain`). Answers are parsed in a thread and in pieces:
+long calls would block the event loop even from a thread (`kvabr.types.records`).
 """
 
 from __future__ import annotations
@@ -50,69 +49,64 @@ from kvabr.types.units import with_snapshots_of
 
 _SLACK_BYTES = 1 << 20
 _MAX_TIMES_FP16 = 4
-"""Reject groups larger than this multiple of the exact cache plus the bytes above; a hostile catalog could exhaust
-memory."""
+"""Reject groups larger than this multiple of the exact cache plus `_SLACK_BYTES`; they could exhaust memory."""
 _HEAD_BYTES = 256 << 10
-"""Bytes of a catalog that its number of groups says nothing about: spec, words, measurements."""
+"""Bytes of a catalog without its groups: spec, words, measurements."""
 _ENTRY_BYTES = 128
-"""Bytes of a catalog for one group of one track, at most: size, loss and digest, each on a line; and for its chunk."""
+"""Most catalog bytes per group and track: size, loss and digest, a line each; and for its chunk."""
 _LEAST_GROUPS = 1024
-"""Groups for which a catalog always has room, as the longest cached prefix of a short prompt may be that of a long
-asset."""
+"""Least groups to allow for: a short prompt's longest cached prefix may belong to a long asset."""
 _LONG = 1 << 16
-"""Tokens from which on their digests are computed in a thread: a million of them take 20 ms."""
+"""Longer prompts are hashed in a thread: a million tokens take 20 ms."""
 _URGENT = 0
-"""Priority of what a play waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an origin has of a prompt."""
+    """An asset found for a prompt."""
 
     catalog: Catalog
-    """Catalog of the groups that the asset shares with the prompt."""
+    """Catalog of the groups shared with the prompt."""
     sha256: str
     """SHA-256 of the catalog as the origin sent it, hex."""
     limited_by: str | None = None
-    """The layer class for which less of the prompt can be played than the asset shares; None if there is none."""
+    """Layer class that limits the playable prefix; None if all shared groups are playable."""
     live: LiveCatalog | None = None
-    """What is known of an asset that is still being prefilled; None if it is complete. `catalog` then has the sizes
-    that are expected."""
+    """State of an asset still being prefilled, with expected sizes in `catalog`; None if it is complete."""
     only: frozenset[str] | None = None
-    """The tracks that a play may use; None: all."""
+    """Tracks that a play may use; None: all."""
 
     @property
     def to_play(self) -> Catalog:
-        """What a play of all of it needs."""
+        """The catalog for a play of the whole prefix."""
         catalog = self.catalog.to_play
         return catalog if self.only is None else catalog.with_tracks(self.only)
 
 
 @dataclass(frozen=True, slots=True)
 class Unplayable:
-    """An asset begins as a prompt does, but has no snapshot of a state within what they share."""
+    """An asset shares a prefix with a prompt, but no snapshot of a state."""
 
     limited_by: str
-    """The layer class of the state."""
 
 
 def catalog_limit(groups: int) -> int:
-    """Return the bytes that a catalog may have which is asked for with a prompt of ``groups`` groups."""
+    """Return the most catalog bytes to accept for a prompt of ``groups`` groups."""
     return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _LEAST_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)
 
 
 async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> memoryview:
-    """Fetch a track of one group of at most ``limit`` bytes, which all who wait for this download share."""
+    """Fetch a track of one group of at most ``limit`` bytes; concurrent calls share the download."""
     try:
         return await read_view(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
-    except ConnectionLostError:  # it may have been dead for a while, and the first request finds out
+    except ConnectionLostError:  # a dead connection may show only at this request
         if origin.closed:
             raise
         return await read_view(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
 
 
 async def fetch_models(origin: Connection) -> list[KVSpec]:
-    """Return the specs of all models of which we may read an asset; errors as `AsyncClient.models`."""
+    """Return the specs of all models with readable assets; errors as `AsyncClient.models`."""
     data = bytes(await fetch_view(origin, MODELS_NAMESPACE, MODELS_TRACK, MAX_MODELS_BYTES))
     try:
         return await asyncio.get_running_loop().run_in_executor(decoders(), specs_from_json, data)
@@ -127,19 +121,19 @@ async def fetch_catalog(
     live: bool = False,
     limit: int = MAX_CATALOG_BYTES,
 ) -> Found:
-    """Return the catalog of an asset whose name is known; with ``live``, also of one that is still being prefilled.
+    """Return the catalog of an asset by its name.
 
     Args:
-        origin: whom to ask.
+        origin: connection to the origin.
         namespace: the asset's name.
-        live: whether one that is still being prefilled will do.
-        limit: bytes that a complete asset's may have.
+        live: accept an asset still being prefilled.
+        limit: most bytes of a complete asset's catalog.
 
     Raises:
-        NotFoundError: there is none, or none that we may read.
-        TransportError: it cannot be fetched.
-        ForeignError: it is of something else.
-        FormatError: it is no catalog, or promises what cannot be.
+        NotFoundError: the asset does not exist, or we may not read it.
+        TransportError: the catalog cannot be fetched.
+        ForeignError: it is of another asset or model.
+        FormatError: it is not a catalog, or has impossible values.
     """
     ordinary = _read(origin, namespace, CATALOG_TRACK, limit)
     if live:
@@ -157,7 +151,7 @@ async def fetch_catalog(
 
 
 async def _first_of(*lookups: Awaitable[Found]) -> Found:
-    """Return the first of several answers that is there, without waiting for later ones; else raise the first error."""
+    """Return the first success in argument order; else raise the first error."""
     tasks = [asyncio.ensure_future(lookup) for lookup in lookups]
     errors: list[Exception] = []
     try:
@@ -182,15 +176,14 @@ async def find_prefix(
 ) -> Found | Unplayable | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
-    An origin takes one round trip for a prompt of up to 321 groups, and two for a longer one; in a store the connection
-    looks itself (`Connection.finder`). With ``any_dtype`` the cache's element type
-    need not be the spec's. With ``live``, assets that are still being prefilled are looked for at the same time; a
-    complete one that shares as much is preferred.
+    An origin needs one round trip for up to 321 groups, else two; for a store the connection searches
+    (`Connection.finder`). ``any_dtype`` accepts any element type. ``live`` also searches assets still being prefilled;
+    complete ones win ties.
 
     Raises:
-        TransportError: the origin cannot be asked.
-        ForeignError: it answers with a cache of another model, or shape.
-        FormatError: it answers with what is no catalog, or promises what cannot be.
+        TransportError: the origin cannot be reached.
+        ForeignError: the answer is a cache of another model or shape.
+        FormatError: the answer is not a catalog, or has impossible values.
     """
     digests = await _digests(tokens, spec, salt)
     lookup = _Lookup(origin, tokens, digests, spec, salt, any_dtype=any_dtype)
@@ -204,14 +197,14 @@ async def find_prefix(
 
 
 class _Answer(NamedTuple):
-    """What a peer answered a lookup."""
+    """A peer's answer to a lookup."""
 
     found: Found | None
-    """None: nothing of it can be played."""
+    """None: no group can be played."""
     shared: int
-    """Leading groups that are those of the prompt."""
+    """Leading groups shared with the prompt."""
     groups: int
-    """Groups of these that can be played."""
+    """Playable groups of these."""
     limited_by: str | None
     """See `Found.limited_by`."""
 
@@ -222,7 +215,7 @@ def _answer_of(lookup: asyncio.Task[_Answer | None]) -> _Answer | None:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A lookup of the longest prefix of a prompt, whose chained digests are given."""
+    """A lookup of a prompt's longest prefix."""
 
     origin: Connection
     tokens: Sequence[int]
@@ -232,36 +225,36 @@ class _Lookup:
     any_dtype: bool = field(kw_only=True)
 
     async def any(self) -> _Answer | None:
-        """Return the asset of which the most groups can be played, complete or not; of equals the complete one."""
+        """Return the asset with the most playable groups, complete or not; the complete one if equal."""
         tasks = [asyncio.ensure_future(self.complete()), asyncio.ensure_future(self._closest(LIVE_PREFIX_TRACK))]
         try:
             await asyncio.wait(tasks[:1])
             if (found := _answer_of(tasks[0])) is not None and found.groups >= len(self.digests):
-                return found  # nothing live could be better
+                return found  # a live asset could not be better
             answers = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await cancel_all(tasks)
         best = max((one for one in answers if isinstance(one, _Answer)), key=lambda one: one.groups, default=None)
         if best is None:
             for answer in answers:
-                # A peer that knows nothing of live assets may refuse to look for one.
+                # A peer without support for live assets may refuse to look for one.
                 if isinstance(answer, BaseException) and (answer is answers[0] or not isinstance(answer, RequestError)):
                     raise answer
         return best
 
     def complete(self) -> Coroutine[Any, Any, _Answer | None]:
-        """Return the complete asset of which the most groups can be played."""
+        """Return the complete asset with the most playable groups."""
         finder = self.origin.finder
         return self._closest(PREFIX_TRACK) if finder is None else self._found(finder)
 
     async def _closest(self, kind: str) -> _Answer | None:
-        """Look up the prompt among one kind of assets; where digests were left out, look again between two of them."""
+        """Look up the prompt among one kind of assets; if the name skips digests, look again in the gap."""
         best = await self._ask(kind + self._names)
         shared = 0 if best is None else best.shared
         gap = prefix_gap(shared, len(self.digests), evenly=self._evenly) if shared else range(0)
         if best is not None and gap:
             between = prefix_track(self.digests, gap.start, gap.stop, evenly=self._evenly).removeprefix(PREFIX_TRACK)
-            with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
+            with contextlib.suppress(TransportError, FormatError):  # keep the first answer
                 other = await self._ask(kind + between)
                 if other is not None and other.groups > best.groups:
                     best = other
@@ -269,7 +262,7 @@ class _Lookup:
 
     @cached_property
     def _names(self) -> str:
-        """The digests in the name of the first lookup, of either kind; see `prefix_track`."""
+        """Digests in the name of the first lookup, of either kind; see `prefix_track`."""
         return prefix_track(self.digests, evenly=self._evenly).removeprefix(PREFIX_TRACK)
 
     @cached_property
@@ -277,7 +270,6 @@ class _Lookup:
         return any(each.kind == "state" for each in self.spec.classes)
 
     async def _found(self, finder: PrefixFinder) -> _Answer | None:
-        """Return what a connection finds itself."""
         prefix = await finder.find(self.spec, self.digests, any_dtype=self.any_dtype)
         if prefix is None:
             return None
@@ -311,21 +303,20 @@ def _chain(tokens: Sequence[int], spec: KVSpec, salt: bytes) -> list[str]:
 
 
 async def _digests(tokens: Sequence[int], spec: KVSpec, salt: bytes) -> list[str]:
-    """Return the chained digests of a prompt; those of a long one are computed in a thread."""
     if len(tokens) <= _LONG:
         return _chain(tokens, spec, salt)
     return await asyncio.get_running_loop().run_in_executor(decoders(), _chain, tokens, spec, salt)
 
 
 def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str], salt: bytes = b"") -> int:
-    """Return how many leading groups of an asset are those of a prompt, whose digests are given; of a passage, none."""
+    """Return the number of leading groups shared by an asset and a prompt; 0 for a passage."""
     if catalog.passage is not None:
         return 0
     pairs = zip(digests, catalog.chunks, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     spec = catalog.spec
     if shared == len(catalog.chunks) - 1 and catalog.tokens < len(tokens):
-        # The asset's last group is short, and the prompt goes on: its digest is none of the prompt's own.
+        # The asset's short last group has a digest that the longer prompt lacks.
         last = tokens[shared * spec.group_tokens : catalog.tokens]
         digest = next_digest(digests[shared - 1], last) if shared else _chain(last, spec, salt)[0]
         shared += digest == catalog.chunks[-1]
@@ -333,7 +324,7 @@ def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str
 
 
 async def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
-    """Raise `UsageError` unless the tokens are those of an asset, and it is no passage."""
+    """Raise `UsageError` unless the tokens are an asset's, and it is not a passage."""
     spec, name = catalog.spec, catalog.namespace
     if catalog.passage is not None:
         raise UsageError(f"{name.prompt[:12]}... is a passage, which is played as a part of a prompt")
@@ -343,9 +334,9 @@ async def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> 
 
 
 def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
-    """Return the catalog with only the tracks that can be decoded here, with its codec profile or without.
+    """Return the catalog with the tracks that can be decoded here, with or without its codec profile.
 
-    ``why`` says why there is no profile.
+    ``why`` is the reason for a missing profile.
 
     Raises:
         FormatError: there is no such track.
@@ -393,7 +384,7 @@ def _checked(catalog: Catalog) -> Catalog:
 
 
 def most_frame_bytes(spec: KVSpec) -> int:
-    """Return the size from which on a frame is not believed, bytes."""
+    """Return the largest plausible size of a frame, bytes."""
     return _MAX_TIMES_FP16 * spec.fp16_bytes(spec.group_tokens) + _SLACK_BYTES
 
 

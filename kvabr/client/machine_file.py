@@ -1,7 +1,7 @@
-"""Files of what was measured on this machine: how fast it decodes, how fast engines prefill, and how fast peers are.
+"""Files of measurements on this machine: decode speeds, prefill times of engines, and speeds of peers.
 
-Such a file belongs to one host, or even to one version of kvabr and torch there; another's is measured anew. It is JSON
-with a checksum, written whole or not at all, and a writer merges what other processes have written.
+A file belongs to one host, or even one version of kvabr and torch there. It is JSON with a checksum, written
+atomically; writers merge entries of other processes.
 """
 
 from __future__ import annotations
@@ -31,39 +31,38 @@ V = TypeVar("V")
 SCHEMA = "kvabr.machine/1"
 MAX_BYTES = 1 << 18
 MAX_MODELS = 64
-"""Entries that a file of models keeps; the ones measured first make room."""
+"""Entries kept in a file of models; the oldest are dropped."""
 _MOST_NAME = 300
 _LONGEST_WAIT_S = 2.0
-"""Seconds that a write waits for the lock; a process that was stopped may hold it for ever."""
+"""Seconds that a write waits for the lock, which a stopped process may hold forever."""
 _WAIT_S = 0.01
 
 
 class MachineFile(Generic[V]):
-    """What a file says, and what was measured since. May be used from several threads."""
+    """Entries of a file, and new measurements. Thread-safe."""
 
     owner, most = "machine", MAX_MODELS
-    """Key of whose the entries are, and how many are kept."""
+    """Key of the owner, and the most entries."""
 
     def __init__(self, path: Path | None, table: str, read: Callable[[Any], V | None]) -> None:
         """Read the file if it exists; never raises.
 
         Args:
-            path: None: nothing is kept.
-            table: key of the entries, which tells such files apart.
-            read: returns an entry from plain JSON values; None if it cannot be one. It is then measured anew. If it
-                raises a `FormatError`, the whole file is.
+            path: None: memory only.
+            table: key of the entries, and kind of the file.
+            read: returns an entry from JSON values, None to drop it; a `FormatError` drops the whole file.
         """
         self.path, self.table, self._parse = path, table, read
         self._lock = threading.Lock()
         self._known = self._read()
 
     def get(self, key: str) -> V | None:
-        """Return an entry, if it is known."""
+        """Return an entry, or None."""
         with self._lock:
             return self._known.get(key)
 
     def put(self, key: str, value: V) -> None:
-        """Set an entry, in memory alone."""
+        """Set an entry in memory."""
         with self._lock:
             self._put(key, value)
 
@@ -73,7 +72,7 @@ class MachineFile(Generic[V]):
         self.save(key)
 
     def refresh(self, own: str | None = None) -> None:
-        """Read what other processes have written meanwhile, except for an entry of one's ``own``; never raises."""
+        """Read other processes' changes, except for the ``own`` entry; never raises."""
         merged = self._read()
         with self._lock:
             for key, known in self._known.items():
@@ -84,7 +83,7 @@ class MachineFile(Generic[V]):
             self._trim()
 
     def save(self, own: str | None = None) -> None:
-        """Write the file if there is one, merged as by `refresh`; never raises."""
+        """Write the file if there is one, after `refresh`; never raises."""
         if self.path is None:
             return
         try:
@@ -93,17 +92,17 @@ class MachineFile(Generic[V]):
                 self.refresh(own)
                 with self._lock:
                     text = self.dumps(self._known)
-                # Not under the lock: a play that begins meanwhile must not wait for a disk.
+                # Not under the lock: a starting play must not wait for a disk.
                 write_text(self.path, text, mode=PRIVATE)
         except (OSError, KvabrError) as error:
             self.tell(f"{self.path} cannot be saved: {error}")
 
     def newer(self, known: V, written: V) -> bool:  # noqa: ARG002
-        """Return whether an entry is newer than what another process wrote of the same."""
+        """Return whether an entry is newer than another process's."""
         return False
 
     def whose(self) -> Any:
-        """Return what the file belongs to, plain JSON values."""
+        """Return the file's owner as plain JSON values."""
         return this_machine()
 
     def plain(self, value: V) -> Any:
@@ -111,7 +110,7 @@ class MachineFile(Generic[V]):
         return value
 
     def tell(self, what: str) -> None:
-        """Hear of a file that cannot be read or written; it is measured again by the next process."""
+        """Report an unreadable or unwritable file; the next process measures again."""
 
     def dumps(self, known: dict[str, V]) -> str:
         """Return the file with these entries."""
@@ -120,7 +119,7 @@ class MachineFile(Generic[V]):
         return json.dumps(head | {self.table: entries}) + "\n"
 
     def loads(self, text: str) -> dict[str, V]:
-        """Return the entries of a file; a `FormatError` if it is damaged, or another machine's."""
+        """Return the entries of a file; raise `FormatError` if it is damaged, or of another machine."""
         try:
             whole = json.loads(text)
             if whole["schema"] != SCHEMA or whole[self.owner] != self.whose():
@@ -155,7 +154,7 @@ class MachineFile(Generic[V]):
 
 @cache
 def this_machine() -> dict[str, str | int]:
-    """Return what times depend on: host, processor, versions, and the threads that decode at once."""
+    """Return the facts that affect timings: host, processor, versions, decoder threads."""
     processor = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")[: 1 << 14].splitlines()
@@ -176,7 +175,7 @@ def digest(models: Any) -> str:
 
 @cache
 def this_host() -> str:
-    """Return a digest that identifies this host and reveals nothing else."""
+    """Return a digest that identifies this host without revealing its name."""
     parts = [platform.node(), platform.machine()]
     with contextlib.suppress(OSError):
         parts.append(Path("/etc/machine-id").read_text(encoding="ascii", errors="replace")[:64])
@@ -185,7 +184,7 @@ def this_host() -> str:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Exclude other writers; raise `OSError` if one does not release the lock."""
+    """Exclude other writers; raise `OSError` if one keeps the lock."""
     with path.with_name(f".{path.name}.lock").open("a") as file:
         until = time.monotonic() + _LONGEST_WAIT_S
         while True:
@@ -196,7 +195,7 @@ def _alone(path: Path) -> Iterator[None]:
                     raise TimeoutError(f"another process does not let go of {file.name}") from error
                 time.sleep(_WAIT_S)
                 continue
-            except OSError:  # a file system without locks: the last one to write wins
+            except OSError:  # a file system without locks: the last write wins
                 pass
             break
         yield

@@ -1,4 +1,4 @@
-"""What a client may use, and how it plays."""
+"""Limits of a client, and options of plays."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class PlayOptions(PlayChoices):
             raise UsageError(f"selector {self.selector} needs the exact cache, which no play has: it is for benches")
 
     def note(self, event: PlayEvent) -> None:
-        """Log an event that does not come from the session."""
+        """Log an event from outside the session."""
         if self.log is not None:
             self.log(event)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a client may use."""
+    """Resource limits of a client."""
 
     memory_bytes: int = 1 << 30
     """Encoded groups kept in memory, bytes; 0: none."""
@@ -102,15 +102,15 @@ _UNKEPT = {"groups": "groups are", "profile": "the codec profile is"}
 
 
 def warn_unkept(metrics: ClientMetrics, what: str, why: str) -> None:
-    """Warn, and count, that groups or a profile that came are not kept on the disk."""
+    """Warn, and count, that received groups or a profile cannot be saved to disk."""
     metrics.unkept_total.labels(what).inc()
     warnings.warn(f"{_UNKEPT[what]} not kept: {why}", RuntimeWarning, stacklevel=2)
 
 
 def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
-    """Raise `UsageError` unless a prompt has one dimension, and one token at least; `chain` checks the ids.
+    """Raise `UsageError` unless a prompt has one dimension and at least one token; `chain` checks the ids.
 
-    One with media cannot be played with an ``engine`` that computes: it is given token ids alone.
+    A prompt with media cannot be played with an ``engine``, which receives only token ids.
     """
     if not hasattr(tokens, "__getitem__") or isinstance(tokens, str | bytes | Mapping):
         raise UsageError(
@@ -130,21 +130,21 @@ def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
 
 
 def guard_s(deadline_s: float) -> float:
-    """Return how much earlier than the deadline a play aims to end, seconds: event loops are late now and then."""
+    """Return the reserve before the deadline, seconds: event loops are sometimes late."""
     return min(_MAX_GUARD_S, _GUARD_SHARE * deadline_s)
 
 
 def engine_of(
     engine: Engine | None, options: PlayOptions, costs: EngineCosts
 ) -> tuple[Engine | None, PrefillCost | None]:
-    """Return the engine of a play, and what its prefill costs as far as is known; two None if none may compute."""
+    """Return the engine of a play and its prefill cost; both None if it may not compute."""
     if engine is None or not options.recompute:
         return None, None
     return engine, options.prefill_cost or costs.of(engine).cost()
 
 
 def model_of(model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:
-    """Return the model of a play, as `ClientPeer.find` takes it, and whether any group size will do."""
+    """Return the model of a play for `ClientPeer.find`, and whether any group size is accepted."""
     if engine is None:
         return model, False
     if isinstance(model, KVSpec):
@@ -157,5 +157,5 @@ def model_of(model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec 
 
 def check_engine(engine: Engine, spec: KVSpec) -> None:
     """Raise `UsageError` unless an engine computes caches of a spec."""
-    if not engine.spec.same_cache(spec):  # its group size is the publisher's choice
+    if not engine.spec.same_cache(spec):  # the publisher chooses the group size
         raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {spec.model}")

@@ -1,11 +1,11 @@
-"""Where caches are played from, by the scheme of a URL: origins and relays, object stores, HTTP caches before these.
+"""Origins by the scheme of a URL: origins and relays, object stores, and HTTP caches of these.
 
     moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.link.moqt.connect`)
-    s3://BUCKET/PREFIX, gs://..., az://...       an object store; its credentials come from the environment
+    s3://BUCKET/PREFIX, gs://..., az://...       an object store; credentials from the environment
     http://HOST/PREFIX, https://...              the same objects through any HTTP cache
     file:///PATH, memory://NAME                  the same objects in a folder, or in this process (tests)
 
-Behind ``#`` an asset may be named, ``#kvcache:<model>/<prompt digest>``.
+A URL may end with an asset, ``#kvcache:<model>/<prompt digest>``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["asset_of", "check_url", "dialling", "is_object_store", "parse_namesp
 
 
 def is_object_store(url: str) -> bool:
-    """Return whether a URL is that of an object store, or of an HTTP cache in front of one."""
+    """Return whether a URL is that of an object store, or of an HTTP cache of one."""
     scheme, separator, _ = url.partition("://")
     return bool(separator) and scheme in SCHEMES
 
 
 def check_url(url: str) -> None:
-    """Raise `UsageError` unless something can be played from a URL."""
+    """Raise `UsageError` unless a URL can be played from."""
     if is_object_store(url):
         _store_url(url)
     else:
@@ -39,7 +39,7 @@ def check_url(url: str) -> None:
 
 
 def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -> Peer:
-    """Return the peer that a URL names, which is dialled on entering its context manager, or by the first request.
+    """Return the peer of a URL, dialled by its context manager or its first request.
 
     Args:
         url: of an origin, a relay or a store.
@@ -48,7 +48,7 @@ def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -
 
     Raises:
         UsageError: the URL or an option is wrong, or the package for object stores is missing. From ``async with``:
-        TransportError: nothing can be played from there.
+        TransportError: it cannot be played from.
     """
     how = how or PeerOptions()
     if not is_object_store(url):
@@ -67,7 +67,7 @@ class StoreDialler:
     most_lanes = 1
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Take the URL of a store; raise `UsageError` if the package for object stores is missing."""
+        """Prepare; raise `UsageError` if the package for object stores is missing."""
         self._store, self._timeout_s = open_objects(url), timeout_s
         if isinstance(self._store, LocalStore) and not self._store.folder.is_dir():
             raise UsageError(f"{url}: no such folder; publish something there first, or correct the URL")

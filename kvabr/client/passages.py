@@ -1,6 +1,6 @@
-"""Passages of a prompt: found by their names, all at the same time, and joined into one catalog.
+"""Find the passages of a prompt by name, all at once, and join them into one catalog.
 
-Any of them may be missing or unusable; the engine then computes it, as it computes the text between them.
+The engine computes missing and unusable passages, and the text between them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ async def find_passages(
     any_dtype: bool = False,
     refused: Callable[[Passage, str], None] = lambda *_: None,
 ) -> dict[Passage, Found]:
-    """Return what an origin has of some passages; those that it lacks, or that cannot be used, are left out.
+    """Return the usable ones of some passages at an origin.
 
-    All are asked for at the same time, so that takes one round trip. ``refused`` is told why one cannot be used. With
-    ``any_dtype`` the cache's element type need not be the spec's.
+    All are requested at once, in one round trip. ``refused`` receives the reason for each unusable one. ``any_dtype``
+    accepts any element type.
 
-    Raises `TransportError` or `FormatError` if nothing was found, and one of them could not be asked for, or used.
+    Raises `TransportError` or `FormatError` if none was found, and one failed with it.
     """
     wanted = list(dict.fromkeys(passages))
     asked = (_find(origin, each, spec, salt, any_dtype=any_dtype) for each in wanted)
@@ -71,15 +71,15 @@ async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes,
 
 @dataclass(frozen=True, slots=True)
 class PassagePrompt:
-    """A prompt made of parts, to be played."""
+    """A prompt in parts, to play."""
 
     parts: tuple[Part, ...]
     spec: KVSpec
     options: PlayOptions
     question: tuple[int, ...]
-    """Ids whose attention chooses what is computed again; empty: nothing is."""
+    """Ids that select, by attention, the tokens to recompute; empty: none."""
     share: float | None
-    """Share of the passages' tokens to compute again; None: what it is worth."""
+    """Share of the passages' tokens to recompute; None: the share that pays off."""
 
     @classmethod
     def of(
@@ -92,7 +92,7 @@ class PassagePrompt:
         question: Sequence[int] | None,
         share: float | None,
     ) -> PassagePrompt | None:
-        """Check the arguments of a play; None: its prompt is not in parts. A `UsageError` says what is wrong."""
+        """Return the prompt from a play's arguments; None if it is not in parts. Raise `UsageError` if wrong."""
         if parts is None:
             if question is not None or share is not None:
                 raise UsageError("question and share are for prompts in parts")
@@ -122,16 +122,16 @@ class PassagePrompt:
             raise UsageError(
                 f"the parts have {length:,} tokens in all, and {spec.model} sees {context:,}: leave some out"
             )
-        _ = prompt.goal  # which checks the share
+        _ = prompt.goal  # checks the share
         return prompt
 
     @property
     def goal(self) -> BlendGoal:
-        """What a session is to do with it."""
+        """The session's goal."""
         return BlendGoal(self.share, len(self.question), self.options.joined_loss_limit)
 
     def recompute(self, catalog: Catalog, engine: Engine | None) -> TokenRecompute | None:
-        """Return what computes tokens of a play again; None: nothing does."""
+        """Return the recomputation of tokens in a play; None if there is none."""
         if not self.question or not isinstance(engine, BlendEngine):
             return None
         return TokenRecompute(engine, catalog, self.tokens, self.question, load_selector(self.options.selector))
@@ -142,7 +142,7 @@ class PassagePrompt:
         return [token for part in self.parts for token in part.ids]
 
     async def find(self, origin: Connection) -> tuple[Found | None, KVSpec]:
-        """Return what an origin has of the passages, joined; None if it has none. As `find_passages`."""
+        """Return the joined passages at an origin, None if it has none; errors as `find_passages`."""
         passages, salt = [part for part in self.parts if isinstance(part, Passage)], self.options.salt
         found = await find_passages(origin, passages, self.spec, salt=salt, refused=self._refused)
         catalogs = {passage: one.catalog for passage, one in found.items()}
@@ -153,14 +153,13 @@ class PassagePrompt:
         return joined, self.spec
 
     def _refused(self, passage: Passage, reason: str) -> None:
-        """Say why a passage that the origin may have is computed."""
         self.options.note(PassageRefused(0.0, passage.name(self.spec, self.options.salt).prompt, reason))
 
 
 def _question(
     last: Part, engine: Engine, options: PlayOptions, question: Sequence[int] | None, share: float | None
 ) -> tuple[int, ...]:
-    """Return the question of a prompt that ends with a part; empty: no tokens are computed again."""
+    """Return the question of a prompt that ends with a part; empty: no tokens are recomputed."""
     if question is not None and not isinstance(question, Sized):
         raise UsageError("the question is a sequence of token ids")
     if question is not None and not len(question):

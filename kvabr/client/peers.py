@@ -1,4 +1,4 @@
-"""The peers of a client, and what they have: one connection each, which all plays share."""
+"""The peers of a client, with one connection each, and lookups at them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
 _MODELS_S = 5.0
-"""Seconds for which a peer's list of models is believed. A prompt that is not found under it asks again sooner."""
+"""Seconds for which a peer's list of models is reused; a failed lookup fetches it anew."""
 _MAX_SHAPES = 4
-"""Group sizes and shapes of one model in which a prompt is looked up."""
+"""Most group sizes and shapes of one model to look up."""
 _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
-"""Time to look for other group sizes than an engine's: a multiple of what the first lookup took, with a floor."""
+"""Time for group sizes other than the engine's: a multiple of the first lookup's, with a floor."""
 _SAID_SHARE = 0.9
-"""Share of a lookup's time after which sources that have said nothing are not waited for."""
+"""Share of a lookup's time until silent sources are ignored."""
 _LEAST_WAIT_S = 0.02
-"""Time in which other sources of a play may answer after the first, at least."""
+"""Least time for other sources to answer after the first."""
 _AGAIN_S = 0.05
-"""Pause before a prompt that nobody has begun to prefill is looked up again."""
+"""Pause before a lookup for a producer is repeated."""
 _Answer = Found | Unplayable | None
 Answered = tuple[_Answer, KVSpec | None]
-"""What a peer has of a prompt, and the spec of its model."""
+"""A peer's answer to a lookup, and its model's spec."""
 _Lookup = Callable[[Sequence[KVSpec]], Awaitable[_Answer]]
 
 
 class ClientPeer:
-    """An origin or a relay; `AsyncClient.peer` makes it."""
+    """An origin or a relay, created by `AsyncClient.peer`."""
 
     def __init__(
         self,
@@ -51,22 +51,22 @@ class ClientPeer:
         *,
         own: bool,
     ) -> None:
-        """Dial nothing yet; for the arguments see `Downloads`."""
+        """Prepare without dialling; for the arguments see `Downloads`."""
         self.name = name
         self.downloads = Downloads(peer, store, metrics, own=own)
         self._models: Sequence[KVSpec] = ()
-        """Models of which we may read an asset, as of `_asked_s`."""
+        """Models with readable assets, as of `_asked_s`."""
         self._asked_s = -math.inf
-        """When the peer was asked for its models, on the event loop's clock."""
+        """Time of the last request for models, on the event loop's clock."""
 
     @property
     def trouble(self) -> str | None:
-        """What keeps it out of reach at the moment, in words; None if nothing is known to."""
+        """The current connection error; None if there is none."""
         return self.downloads.peer.trouble
 
     @property
     def reached(self) -> bool:
-        """Whether it is connected, or was."""
+        """True if it is or was connected."""
         return self.downloads.peer.reached
 
     async def find(
@@ -81,12 +81,12 @@ class ClientPeer:
         live: bool = False,
         wait_s: float = 0.0,
     ) -> Answered:
-        """Return the longest cached prefix of a prompt, and the spec of its model; None for what is not there.
+        """Return the longest cached prefix of a prompt, and the spec of its model; each None if not found.
 
-        The model is a spec, a name at the peer, or None for the only one that the peer has. Under a name, the prompt is
-        looked up in each group size and shape that the peer has, at most four; under a spec with ``any_group_tokens``,
-        also in the other sizes. With ``live``, what is still being prefilled is found, too; if nothing is, it is looked
-        for again for ``wait_s`` seconds, and the answer is there by then. Errors as `AsyncClient.find`.
+        The model is a spec, a name at the peer, or None for its only one. A name is looked up in up to four group sizes
+        and shapes; a spec with ``any_group_tokens`` also in other sizes. ``live`` includes assets still being
+        prefilled; if there is none, the lookup is repeated, and answers within ``wait_s`` seconds. Errors as
+        `AsyncClient.find`.
         """
         clock = asyncio.get_running_loop().time
         end_s = clock() + (wait_s if live else 0.0)
@@ -94,7 +94,7 @@ class ClientPeer:
         lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live)
         find = partial(self._find, connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
         answer = await find()
-        with contextlib.suppress(TimeoutError):  # what was answered last is still an answer
+        with contextlib.suppress(TimeoutError):  # the last answer stands
             async with asyncio.timeout_at(end_s):
                 while not isinstance(answer[0], Found) and clock() + _AGAIN_S <= end_s:
                     await asyncio.sleep(_AGAIN_S)
@@ -117,7 +117,7 @@ class ClientPeer:
             return found, model
         recent, tried, found = self._recent(), None, None
         if recent is not None:
-            with contextlib.suppress(ForeignError, UsageError):  # what was published since may change the answer
+            with contextlib.suppress(ForeignError, UsageError):  # new publications may change the answer
                 specs = _shapes(recent, model)
                 found = await lookup(specs)
                 if isinstance(found, Found):
@@ -128,7 +128,7 @@ class ClientPeer:
         return found, specs[0] if specs else None
 
     async def catalog(self, connection: Connection, name: TrackNamespace, *, live: bool) -> Answered:
-        """Return the catalog of an asset whose name is known, as `find` does; errors as `AsyncClient.find_asset`."""
+        """Return an asset's catalog, like `find`; errors as `AsyncClient.find_asset`."""
         await self.downloads.peer.connected()
         return await fetch_catalog(connection, name, live=live), None
 
@@ -137,13 +137,13 @@ class ClientPeer:
         self.downloads.peer.relieve()
 
     async def close(self) -> None:
-        """End all transfers, and the connection if this dialled it."""
+        """End all transfers, and close the connection if this dialled it."""
         await self.downloads.close()
 
     async def _in_any_size(
         self, connection: Connection, tokens: Sequence[int], model: KVSpec, lookup: _Lookup
     ) -> _Answer:
-        """Return the longest prefix in any group size; looking in other sizes may fail, and must not take long."""
+        """Return the longest prefix in any group size; other sizes may fail and have limited time."""
         clock = asyncio.get_running_loop().time
         begun_s = clock()
         others = asyncio.create_task(self._in_other_sizes(connection, model, lookup))
@@ -167,7 +167,7 @@ class ClientPeer:
         return None
 
     def _recent(self) -> Sequence[KVSpec] | None:
-        """Return the models that the peer told of lately; None if it must be asked."""
+        """Return the peer's models if recent, else None."""
         return None if asyncio.get_running_loop().time() > self._asked_s + _MODELS_S else self._models
 
     async def _ask(self, connection: Connection) -> Sequence[KVSpec]:
@@ -184,9 +184,9 @@ class ClientPeer:
 
 
 PeerLike = ClientPeer | PeerConnection | str | None
-"""What a play may name its peer by: from `AsyncClient.peer`, an open connection, a URL; None: the client's origin."""
+"""A peer as named by a play: a `ClientPeer`, an open connection, or a URL; None: the client's origin."""
 PeersLike = PeerLike | Sequence[PeerLike]
-"""One, or all that a play may take groups from."""
+"""One peer, or several sources of groups."""
 
 
 async def first_found(
@@ -195,11 +195,11 @@ async def first_found(
     tokens: int = 1,
     within_s: float = math.inf,
 ) -> Answered:
-    """Return what the sources of a play have by one lookup at each, all at once: the longest prefix is played.
+    """Look up at all sources of a play at once, and return the longest prefix.
 
-    The play does not wait long for the last of them once something has all ``tokens`` that it may, nor at all for those
-    that could not be reached lately, and a little before ``within_s`` seconds have passed it takes what has been said.
-    Of the others, those are sources that have the same asset, whenever they say so.
+    Once a source has all ``tokens``, wait briefly for the others, and not at all for recently unreachable ones. Shortly
+    before ``within_s`` seconds, use the answers so far. Other sources with the same asset join the play when they
+    answer.
     """
     if len(lookups) == 1:
         connection.answered_by(0)
@@ -212,7 +212,7 @@ async def first_found(
     except BaseException:
         for task in asked:
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)  # one may have failed at this very moment
+        await asyncio.gather(*asked, return_exceptions=True)  # one may fail at this moment
         raise
     if not found:
         told = [task.result() for task in asked if task.done() and task.exception() is None]
@@ -221,7 +221,7 @@ async def first_found(
             return next((answer for answer in told if answer[0] is not None), told[0])
         if silent:
             raise TimeoutError
-        # Who says that there is nothing does not speak for one that was not reached.
+        # "Not found" does not speak for sources that were not reached.
         raise next((error for task in asked if not isinstance(error := task.exception(), NotFoundError)), None) or (
             asked[0].exception() or TimeoutError()
         )
@@ -233,24 +233,24 @@ async def first_found(
         else:
             connection.offer(source, NOT_KNOWN)
             late = connection.meanwhile(_offered(connection, source, task, found[best]))
-            late.add_done_callback(partial(_let_go, task))  # also if it is cancelled before it has begun
+            late.add_done_callback(partial(_let_go, task))  # even if cancelled before its start
     return await asked[best]
 
 
 async def _offered(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
-    """Have a source that answers late join a play of what another one has."""
+    """Add a late source to the play."""
     await asyncio.wait({asked})
     _offer(connection, source, asked, played)
 
 
 def _let_go(asked: asyncio.Future[Answered], _: object) -> None:
-    """End a lookup that nobody waits for any more; it may have failed at this very moment."""
+    """End an unneeded lookup, which may fail at this moment."""
     if not asked.cancel() and not asked.cancelled():
         asked.exception()
 
 
 def _offer(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
-    """Note on which tracks a source that has answered has the groups of what is played; say why not on all."""
+    """Record the tracks that a source shares with the play, and why others are excluded."""
     same: Collection[str] = frozenset()
     if (error := asked.exception()) is not None:
         why: str | None = str(error) or repr(error)
@@ -270,10 +270,10 @@ async def _found_by(
     round_trip_s: float,
     within_s: float,
 ) -> dict[int, Found]:
-    """Return what was found of a prompt, by source: a while after the first, a short one once it is all of it.
+    """Return the prefixes by source: a while after the first, or shortly after a complete one.
 
-    Nobody waits for the ``doubted``, whose sources could not be reached lately, once another has answered.
-    ``round_trip_s`` is that to the farthest source; ``within_s`` is how long all may take.
+    After one answer, ``doubted`` sources, recently unreachable, are ignored. ``round_trip_s`` is the farthest source's;
+    ``within_s`` bounds the lookup.
     """
     clock = asyncio.get_running_loop().time
     begun_s, waits = clock(), False
@@ -303,7 +303,7 @@ def _found(task: asyncio.Future[Answered]) -> Found | None:
 
 
 def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]:
-    """Return the tracks on which two peers have the same groups of the same asset, complete; and what is wrong."""
+    """Return the tracks with identical, complete groups at two peers, and any mismatch."""
     if one is other:
         return frozenset(one.catalog.by_name), None
     if one.catalog.namespace != other.catalog.namespace:
@@ -318,7 +318,7 @@ def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]
 
 
 def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
-    """Return the specs of a model, or of the only one if it is not named; raise `UsageError` if that is not clear."""
+    """Return the specs of a model, or of the only one; raise `UsageError` if ambiguous."""
     specs = [spec for spec in told if model in (None, spec.model)]
     names = sorted({spec.model for spec in specs})
     if len(names) > 1:
@@ -331,7 +331,7 @@ def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
 
 
 async def _longest(connection: Connection, tokens: Sequence[int], specs: Sequence[KVSpec], **how: Any) -> _Answer:
-    """Return the longest cached prefix under any of some specs; raise an error only if nothing is found."""
+    """Return the longest cached prefix under any spec; raise an error only if there is none."""
     answers = await asyncio.gather(
         *(find_prefix(connection, tokens, spec, **how) for spec in specs),
         return_exceptions=True,

@@ -1,9 +1,8 @@
-"""Plays what was prepared: a session and its driver, from the first request to the end. Plays differ in their goal.
+"""Run prepared plays from the first request to the end. Plays differ in their goal.
 
 A play of a whole cache may continue with upgrades. Without an engine it ends at the deadline: complete, or with an
-error that names the missing groups and has those before them. A prefix play is for an engine that computes by itself
-whatever it is not given (vLLM, SGLang): it never waits for an engine, never fails for a group that did not come, and
-hands over the groups before the first that is missing.
+error that lists the missing groups and has those before them. A prefix play is for an engine that computes the rest
+itself (vLLM, SGLang): it neither waits for an engine nor fails, and returns the groups before the first missing one.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from kvabr.types.errors import PlayError, UsageError
 from kvabr.types.events import Log, PlayEvent
 
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
-"""Share of the deadline that a play gets even after a lookup that took longer, as far as the play may be late."""
+"""Least share of the deadline for a play after a slow lookup, if it may be late."""
 _MIN_LEFT_S = 1e-3
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors do not fill huge pages."""
@@ -53,23 +52,23 @@ class EndedPlay:
     prepared: Prepared
     driver: Driver
     lookup_s: float
-    """Seconds from the call until the play began."""
+    """Seconds from the call to the play's start."""
     rest_s: float
-    """Seconds that the engine needs for what no cache covers."""
+    """The engine's seconds for uncached tokens."""
 
     @property
     def record(self) -> PlayRecord:
-        """What happened to every group."""
+        """History of every group."""
         return self.driver.session.record
 
     @property
     def assembler(self) -> Assembler:
-        """What has the cache."""
+        """Holds the cache."""
         return self.driver.assembler
 
 
 async def play_whole(call: PlayCall, prepared: Prepared, prompt: PassagePrompt | None = None) -> EndedPlay:
-    """Play the whole cache, of a prompt in parts if one is given."""
+    """Play the whole cache, or a prompt in parts."""
     catalog = prepared.catalog
     behind = max(prepared.left_out, len(call.tokens) - catalog.tokens) + call.options.question_tokens
     again = None if prompt is None else prompt.recompute(catalog, call.engine)
@@ -78,10 +77,10 @@ async def play_whole(call: PlayCall, prepared: Prepared, prompt: PassagePrompt |
 
 
 async def play_prefix(call: PlayCall, prepared: Prepared, behind: int) -> EndedPlay:
-    """Play a prefix until the time is up, and leave it compressed.
+    """Play a prefix until time is up, and leave it compressed.
 
-    What should come sooner than the engine computes it is waited for. Computing the ``behind`` tokens of the prompt
-    that no cache covers comes out of the deadline.
+    Wait for groups that should arrive before the engine could compute them. The deadline includes computing the
+    prompt's ``behind`` uncached tokens.
     """
     behind += prepared.left_out + call.options.question_tokens
     rest_s = call.engine_s(prepared.catalog.first_token + prepared.catalog.tokens, behind)
@@ -102,7 +101,7 @@ async def _run(
     *,
     coded: bool = False,
 ) -> EndedPlay:
-    """Drive a session to its end; the engine needs ``rest_s`` for what no cache covers."""
+    """Drive a session to its end; the engine needs ``rest_s`` for uncached tokens."""
     options, ladder, connection, lookup_s = call.options, prepared.ladder, call.connection, call.clock.now()
     if options.device is not None and options.out is None and not coded:
         raise UsageError(
@@ -117,7 +116,7 @@ async def _run(
         raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
     rates = options.decode_share or DecodeShare(call.memory.speeds.rates(catalog, call.device), call.turn.plays)
     cost_s = rest_s
-    if coded:  # it is expanded when it is there
+    if coded:  # it is expanded after its arrival
         cheapest = ladder.cheapest
         cost_s += rates.latency(cheapest) + rates.seconds(cheapest) * catalog.groups / call.decoders
     wanted_s, end_s = _times(call, cost_s, prefix=isinstance(goal, PrefixGoal))
@@ -180,10 +179,9 @@ async def _run(
 
 
 def _times(call: PlayCall, cost_s: float, *, prefix: bool) -> tuple[float, float]:
-    """Return in how many seconds the groups are wanted, and when the play ends without them.
+    """Return the seconds until the groups are due, and until the play ends without them.
 
-    ``cost_s`` is what must be done after them. At most half of the deadline is set aside for it: a worse cache would
-    not make up for more.
+    ``cost_s`` is the work after them; it gets at most half of the deadline, since more would cost too much quality.
     """
     deadline_s, least, end_s = call.clock.deadline_s, _MIN_PREFIX_SHARE, call.clock.left()
     if not prefix:
@@ -193,20 +191,20 @@ def _times(call: PlayCall, cost_s: float, *, prefix: bool) -> tuple[float, float
 
 
 def _remember(call: PlayCall, prepared: Prepared, *, warmed: bool) -> None:
-    """Write what the play has found out, and measure how fast this machine decodes; nobody waits for it."""
+    """Save the measurements, and measure decode speed, in the background."""
     memory, catalog, profile = call.memory, prepared.catalog, prepared.profile
     call.save_costs()
     if memory.history.path is not None:
-        # Not in the decoders' threads: they must not wait for a disk.
+        # Not in decoder threads: they must not wait for a disk.
         asyncio.get_running_loop().run_in_executor(None, memory.history.save)
     if not warmed and (profile is not None or catalog.profile is None) and memory.speeds.lacks(catalog, call.device):
         asyncio.get_running_loop().run_in_executor(None, memory.speeds.measure, catalog, profile, call.device)
 
 
 def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
-    """Have groups received in memory from which a GPU copies by itself, and its kernels tried, and measured.
+    """Receive groups in pinned memory for a GPU, and try and measure its kernels.
 
-    Returns whether the latter is done by somebody else. Until it is, the processor decodes.
+    Return whether a thread does the latter; until it ends, the processor decodes.
     """
     if call.device is None:
         return False
@@ -219,7 +217,7 @@ def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
 
 
 def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
-    """Return the tensor for the cache, or None: the assembler makes several. `RuntimeError`: there is no memory."""
+    """Return the tensor for the cache, or None to let the assembler make several."""
     out = call.options.out
     if out is None and not catalog.every_token:
         return None
@@ -229,10 +227,10 @@ def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
 
 
 def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
-    """Begin the upgrades of a cache that was handed over, for ``after_s`` seconds at most."""
+    """Start upgrades of a returned cache, for at most ``after_s`` seconds."""
     options, connection, session = call.options, call.connection, played.driver.session
     view, assembler, ladder = session.view, played.assembler, played.prepared.ladder
-    # An engine that has begun has moved on from a state, which is of no more use to it.
+    # A running engine has moved on from a state.
     kinds = view.catalog.spec.classes
     final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
     tracks = zip(assembler.coverage, final, strict=True)
@@ -265,9 +263,9 @@ def _late(log: Log, begun_s: float, event: PlayEvent) -> None:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a new contiguous tensor with arbitrary contents, in huge pages where the system has them.
+    """Return a new, uninitialised contiguous tensor, in huge pages if available.
 
-    Every element is going to be written, so nothing is cleared. Memory of tensors that are gone is used again.
+    Memory of freed tensors is reused.
 
     Raises:
         RuntimeError: there is not enough memory.

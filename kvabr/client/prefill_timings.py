@@ -1,8 +1,8 @@
-"""What an engine's prefills took, and the cost that explains them. Loads no torch.
+"""Timings of an engine's prefills, and a cost fitted to them. Does not load torch.
 
-Every computation of a play is timed. The latest ones of each size count, so that the cost follows an engine that has
-changed for good, and a call that took much longer than others of its size, or a clock that jumped, changes little
-(`PrefillCost.fit`). Until there are timings, the cost is what a publisher measured, or a guess by the device.
+Every computation of a play is timed. The latest of each size count, so the cost follows lasting changes; outliers, such
+as a slow call or a clock jump, matter little (`PrefillCost.fit`). Without timings, use the publisher's cost, or a guess
+by the device.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ Timing = tuple[int, int, float]
 """Tokens before, new tokens, seconds."""
 
 MOST = 96
-"""Timings that are kept."""
+"""Most timings kept."""
 _MOST_ALIKE = 5
 _MAX_S, _MAX_TOKENS = 1e5, 1 << 24
 _FEW, _FEW_TIMES = 4, 4.0
-"""Of fewer timings than the first none counts as more times as slow as expected than the second: the first call of an
-engine also loads and compiles, and nothing tells yet that a machine was busy."""
+"""With fewer timings than the first, slowness is capped at the second times the expectation: a first call also loads
+and compiles, and a busy machine is not recognisable yet."""
 _CREDIBLE = 30.0
-"""A publisher's cost that differs from the guess by a larger factor is not believed."""
+"""Larger factors between a publisher's cost and the guess make it implausible."""
 _TYPICAL = 2048
 _CPU_WEIGHT_S, _GPU_WEIGHT_S = 1e-11, 6e-15
 """Seconds per token and weight of a prefill: on a few cores, and on an accelerator at 330 TFLOPS."""
 _GPU_FLOOR_S = 0.02
 _LEAST_WEIGHTS = 10_000
 _PER_ELEMENT = 2.0
-"""What a pair of tokens costs per element of a token's cache, in what a token costs per weight."""
+"""Cost of a token pair per element of a token's cache, relative to a token's cost per weight."""
 _LIKE = (8e9, 65536.0, 2.35)
-"""Weights of a model, elements of its cache per token, and the exponent by which the former grow with the latter."""
+"""A model's weights, its cache elements per token, and the exponent of weights in elements."""
 
 
 def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> PrefillCost:
-    """Return what a prefill may cost before anything is known of the engine.
+    """Return the estimated prefill cost of an unmeasured engine.
 
     Args:
         spec: of its cache.
-        device: ``cuda``, ``cpu`` or another type of torch's devices.
-        weights: how many the model has; None: as many as models with such caches have.
+        device: ``cuda``, ``cpu`` or another device type of torch.
+        weights: the model's number of weights; None: typical for such caches.
     """
     each = sum(part.elements_per_token for part in spec.parts if part.only.kind != "state")
     if weights is None:
@@ -61,32 +61,32 @@ def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> Pref
 
 
 def guess_of(engine: Engine) -> PrefillCost:
-    """Return `guess` for an engine, by its attributes ``device`` and ``weights`` if it has them."""
+    """Return `guess` for an engine, from its attributes ``device`` and ``weights`` if it has them."""
     device = getattr(getattr(engine, "device", None), "type", "cpu")
     weights = getattr(engine, "weights", None)
     return guess(engine.spec, device, weights if isinstance(weights, int) else None)
 
 
 class PrefillTimings:
-    """The timings of one engine. May be used from several threads."""
+    """The timings of one engine. Thread-safe."""
 
     def __init__(self, guessed: PrefillCost) -> None:
         self._lock = threading.Lock()
         self._guess, self._prior = guessed, guessed
         self._alike: OrderedDict[tuple[int, int], deque[Timing]] = OrderedDict()
-        """By size, those used last at the end."""
+        """By size, recently used last."""
         self._cost: PrefillCost | None = None
-        """What was fitted to them; None: it must be fitted again."""
+        """Cost fitted to them; None: outdated."""
         self.news = False
-        """Whether there are timings that `rows` has not told."""
+        """True if `rows` lacks timings."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is no timing."""
+        """True if there is no timing."""
         return not self._alike
 
     def note(self, before: int, tokens: int, seconds: float) -> None:
-        """Note what a computation took; what cannot be is ignored."""
+        """Record the time of a computation; implausible values are ignored."""
         if not sound((before, tokens, seconds)):
             return
         with self._lock:
@@ -94,7 +94,7 @@ class PrefillTimings:
             self.news = True
 
     def timed(self, timings: Iterable[Timing]) -> PrefillCost:
-        """Note what was timed on an idle engine, and return the cost, which is now known without a guess."""
+        """Record timings of an idle engine, and return its cost, which no longer depends on a guess."""
         rows = list(timings)
         with self._lock:
             self._prior = PrefillCost.fit(rows)
@@ -104,7 +104,7 @@ class PrefillTimings:
         return self.cost()
 
     def restore(self, rows: Iterable[Timing]) -> None:
-        """Note timings of an earlier process, unless there are newer ones."""
+        """Add timings of an earlier process, unless there are newer ones."""
         with self._lock:
             if not self._alike:
                 for row in rows:
@@ -117,7 +117,7 @@ class PrefillTimings:
             return [row for alike in self._alike.values() for row in alike]
 
     def cost(self, said: PrefillCost | None = None) -> PrefillCost:
-        """Return the cost of a prefill; until something was timed it is what a publisher ``said``, if that may be."""
+        """Return the prefill cost; without timings, a plausible cost ``said`` by a publisher."""
         with self._lock:
             if said is not None and self._prior is self._guess and self._credible(said):
                 self._prior, self._cost = said, None
@@ -143,13 +143,13 @@ class PrefillTimings:
 
 
 def sound(row: Any) -> bool:
-    """Return whether a timing can be one."""
+    """Return whether a timing is plausible."""
     before, tokens, seconds = row
     counts = type(before) is int and type(tokens) is int and 0 <= before <= _MAX_TOKENS and 0 < tokens <= _MAX_TOKENS
     return counts and type(seconds) is float and 0 < seconds <= _MAX_S  # NaN compares false
 
 
 def read_rows(found: Any) -> list[Timing] | None:
-    """Return timings from a file; None if they cannot be any."""
+    """Return timings from a file; None if implausible."""
     rows = [tuple(row) for row in found]
     return rows if 0 < len(rows) <= MOST and all(map(sound, rows)) else None

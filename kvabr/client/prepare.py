@@ -1,4 +1,4 @@
-"""Prepares what was found for a play: its codec profile, the tracks that can be decoded, and how much is fetched."""
+"""Prepare a found asset for a play: its codec profile, the decodable tracks, and the part to fetch."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from kvabr.types.live import GrowingCatalog
 from kvabr.types.words import counted
 
 _PROFILE_SHARE = 0.3
-"""Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
+"""Share of the remaining time for fetching a codec profile; then tracks that need it are omitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What was found, ready to be played."""
+    """A found asset, ready to play."""
 
     ladder: Ladder
     profile: Profile | None
     sha256: str
-    """SHA-256 of the catalog as it came, hex."""
+    """SHA-256 of the catalog as received, hex."""
     limited_by: str | None
     """See `Found.limited_by`."""
     left_out: int = 0
-    """Tokens at the end of what was found that the engine computes: with the question, or sooner than they come."""
+    """Tokens at its end that the engine computes, with the question or because that is faster."""
     cut: str | None = None
     """Why they are left out; None if there are none."""
     tail: int = 0
-    """Tokens of these that it computes with the question, on what was fetched."""
+    """Number of these that it computes with the question, on the fetched cache."""
     tail_s: float = 0.0
-    """Seconds by which they make its call longer."""
+    """Seconds that they add to its call."""
     growing: GrowingCatalog | None = None
-    """The catalog of an asset that is still being prefilled; None if it is complete."""
+    """Catalog of an asset that is still being prefilled; None if it is complete."""
 
     @property
     def catalog(self) -> Catalog:
@@ -55,18 +55,18 @@ class Prepared:
 async def prepare(
     call: PlayCall, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1
 ) -> Prepared:
-    """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
+    """Fetch the codec profile if it pays and time allows; otherwise omit tracks that need it.
 
-    The engine has the first ``skip`` groups already. If it computes the ``behind`` tokens of the prompt behind what
-    was found, less may be played than was found (`shortened`, `kvabr.abr.tail`).
+    The engine has the first ``skip`` groups. If it computes ``behind`` uncached tokens, less may be played than was
+    found (`shortened`, `kvabr.abr.tail`).
 
     Raises:
         FormatError: none of the asset's tracks can be decoded here.
-        PlayError: the deadline has come, and there is no engine.
+        PlayError: the deadline has passed, and there is no engine.
         UsageError: everything is skipped.
     """
     catalog = found.to_play
-    with suppress(TransportError, TimeoutError):  # then its requests say why
+    with suppress(TransportError, TimeoutError):  # its requests report the error
         async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
             await call.connection.reach()
     if call.engine is not None and call.options.prefill_cost is None:
@@ -98,7 +98,7 @@ async def prepare(
 
 
 async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, behind: int, block: int) -> TailOffer:
-    """Return how much of what was found is fetched, and how much the engine computes with what is ``behind`` it."""
+    """Return which tokens to fetch, and which to compute with the ``behind`` tokens after them."""
     choices = partial(
         tail_choices, catalog, call.cost, call.options, rate, call.left_s, following=behind, skip=skip, block=block,
         decoders=call.decoders, divides=call.engine is not None and policy_class(call.options.policy).divides,
@@ -107,7 +107,7 @@ async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, beh
 
 
 async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None, str]:
-    """Return the codec profile of an asset if it needs one, fetching it pays, and time allows; else why not."""
+    """Return the asset's codec profile if needed, worthwhile and in time; else None and the reason."""
     if catalog.profile is None:
         return None, "it has none"
     if not call.memory.profiles.has(catalog) and not pays(catalog):
@@ -122,7 +122,7 @@ async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None,
 
 
 def pays(catalog: Catalog) -> bool:
-    """Return whether fetching the profile and then the cheapest track beats the cheapest that needs no profile."""
+    """Return whether the profile plus the cheapest track is smaller than the cheapest track without a profile."""
     try:
         plain = playable(catalog, profile=False)
     except FormatError:
@@ -132,7 +132,6 @@ def pays(catalog: Catalog) -> bool:
 
 
 def _ladder(catalog: Catalog) -> Ladder:
-    """Return the ladder of a catalog, with what the default policy asks of it: of a long prompt that takes a while."""
     ladder = Ladder(catalog)
     ladder.price(0.0)
     return ladder

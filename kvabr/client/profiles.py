@@ -1,4 +1,4 @@
-"""Codec profiles by their SHA-256: from this process's memory, from a folder, from the package, or from the origin."""
+"""Codec profiles by their SHA-256: from memory, a folder, the package, or the origin."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 
 PROFILES = "profiles"
-"""Folder of profiles in that of a client."""
+"""Name of the profiles' folder in a client's."""
 _MAX_KEPT = 8
-"""Profiles that a process keeps in memory."""
+"""Profiles kept in memory."""
 _profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
 _LOCK = threading.Lock()
 _Reading = dict[Hashable, asyncio.Future[Profile | None]]
 _reading: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Reading] = weakref.WeakKeyDictionary()
-"""Profiles that are read and checked at the moment, by where they are from: work that all plays of a loop share.
-Nothing of a network is waited for here: one peer must not hold up plays from others."""
+"""By source, profiles being read and checked, shared by plays of a loop. This never waits for a network: one peer must
+not delay plays from others."""
 
 
 class ProfileCache:
-    """Profiles of one client. What is in memory is shared by the whole process."""
+    """Profiles of one client. The process shares those in memory."""
 
     def __init__(self, folder: Path | None = None, on_failure: Callable[[str], object] = lambda _why: None) -> None:
-        """Use a folder, in which profiles outlive the process; None: memory only.
+        """Use a folder to keep profiles between processes; None: memory only.
 
-        ``on_failure`` hears why one cannot be written, in any thread.
+        ``on_failure`` receives the error of a failed write, in any thread.
         """
         self._folder, self._on_failure = folder, on_failure
 
@@ -56,14 +56,14 @@ class ProfileCache:
         return _shipped(wanted, catalog.profile_bytes, catalog.spec) is not None
 
     async def fetch(self, origin: Connection, catalog: Catalog) -> Profile | None:
-        """Return the profile that a catalog names; None if its tracks need none.
+        """Return a catalog's profile; None if its tracks need none.
 
-        Plays of one client share its download, as they share all downloads from a peer.
+        Plays of one client share the download.
 
         Raises:
             TransportError: it cannot be fetched.
             ForeignError: it is of another model.
-            FormatError: it is not what the catalog names.
+            FormatError: it is not the catalog's profile.
         """
         if catalog.profile is None:
             return None
@@ -82,7 +82,7 @@ class ProfileCache:
 
     async def _fetch(self, origin: Connection, name: TrackNamespace, size: int) -> Profile:
         wanted = name.prompt
-        with suppress(FormatError):  # of what another peer sent
+        with suppress(FormatError):  # another peer's data was wrong
             if (profile := _known(wanted) or await _under_way(("peer", wanted))) is not None:
                 return profile
         data = await fetch_view(origin, name, PROFILE_TRACK, size)
@@ -90,14 +90,13 @@ class ProfileCache:
         try:
             profile = await _once(("peer", wanted), check)
         except FormatError:
-            # Another peer may have sent that.
+            # It may be another peer's data.
             profile = await asyncio.get_running_loop().run_in_executor(decoders(), check)
         assert profile is not None  # noqa: S101  # or an error was raised
         await asyncio.get_running_loop().run_in_executor(decoders(), self._keep, wanted, data)
         return profile
 
     def _stored(self, sha256: str) -> Profile | None:
-        """Return the profile from the folder."""
         assert self._folder is not None  # noqa: S101  # or this is not called
         file = _file(self._folder, sha256)
         try:
@@ -105,9 +104,9 @@ class ProfileCache:
                 return _checked(stream.read(MAX_PROFILE_BYTES + 1), sha256)
         except FormatError:
             with suppress(OSError):
-                file.unlink()  # damaged: the origin has it
+                file.unlink()  # damaged: fetch it again
         except OSError:
-            pass  # not there
+            pass  # missing
         return None
 
     def _keep(self, sha256: str, data: bytes | memoryview) -> None:
@@ -117,11 +116,11 @@ class ProfileCache:
             self._folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             write_file(_file(self._folder, sha256), bytes(data), mode=PRIVATE)
         except (OSError, AssetError) as error:
-            self._on_failure(str(error))  # it must not fail the play
+            self._on_failure(str(error))  # a failed write must not fail the play
 
 
 def keep(profile: Profile) -> None:
-    """Keep a profile in memory that need not be fetched, for all clients of this process."""
+    """Keep a local profile in memory, for all clients of this process."""
     with _LOCK:
         _profiles[profile.digest] = profile
 
@@ -132,7 +131,7 @@ def _known(sha256: str) -> Profile | None:
 
 
 async def _once(key: Hashable, work: Callable[[], Profile | None]) -> Profile | None:
-    """Return what ``work`` returns in a decoder's thread, unless the same is done already. It always ends."""
+    """Return the result of ``work`` in a decoder thread, shared by calls with the same key."""
     loop = asyncio.get_running_loop()
     reading = _reading.setdefault(loop, {})
     if key not in reading:
@@ -142,13 +141,13 @@ async def _once(key: Hashable, work: Callable[[], Profile | None]) -> Profile | 
 
 
 async def _under_way(key: Hashable) -> Profile | None:
-    """Return what comes of work that was begun; None if there is no such work."""
+    """Return the result of running work; None if there is none."""
     reading = _reading.get(asyncio.get_running_loop(), {}).get(key)
     return None if reading is None else await asyncio.shield(reading)
 
 
 def _name(catalog: Catalog) -> TrackNamespace:
-    """Return where the profile is published, which checks its digest before it names a file."""
+    """Return the profile's namespace, which checks its digest before it names a file."""
     if catalog.profile is None or not 0 < catalog.profile_bytes <= MAX_PROFILE_BYTES:
         raise FormatError(f"catalog: a profile of {catalog.profile_bytes} bytes, not 1 to {MAX_PROFILE_BYTES}")
     return TrackNamespace(catalog.spec.model, catalog.profile)
@@ -156,7 +155,7 @@ def _name(catalog: Catalog) -> TrackNamespace:
 
 @lru_cache(_MAX_KEPT)
 def _shipped(sha256: str, size: int, spec: KVSpec) -> bytes | None:
-    """Return the profile that comes with the package if it is the one that is wanted, see `shipped_bytes`."""
+    """Return the package's profile if it has this digest, see `shipped_bytes`."""
     return shipped_bytes(sha256, size, spec)
 
 
@@ -166,7 +165,7 @@ def _packaged(sha256: str, size: int, spec: KVSpec) -> Profile | None:
 
 
 def _checked(data: bytes | memoryview, sha256: str) -> Profile:
-    """Return a profile, and keep it in memory, whether or not anybody still waits for it."""
+    """Return a profile, and keep it in memory even if its caller is gone."""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise FormatError("the profile is not the one that the catalog names (its SHA-256 differs)")
     profile = Profile.from_bytes(bytes(data))

@@ -1,4 +1,4 @@
-"""Makes the result of a play that has ended: a cache, the error of one with groups missing, or a compressed prefix."""
+"""Make the result of an ended play: a cache, an error for missing groups, or a compressed prefix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvabr.types.loss import played_loss, predicted_loss, promised_loss
 async def report_whole(call: PlayCall, ended: EndedPlay) -> Played:
     """Return the cache of a play; errors as `AsyncClient.play`.
 
-    If groups of a cache are missing which an engine cannot complete, it computes the whole prompt.
+    If groups are missing that an engine cannot compute singly, it computes the whole prompt.
     """
     options, clock, record = call.options, call.clock, ended.record
     if record.gave_up is not None:
@@ -36,7 +36,7 @@ async def report_whole(call: PlayCall, ended: EndedPlay) -> Played:
         raise _incomplete(call, ended, message, record.gave_up)
     assembler, prepared, catalog = ended.assembler, ended.prepared, ended.prepared.catalog
     take = partial(assembler.take_classes, upgrades=options.after is not None)
-    # On a GPU it may wait for a batch, and for kernels that are being compiled.
+    # A GPU may wait for a batch, and for kernels that are being compiled.
     parts = await asyncio.to_thread(take) if assembler.together else take()
     ttft_s = clock.now()
     record.met = ttft_s + ended.rest_s <= clock.deadline_s
@@ -65,7 +65,7 @@ async def report_whole(call: PlayCall, ended: EndedPlay) -> Played:
 
 
 def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> IncompleteError:
-    """Return the error of a play that ended with groups missing, which has what can be used of it."""
+    """Return the error of a play with groups missing, with its usable prefix."""
     prepared, record, catalog = ended.prepared, ended.record, ended.prepared.catalog
     missing, prefix = record.missing, None
     usable = missing[0] if missing and catalog.every_token else catalog.groups
@@ -100,9 +100,9 @@ def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> 
 
 
 def report_coded(call: PlayCall, ended: EndedPlay, *, whole: bool = True) -> PlayedPrefix:
-    """Return what a play of a whole cache has left compressed.
+    """Return the compressed cache of a play.
 
-    Raises `IncompleteError` if groups are missing; if not ``whole``, those before the first missing one will do.
+    Raises `IncompleteError` if groups are missing; if not ``whole``, return the groups before the first missing one.
     """
     record = ended.record
     if record.gave_up is not None:
@@ -114,7 +114,7 @@ def report_coded(call: PlayCall, ended: EndedPlay, *, whole: bool = True) -> Pla
 
 
 def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
-    """Return the whole blocks of tokens before the first group that is missing, compressed."""
+    """Return the whole blocks of tokens before the first missing group, compressed."""
     prepared, record, catalog = ended.prepared, ended.record, ended.prepared.catalog
     groups, found = ended.assembler.take_coded(record.used, block)
     coverage = _tracks(ended, found)
@@ -124,7 +124,7 @@ def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
         cut = record.cut or record.gave_up or "the play ended"
         if record.missing and not catalog.every_token:
             cut += f"; missing: {listed(map(catalog.title, record.missing))}"
-        if record.gave_up is None:  # it says so itself
+        if record.gave_up is None:  # else it is in the reason
             cut = "; ".join((cut, *ended.driver.session.retries.last_words))
     return PlayedPrefix(
         spec=catalog.spec,
@@ -149,13 +149,12 @@ def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
 
 
 def _tracks(ended: EndedPlay, found: PlacedPrefix) -> tuple[str, ...]:
-    """Return the tracks on which the groups of a prefix are in place."""
     coverage = ended.assembler.coverage
     return tuple(coverage[group] or "" for group in found.groups)
 
 
 def _steps_before(record: PlayRecord, groups: int) -> list[tuple[str, int, int | str]]:
-    """Return the steps of a play as far as they concern its first ``groups`` groups."""
+    """Return the steps of a play that affect its first ``groups`` groups."""
     return [
         (kind, where, min(what, groups) if isinstance(what, int) else what)
         for kind, where, what in record.steps

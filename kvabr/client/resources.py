@@ -1,8 +1,7 @@
-"""Threads of plays, and what is remembered of each engine: a lock, and what its prefills took. Loads no torch.
+"""Threads of plays, and a lock and prefill timings of each engine. Does not load torch.
 
-Decoding takes milliseconds and runs in a few threads that all plays share. A prefill may take long or never end, so
-each has a thread of its own that nobody waits for. A lock per engine makes it do one thing at a time. What computes on
-a GPU has one thread as long as the engine lives: libraries keep what they have planned for a shape per thread.
+Decoding takes milliseconds, in a few threads shared by all plays. A prefill may take long or never end, so each runs in
+its own daemon thread, one at a time per engine. A GPU engine keeps one thread: libraries cache plans per thread.
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _MIN_TOKENS, _MAX_TOKENS = 128, 16384
-"""Tokens that a prefill is timed on: as many as the model takes of the larger number."""
+"""Bounds of the tokens of timed prefills; the number is halved until the model takes it."""
 _ANY_TOKENS = range(64)
 """Token ids that every model has."""
 _EXIT_S = 10.0
-"""Seconds that the end of the process waits for engines. One that comes back to Python later than that aborts it: up to
-Python 3.13, a thread that asks for the interpreter's lock then is unwound, which C++ code does not allow."""
+"""Seconds that process exit waits for engines. A later return to Python aborts the process: up to Python 3.13, a thread
+that then requests the interpreter's lock is unwound, which C++ code does not allow."""
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Of engines; those that have ended may be among them."""
+"""Engine threads, including ended ones."""
 
 
 def timed(clock: Callable[[], float], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
-    """Return what ``work`` returns, and the seconds that it took on a clock."""
+    """Return the result of ``work``, and its seconds on a clock."""
     began = clock()
     made = work(*args, **kwargs)
     return made, clock() - began
 
 
 async def in_thread(work: Callable[[], T], lane: _Lane | None = None) -> T:
-    """Return what ``work`` returns, or raise what it raises, from a daemon thread of its own, or that of a lane.
+    """Run ``work`` in its own daemon thread, or a lane's; return its result or raise its error.
 
-    Cancelling this does not wait for the thread. The end of the process does, but not for long.
+    Cancellation does not wait for the thread. Process exit does, briefly.
     """
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # from here on cancelling does nothing to it
+    done.set_running_or_notify_cancel()  # from now on it cannot be cancelled
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # must not be lost with the thread
-            fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # for a future
+        except BaseException as error:  # noqa: BLE001  # report it: the thread ends
+            fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # futures accept only these
             done.set_exception(error if fit else RuntimeError(f"the engine's thread ended: {error!r}"))
 
     if lane is not None:
@@ -69,7 +68,7 @@ async def in_thread(work: Callable[[], T], lane: _Lane | None = None) -> T:
 
 
 class _Lane:
-    """A daemon thread that does one thing after the other, until `close`."""
+    """A daemon thread that runs work in order, until `close`."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -86,16 +85,16 @@ class _Lane:
                 self._idle.set()
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Do ``work``, which does not raise, behind what was begun before."""
+        """Queue ``work``, which must not raise."""
         self._idle.clear()
         self._waiting.put(work)
 
     def wait(self, seconds: float) -> None:
-        """Return when all is done, or after so long."""
+        """Wait until all work is done, at most this long."""
         self._idle.wait(seconds)
 
     def close(self) -> None:
-        """End the thread when all is done."""
+        """End the thread when all work is done."""
         self._waiting.put(None)
 
 
@@ -112,7 +111,7 @@ def _wait_for_engines() -> None:
 
 
 async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread once the engine has finished its work for other plays; skip it if cancelled by then."""
+    """Run ``work`` in a thread after the engine's other work, unless cancelled by then."""
     unwanted = threading.Event()
 
     def in_turn() -> T:
@@ -128,16 +127,16 @@ async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
 
 
 def timings_of(engine: Engine) -> PrefillTimings:
-    """Return what the engine's prefills took in this process."""
+    """Return the engine's prefill timings in this process."""
     return _of(engine).timings
 
 
 def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
-    """Return the cost of the engine's prefill; the first call for an engine times a few prefills, and blocks for them.
+    """Return the cost of the engine's prefill; the first call for an engine times a few prefills, and blocks.
 
     Args:
         engine: the engine.
-        tokens: ids of any text, repeated as often as needed; which does not matter. Empty: a few small ids.
+        tokens: ids of any text, repeated if too short. Empty: a few small ids.
 
     Raises:
         ModelError: the tokens do not fit the model.
@@ -152,7 +151,7 @@ def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
 
 
 def _timed(engine: Engine, tokens: list[int]) -> list[Timing]:
-    """Time prefills of all sizes; of fewer tokens if the model takes no more."""
+    """Time prefills of all sizes, with fewer tokens if the model's limit is lower."""
     try:
         return time_prefills(engine, tokens)
     except ModelError:
@@ -183,7 +182,7 @@ def _of(engine: Engine) -> _OfEngine:
 
 
 def lane_of(engine: Engine) -> _Lane | None:
-    """Return the thread of an engine that computes on a GPU; None for others."""
+    """Return the thread of a GPU engine; None for others."""
     if getattr(getattr(engine, "device", None), "type", "cpu") == "cpu":
         return None
     kept = _of(engine)

@@ -1,4 +1,4 @@
-"""What a play returns, and a played cache as a file."""
+"""Results of plays, and a played cache as a file."""
 
 from __future__ import annotations
 
@@ -37,64 +37,64 @@ class Played:
     """A complete cache."""
 
     parts: tuple[torch.Tensor, ...]
-    """The cache of the prompt's first `tokens` tokens: a tensor per layer class, [layer, K/V, head, token, dim], with
-    the tokens of `spans`."""
+    """The cache of the first `tokens` tokens: a tensor per layer class, [layer, K/V, head, token, dim], with the tokens
+    of `spans`."""
     tokens: int
-    """Tokens that it covers, at least one group; the engine computes the rest of the prompt as usual."""
+    """Covered tokens, at least one group; the engine computes the rest of the prompt."""
     coverage: tuple[str, ...]
-    """Per group, the track it came on, or ``recomputed``."""
+    """Per group, its track, or ``recomputed``."""
     ttft_s: float
-    """Seconds from the call until the cache was in place."""
+    """Seconds from the call to the finished cache."""
     lookup_s: float
-    """Seconds of these until catalog and profile were known."""
+    """Seconds of these until catalog and profile were available."""
     met: bool
-    """Whether the engine had, within the deadline, the time it needs for the rest of the prompt."""
+    """True if the engine had, within the deadline, enough time for the rest of the prompt."""
     loss: float
     """Expected loss against the exact cache, nats per generated token."""
     record: PlayRecord
-    """What happened to every group; its times count from the end of the lookup."""
+    """History of every group; times count from the end of the lookup."""
     spec: KVSpec
     catalog: Catalog | None = None
-    """What was played; None if the engine computed everything."""
+    """The catalog; None if the engine computed everything."""
     catalog_sha256: str | None = None
-    """SHA-256 of the catalog as the origin has it, hex."""
+    """SHA-256 of the catalog as the origin stores it, hex."""
     limited_by: str | None = None
-    """The layer class for which less of the prompt could be played than is cached, see `kvabr.types.units.hit`."""
+    """Layer class that limited the playable prefix, see `kvabr.types.units.hit`."""
     fusion_loss: float | None = 0.0
-    """What of `loss` comes of joining passages, less what computing tokens of them again saves; None: unknown, and not
-    wholly in it, since that of one was not measured."""
+    """Part of `loss` from joining passages, less the savings of recomputed tokens. None: unknown, because the loss of a
+    passage was not measured; `loss` then omits it."""
     computed_again: tuple[int, ...] = ()
-    """Tokens of passages that the engine computed again, over the cache as it was joined; increasing."""
+    """Tokens of passages recomputed over the joined cache; increasing."""
     tail: int = 0
-    """Tokens behind these that are cached, and left to the engine, which computes them on this cache together with what
-    follows: `loss` is that behind them. What it computes so is not exact, unless the cache is. Of what is left of an
-    incomplete play they begin with those that did not come."""
+    """Cached tokens after `tokens` left to the engine, which computes them on this cache with the rest of the prompt.
+    They are exact only if the cache is; `loss` is the loss after them. In an incomplete play they start with the
+    missing tokens."""
     upgrades: Upgrades | None = None
-    """Upgrades that continue now that the cache is in use; None if `PlayOptions.after` did not ask for any."""
+    """Upgrades of the cache in use; None unless `PlayOptions.after` requested them."""
 
     @property
     def approximate(self) -> bool:
-        """Whether it is joined from passages, whose caches were computed without what comes before them in the prompt.
+        """True if the cache joins passages computed without the text before them in the prompt.
 
-        So is what was computed over them. Such a cache is not the prompt's own, on no track: do not publish it.
+        Tokens recomputed over them are approximate too. Do not publish such a cache as the prompt's, on any track.
         """
         joined = self.catalog is not None and self.catalog.sources
         return self.catalog is not None and bool(joined) and is_joined(self.catalog, self.record.steps)
 
     @property
     def live(self) -> LiveRecord | None:
-        """What the play learned of the producer of an asset that was still being prefilled; None if it was complete."""
+        """Facts about the producer if the asset was still being prefilled; None if it was complete."""
         return self.record.live
 
     @property
     def kv(self) -> torch.Tensor:
-        """The cache of a model with one layer class; a `FormatError` says that there are several, see `parts`."""
+        """The cache of a model with one layer class; raise `FormatError` if there are several, see `parts`."""
         _ = self.spec.only
         return self.parts[0]
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The tokens of each of the `parts`: of windows only those that can still be seen."""
+        """Tokens of each of the `parts`; for windows, only tokens that are still visible."""
         if self.catalog is not None:
             return self.catalog.spans
         whole = Span(0, self.tokens)
@@ -103,22 +103,21 @@ class Played:
 
 
 class IncompleteError(PlayError):
-    """A play of a whole cache ended with groups missing: at its deadline, unless its caller had more patience.
+    """A play of a whole cache ended with groups missing: at its deadline, or later if the caller allowed it.
 
-    The groups before the first missing one are a cache of the beginning of the prompt, as good as any; what lies behind
-    it cannot be used.
+    The groups before the first missing one are a usable cache; the later ones are not.
     """
 
     def __init__(
         self, message: str, reason: str, missing: tuple[int, ...], record: PlayRecord, prefix: Played | None
     ) -> None:
-        """Describe what is missing.
+        """Create the error.
 
         Args:
             message: the error's text.
             reason: why the play ended.
             missing: groups that are not in place, ascending.
-            record: what happened to every group.
+            record: history of every group.
             prefix: cache of the groups before the first missing one; None if there are none.
         """
         super().__init__(message)
@@ -127,67 +126,67 @@ class IncompleteError(PlayError):
 
 @dataclass(frozen=True, slots=True)
 class NothingCached:
-    """The origin has nothing of the prompt, and there is no engine to compute it."""
+    """The origin has no prefix of the prompt, and there is no engine to compute it."""
 
     spec: KVSpec | None
-    """Model that was asked for; None if neither the caller nor the origin has a spec of it."""
+    """Requested model; None if its spec is unknown."""
     lookup_s: float
-    """Seconds from the call until the origin had answered."""
+    """Seconds from the call to the origin's answer."""
     limited_by: str | None = None
-    """If something that begins like the prompt is there, the layer class of which there is no snapshot to play."""
+    """If the origin has a shorter common prefix, the layer class without a snapshot to play it from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hinted:
-    """What is in the client's store of a prompt that is expected to come."""
+    """The part of an expected prompt in the client's store."""
 
     tokens: int
-    """Tokens of its beginning that a play can have from there."""
+    """Leading tokens that a play can take from there."""
     bytes: int
-    """Of all groups that this took, whether they came now or were in the store before."""
+    """Bytes of all their groups, fetched now or stored before."""
     loss: float
     """Expected loss of these tokens, nats per generated token."""
 
 
 @dataclass(frozen=True)
 class PlayedPrefix:
-    """What a prefix play brought before its first miss, possibly nothing. It is compressed until it is wanted."""
+    """The groups of a prefix play before its first miss, possibly none, compressed."""
 
     spec: KVSpec
     groups: tuple[CodedGroup, ...]
-    """The groups of `units`, verified and compressed, to be expanded where they belong (`expand_here`)."""
+    """The groups of `units`, verified and compressed, for `expand_here`."""
     dtype: torch.dtype | None
-    """Element type of `parts`; None: that of the cache."""
+    """Element type of `parts`; None: the cache's."""
     spans: tuple[Span, ...]
-    """Per class, the tokens of its tensor. Of full attention and latents all; of a window or chunk those that can still
-    be seen behind the prefix, and up to a group before them; of a state the rows of the snapshot at its end."""
+    """Per class, the tokens of its tensor. Full attention and latents: all tokens; a window or chunk: those still
+    visible after the prefix, and up to a group before them; a state: the rows of the snapshot at its end."""
     first: int
-    """First token of the first group that was played."""
+    """First token of the first played group."""
     tokens: int
     """Tokens in place; 0 if not even the first group is."""
     wanted: int
-    """Tokens that were asked for, from `first` on."""
+    """Requested tokens, counted from `first`."""
     units: tuple[Unit, ...]
-    """The groups that were handed over, of whichever classes; counted from the first group that was played."""
+    """The returned groups, of all classes; counted from the first played group."""
     coverage: tuple[str, ...]
     """Track of each of them."""
     loss: float
     """Expected loss of these groups, nats per generated token."""
     bytes_fetched: int
     bytes_wasted: int
-    """Those of `bytes_fetched` that nothing of `groups` is made of."""
+    """Bytes of these unused by `groups`."""
     seconds: float
     """Seconds from the call to the end of the play."""
     cut: str | None
-    """Why it is not all that was asked for, and the last fault if there was any; None if it is."""
+    """Why the prefix is shorter than requested, with the last fault, if any; None if it is complete."""
     damaged: int = 0
-    """Groups that came and could not be used, each time that they came."""
+    """Unusable groups received, counted each time."""
     failed: int = 0
-    """Requests for groups that failed: not there, refused, or lost with a connection."""
+    """Failed requests for groups: not found, refused, or lost with a connection."""
     tail: int = 0
-    """Tokens behind these that are cached, and left to the engine's call for the question; `loss` is that behind it."""
+    """Cached tokens after these, left to the engine's call for the question; `loss` is that after them."""
     live: LiveRecord | None = None
-    """What the play learned of the producer of an asset that was still being prefilled; None if it was complete."""
+    """Facts about the producer if the asset was still being prefilled; None if it was complete."""
 
     @property
     def nbytes(self) -> int:
@@ -198,7 +197,7 @@ class PlayedPrefix:
     def parts(self) -> tuple[torch.Tensor, ...]:
         """The cache from token `first` on, expanded once: a tensor per layer class, with the tokens of `spans`.
 
-        They are [layer, K/V, head, token, dim]. A `FormatError` says which group cannot be decoded.
+        Tensors are [layer, K/V, head, token, dim]. Raise `FormatError` if a group cannot be decoded.
         """
         outs, places = [], dict[int, Place]()
         for number, (part, span) in enumerate(zip(self.spec.parts, self.spans, strict=True)):
@@ -218,14 +217,14 @@ class PlayedPrefix:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The cache of a model with one layer class; a `FormatError` says that there are several, see `parts`."""
+        """The cache of a model with one layer class; raise `FormatError` if there are several, see `parts`."""
         if len(self.spec.parts) > 1:
             raise FormatError(f"the cache has {len(self.spec.parts)} layer classes; take PlayedPrefix.parts")
         return self.parts[0]
 
 
 def expand_here(groups: Sequence[CodedGroup], places: Sequence[Place]) -> list[Exception | None]:
-    """Decode groups to their places, as `kvabr.codec.paged.expand`; blocks. Not for the threads that decode."""
+    """Decode groups into their places; blocks. Not for decoder threads."""
     return expand(groups, places, _each)
 
 
@@ -238,14 +237,14 @@ def _each(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterable[
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as text, the first few of many."""
+    """Return names as text; a long list is cut."""
     every = list(names)
     more = len(every) - _MOST_RANGES
     return ", ".join(every[:_MOST_RANGES]) + (f" and {more} more" if more > 0 else "")
 
 
 def numbers(groups: Sequence[int]) -> str:
-    """Return numbers of groups, ascending, as text: ``groups 3 to 7 and 9``."""
+    """Return group numbers, ascending, as text: ``groups 3 to 7 and 9``."""
     ranges: list[tuple[int, int]] = []
     for group in groups:
         if ranges and group == ranges[-1][1] + 1:
@@ -260,15 +259,15 @@ def numbers(groups: Sequence[int]) -> str:
 
 
 def save(played: Played, path: str | os.PathLike[str]) -> None:
-    """Write a cache as safetensors, whole or not at all: the tensor ``kv``, [layer, K/V, head, token, dim].
+    """Write a cache as safetensors, atomically: the tensor ``kv``, [layer, K/V, head, token, dim].
 
-    Of several layer classes there is a tensor each, ``kv.`` and the name of the class. The metadata has one string,
-    ``kvabr``, which is JSON: ``format``, ``spec``, ``tokens`` (how many), ``tracks`` (one per group), ``namespace`` and
-    ``catalog_sha256`` (null if everything was recomputed), ``loss``; and of several classes, or of windows, ``first``:
-    the first token of each tensor, or the number of tokens before a state.
+    With several layer classes, each has a tensor ``kv.CLASS``. The metadata has one JSON string, ``kvabr``: ``format``,
+    ``spec``, ``tokens`` (a number), ``tracks`` (per group), ``namespace`` and ``catalog_sha256`` (null if all was
+    recomputed), ``loss``; for several classes or windows also ``first``: each tensor's first token, or the number of
+    tokens before a state.
 
     Raises:
-        AssetError: the file cannot be written; nothing is left behind.
+        AssetError: the file cannot be written; no partial file remains.
     """
     from safetensors import SafetensorError  # noqa: PLC0415  # most plays are never written
     from safetensors.torch import save_file  # noqa: PLC0415
@@ -295,7 +294,7 @@ def save(played: Played, path: str | os.PathLike[str]) -> None:
     try:
         sweep(path.parent, path.name)
         with replacing(path, mode=PRIVATE) as file:
-            # By its name: safetensors writes to a path alone.
+            # safetensors accepts only paths
             save_file(tensors, file.name, metadata={"kvabr": json.dumps(facts, sort_keys=True)})
     except SafetensorError as error:
         raise AssetError(f"{path}: cannot be written ({error})") from error

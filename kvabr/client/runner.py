@@ -1,14 +1,13 @@
-"""Runs plays: admits them, gives each a connection, keeps them in the order of their deadlines, and ends them.
+"""Run plays: admit them, connect each, order them by deadline, and end them.
 
-`Admission` bounds how many plays run at once. The others wait in the order of their deadlines, or are refused while
-that still helps: a play that begins too late takes the link from others, and its engine could be computing instead.
+`Admission` bounds concurrent plays. The others wait in the order of their deadlines, or are refused early: a late start
+takes bandwidth from others, and the engine could be computing instead.
 
-`EdfScheduler` serves the earliest deadline first, in the few priorities that a connection has. MoQT has 256; those of a
-play are in `kvabr.player.requests`. What plays need at least, groups on the cheapest track, goes before other tracks of
-missing groups, and these before upgrades. The first two are divided into `LEVELS` levels each, one for each of the
-plays whose deadlines come first; all further plays share the last. So among what is needed the play that ends first
-goes first: if the link can serve all plays in time, this order does. Upgrades have the same scale in all plays, what
-they save per byte, and keep their priorities: the last layers of one play must not come before the first of another.
+`EdfScheduler` serves the earliest deadline first within the 256 priorities of MoQT (for a play's own, see
+`kvabr.player.requests`). Groups on the cheapest track go first, then other tracks of missing groups, then upgrades. The
+first two have `LEVELS` levels each: one per play with the earliest deadlines, the last for all others. If the link can
+serve all plays in time, this order does. Upgrades keep their priorities, savings per byte on one scale: the last layers
+of one play must not precede the first of another.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
 
 K = TypeVar("K")
 Purpose = Literal["play", "hint", "trial"]
-"""What a turn is for: a play; a hint, which fetches ahead of plays; or to try a link while an engine computes."""
+"""Purpose of a turn: a play; a hint, which fetches ahead; or a trial of the link while an engine computes."""
 
-# ------------------------------------------------------------- whose turn it is
+# ------------------------------------------------------------- admission and order
 
 LEVELS = 16
 _WAIT_SHARE = 0.25
-"""Share of its deadline that a play waits for its turn at most."""
+"""Share of its deadline that a play may wait for its turn."""
 
 
 class Admission:
     """Bounds the plays of one event loop."""
 
     def __init__(self, plays: int, waiting: int, metrics: ClientMetrics, *, ahead: bool = False) -> None:
-        """Begin with no plays, or with nothing that is fetched ``ahead``; see `kvabr.client.options.Limits`."""
+        """Start empty. ``ahead``: for hints instead of plays; see `kvabr.client.options.Limits`."""
         self._most = f"a client plays {plays} at once: compute this prompt instead, or try later"
         if ahead:
             self._most = f"a client fetches {plays} ahead at once: try later"
@@ -55,15 +54,15 @@ class Admission:
         self._metrics = metrics
         self._playing = self._number = 0
         self._queue: list[tuple[float, int, asyncio.Future[bool]]] = []
-        """A heap of (deadline, arrival number, whether the play is let in)."""
+        """Heap of (deadline, arrival number, True if admitted)."""
         self._closed = False
 
     @asynccontextmanager
     async def enter(self, deadline_s: float) -> AsyncIterator[float]:
-        """Wait for a turn, and yield the seconds that it took.
+        """Wait for a turn, and yield the seconds waited.
 
         Raises:
-            BusyError: there is no room, there will be none soon enough, or the client is closing.
+            BusyError: the queue is full, the wait is too long, or the client is closing.
         """
         waited_s = await self._wait(deadline_s)
         self._metrics.wait_seconds.observe(waited_s)
@@ -73,7 +72,7 @@ class Admission:
             self._leave()
 
     def close(self) -> None:
-        """Admit no more plays, and refuse those that wait."""
+        """Admit no further plays, and refuse those that wait."""
         self._closed = True
         for *_, turn in self._queue:
             if not turn.done():
@@ -87,7 +86,7 @@ class Admission:
             self._count(1)
             return 0.0
         self._queue = [waiting for waiting in self._queue if not waiting[2].done()]
-        heapq.heapify(self._queue)  # what is left of a heap need not be one
+        heapq.heapify(self._queue)  # filtering breaks the heap order
         if len(self._queue) >= self._max_waiting:
             raise self._refusal("full", f"{self._playing} plays are under way and {len(self._queue)} wait")
         start_s, turn = loop.time(), loop.create_future()
@@ -102,7 +101,7 @@ class Admission:
             if not turn.result():
                 raise self._refusal("closed", "the client is closing")
         except asyncio.CancelledError:
-            if turn.done() and turn.result():  # at this very moment
+            if turn.done() and turn.result():  # admitted at the moment of cancellation
                 self._leave()
             raise
         finally:
@@ -128,10 +127,10 @@ class Admission:
 
 
 def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
-    """Return the priority of a request among those of all plays, from that among its play's own, both 0 to 255.
+    """Return a request's priority among all plays, from its priority within its play, both 0 to 255.
 
-    The play whose deadline comes first has level 0. What a ``late`` play needs it needs on any track: else plays that
-    begin after it, on cheaper tracks, could keep it from ever ending.
+    The earliest deadline has level 0. A ``late`` play accepts any track for its missing groups: otherwise newer plays
+    on cheaper tracks could delay it forever.
     """
     if priority >= LEAST_URGENT:
         return priority
@@ -141,15 +140,15 @@ def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
 
 
 class EdfScheduler(Generic[K]):
-    """Gives plays levels by their deadlines. It changes few, since each change is a message per request under way.
+    """Assigns levels to plays by deadline. It changes few: each change costs a message per open request.
 
-    A late play moves behind those that can still be on time, but only once: its owner gives it one deadline more, and
-    plays that begin after that are due after it. So no play starves.
+    A late play moves once after plays that can still be on time: its owner extends its deadline by one more, and newer
+    plays are due later. So no play starves.
     """
 
     def __init__(self) -> None:
         self._plays: list[tuple[float, int, K]] = []
-        """(deadline, arrival number, play), earliest deadline first."""
+        """(deadline, arrival number, play), sorted."""
         self._levels: dict[K, int] = {}
         self._arrivals = 0
 
@@ -160,11 +159,11 @@ class EdfScheduler(Generic[K]):
         return (play for _, _, play in self._plays)
 
     def level(self, play: K) -> int:
-        """Return the level of a play that was added."""
+        """Return the level of an added play."""
         return self._levels[play]
 
     def add(self, play: K, due_s: float) -> list[K]:
-        """Add a play that is due at ``due_s``, and return the other plays whose levels have changed."""
+        """Add a play due at ``due_s``, and return the other plays with changed levels."""
         entry = (due_s, self._arrivals, play)
         self._arrivals += 1
         insort(self._plays, entry)
@@ -173,14 +172,14 @@ class EdfScheduler(Generic[K]):
         last = place + 1 == len(self._plays)
         behind = LEVELS if last else self._levels[self._plays[place + 1][2]]
         if before + 1 < behind:
-            # Most plays come in the order in which they are due, so leave as much room behind as there is.
+            # Most plays arrive in order of deadline: leave as much room after this one as there is.
             self._levels[play] = before + 1 if last else (before + behind) // 2
             return []
         self._levels[play] = -1
         return [other for other in self._relevel() if other != play]
 
     def remove(self, play: K) -> list[K]:
-        """Remove a play, and return those whose levels have changed."""
+        """Remove a play, and return those with changed levels."""
         self._plays = [entry for entry in self._plays if entry[2] != play]
         del self._levels[play]
         shared = len(set(self._levels.values())) < len(self._plays)
@@ -202,14 +201,14 @@ R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 
 _MIN_LEFT_S = 1e-3
 _LAST = 255
-"""Priority of upgrades of caches that are in use, and of those of hints, while there are plays."""
+"""Priority of upgrades of caches in use, and of hints' upgrades, while there are plays."""
 
 
 class Clock:
-    """Seconds since a play was called for, and to its deadline."""
+    """Seconds since a play's call, and to its deadline."""
 
     def __init__(self, deadline_s: float) -> None:
-        """Start, on the running event loop."""
+        """Start on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._start_s, self.deadline_s = self._loop.time(), deadline_s
 
@@ -228,43 +227,40 @@ class Turn:
 
     connection: PlaySources
     clock: Clock
-    """Runs since the call."""
     options: PlayOptions
-    """Those that were asked for, reporting to telemetry."""
+    """The requested options, logging to telemetry."""
     plays: Callable[[], int]
-    """Returns how many plays there are now, with this one; they share link, decoders and engine."""
+    """Returns the number of current plays with this one; they share link, decoders and engine."""
     played: Played | NothingCached | PlayedPrefix | None = None
 
     def over(self, played: R) -> R:
-        """Note what came of the play, and return it."""
+        """Record the result of the play, and return it."""
         self.played = played
         return played
 
 
 class PlayRunner:
-    """The plays of one client, and the upgrades that go on after them."""
+    """The plays of one client, and upgrades that continue after them."""
 
     def __init__(self, limits: Limits, metrics: ClientMetrics) -> None:
         self._metrics = metrics
         self._admission, self._ahead = (
             Admission(limits.plays, limits.waiting, metrics, ahead=ahead) for ahead in (False, True)
         )
-        """Of plays, and of what is fetched ahead, which takes no play's place."""
+        """For plays, and for hints, which do not take places of plays."""
         self._hints: set[PlaySources] = set()
-        """Those that fetch ahead."""
         self._schedule: EdfScheduler[PlaySources] = EdfScheduler()
         self._plays: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
-        """Tasks that play, and what is done once they no longer do."""
+        """By playing task, a future done at its end."""
         self._upgrades: set[asyncio.Task[None]] = set()
-        """Upgrades of caches that are in use."""
         self._closing = False
 
     async def close(self) -> None:
-        """End all plays and upgrades; plays that wait for their turn are refused."""
+        """End all plays and upgrades, and refuse waiting plays."""
         first, self._closing = not self._closing, True
         self._admission.close()
         self._ahead.close()
-        for task in self._plays if first else ():  # each is cancelled once
+        for task in self._plays if first else ():  # cancel each once
             task.cancel()
         if self._plays:
             await asyncio.wait(self._plays.values())
@@ -278,12 +274,11 @@ class PlayRunner:
         options: PlayOptions,
         purpose: Purpose = "play",
     ) -> AsyncIterator[Turn]:
-        """Yield a play's turn once it has come; the body plays, and says what came of it by `Turn.over`.
+        """Yield a play's turn when it starts; the body plays, and reports its result with `Turn.over`.
 
-        A hint takes neither the turns of plays nor, while they want it, the link. A trial, beside a play that computes,
-        is not counted, nor is a play of which the body says nothing, which goes on in another turn. The sources are
-        ``peers``, which are dialled when it asks something of them. Closing the client ends the body, not the task that
-        it runs in.
+        Hints use neither turns of plays nor, while plays use it, the link. The metrics omit trials, which run while a
+        play computes, and plays without a result, which continue in another turn. The first request to ``peers`` dials
+        them. Closing the client ends the body, not its task.
 
         Raises:
             BusyError: there are too many plays.
@@ -324,12 +319,12 @@ class PlayRunner:
     # -------------------------------------------------------------- internals
 
     def _under_way(self) -> int:
-        """Return how many plays there are; hints, and upgrades of caches in use, take what these leave."""
+        """Return the number of plays, without hints and upgrades of caches in use."""
         return max(1, len(self._schedule) - len(self._upgrades) - len(self._hints))
 
     @contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """Let `close` end what is done meanwhile, as a timeout would."""
+        """Let `close` cancel the body like a timeout."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # a coroutine runs in one
         over = self._plays[task] = asyncio.get_running_loop().create_future()
@@ -343,13 +338,13 @@ class PlayRunner:
 
     @asynccontextmanager
     async def _connected(self, peers: Sequence[ClientPeer], clock: Clock, *, ahead: bool) -> AsyncIterator[PlaySources]:
-        """Wait for a turn, and yield the connections of one play; leaving cancels whatever it still fetches."""
+        """Wait for a turn, and yield a play's connections; on exit cancel its downloads."""
         loop = asyncio.get_running_loop()
         async with (self._ahead if ahead else self._admission).enter(clock.deadline_s):
-            if self._closing:  # its turn came in the moment of closing, when nobody knew of its task
+            if self._closing:  # admitted while closing, before its task was registered
                 raise asyncio.CancelledError
             connection = PlaySources([peer.downloads for peer in peers], lambda own: self._place(connection, own))
-            # A loop that stood still may have used up the deadline: the play then gets what comes at once.
+            # A blocked loop may have used up the deadline: take what arrives at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             if ahead:
                 self._hints.add(connection)
@@ -363,7 +358,7 @@ class PlayRunner:
                     await self._give_up(connection)
 
     def _keep(self, connection: PlaySources, upgrades: Upgrades) -> None:
-        """Leave a connection to the upgrades of a cache in use, behind all plays."""
+        """Leave a connection to the upgrades of a cache in use, after all plays."""
 
         async def until_over() -> None:
             try:
@@ -382,12 +377,12 @@ class PlayRunner:
     async def _give_up(self, connection: PlaySources) -> None:
         try:
             await connection.close()
-        finally:  # the play may be cancelled at this very moment
+        finally:  # the play may be cancelled at this moment
             self._hints.discard(connection)
             self._reprioritise(self._schedule.remove(connection))
 
     def _place(self, connection: PlaySources, priority: int) -> int:
-        # A play that has the link for itself uses all priorities.
+        # A play alone on the link uses all priorities.
         if len(self._schedule) < 2:
             return priority
         if connection.kept:
@@ -397,7 +392,7 @@ class PlayRunner:
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:
-        """Change a play's deadline: once it is late, others go before it."""
+        """Change a play's deadline to a later one."""
         if connection in self._hints:
             return
         connection.late = True
@@ -405,6 +400,6 @@ class PlayRunner:
         self._reprioritise([*changed, *self._schedule.add(connection, due_s), connection])
 
     def _reprioritise(self, changed: Iterable[PlaySources]) -> None:
-        # The first and the last of several plays had, or now has, the link for itself.
+        # The first or last of several plays had, or now has, the link alone.
         for connection in changed if len(self._schedule) > 2 else list(self._schedule):
             connection.reprioritise()

@@ -1,13 +1,11 @@
 """Estimates of a link that several plays share.
 
-A play sees only its own bytes. From those alone it would take another play's transfers for a slow link, and would not
-notice that its share changes when another play begins or ends. So the plays of a process to one peer share what they
-see: each estimates the link from the bytes of all, and expects its share, the link's rate over the active plays. The
-bytes are counted as they arrive, since samples of several plays do not begin and end together.
+A play that sees only its own bytes mistakes other plays' transfers for a slow link, and misses changes of its share. So
+the plays of a process to one peer estimate the link from the bytes of all, and expect its rate divided by the active
+plays. Bytes are counted on arrival, since samples of several plays overlap.
 
-What they saw is kept in a small file, a warm start for the next play to a peer. It belongs to one host, since another
-host has other links; a copied file is ignored. A corrupt, foreign or absurd file causes one warning and is replaced by
-the next write: a warm start is never worth a failed play.
+A small file keeps the measurements as a warm start. It belongs to one host, since others have other links; copies are
+ignored. A corrupt, foreign or absurd file causes one warning, never a failed play, and the next write replaces it.
 """
 
 from __future__ import annotations
@@ -32,19 +30,19 @@ from kvabr.types.errors import FormatError, PolicyError
 from kvabr.types.once import once
 
 MAX_PEERS = 512
-"""Peers that are kept; the ones heard of longest ago make room."""
+"""Most peers kept; the oldest record is evicted."""
 _MOST_NAME = 300
 _SLOWEST, _FASTEST = 1.0, 1e12
 """Plausible rates, bytes per second."""
 _LONGEST_TTFB_S = 30.0
 _HALF_LIFE_S = 3600.0
-"""Seconds after which a record counts half."""
+"""Seconds until a record counts half."""
 _LONGEST_S = 7 * 86400.0
-"""Seconds after which a record is ignored."""
+"""Seconds until a record is ignored."""
 _NEWEST = 0.5
-"""Weight of the last play against all before it."""
+"""Weight of the last play against all earlier ones."""
 _CAUTION, _LEAST_WEIGHT = 0.8, 0.5
-"""Share of the rate of earlier plays that is counted on; and how fresh they must be, see `Prior.weight`."""
+"""Share of the recorded rate to count on, and least `Prior.weight` (freshness) of a usable record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +52,13 @@ class PeerRecord:
     rate: float
     """Geometric mean of the link's rate over plays, the last one counting half, bytes per second."""
     ttfb_s: float
-    """Mean of the least time to first byte, weighted alike, seconds."""
+    """Mean of the least time to first byte, with the same weights, seconds."""
     at: float
     """End of the last play, seconds since 1970."""
     plays: int = 1
 
     def sound(self) -> bool:
-        """Return whether such a link is plausible."""
+        """Return whether the values are plausible."""
         numbers = (self.rate, self.ttfb_s, self.at)
         return (
             all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
@@ -72,66 +70,66 @@ class PeerRecord:
         )
 
     def heard(self, last: PeerRecord) -> PeerRecord:
-        """Return the record with one more play."""
+        """Return the record with one play added."""
         rate = math.exp((1 - _NEWEST) * math.log(self.rate) + _NEWEST * math.log(last.rate))
         return PeerRecord(rate, (1 - _NEWEST) * self.ttfb_s + _NEWEST * last.ttfb_s, last.at, self.plays + 1)
 
     def prior(self, now: float) -> Prior | None:
-        """Return what a play that begins now may assume; None if the record is too old."""
+        """Return the prior for a play that begins now; None if too old."""
         age_s = now - self.at
-        if not -60 <= age_s <= _LONGEST_S:  # a little ahead may be another's clock; more is none
+        if not -60 <= age_s <= _LONGEST_S:  # clocks may differ a little
             return None
         return Prior(self.rate, self.ttfb_s, 0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
 
 
 class KnownLink(NamedTuple):
-    """What is known of the link before a play."""
+    """Estimate of a link before a play."""
 
     rate: float
-    """Rate that it should exceed most of the time, bytes per second; 0.0 if it is unknown."""
+    """Rate that the link should usually exceed, bytes per second; 0.0 if unknown."""
     ttfb_s: float
     """Seconds from a request to its first byte."""
 
     @classmethod
     def of_all(cls, links: Iterable[KnownLink]) -> KnownLink:
-        """Return what is known of several links together."""
+        """Return the combined estimate of several links."""
         known = [link for link in links if link.rate > 0]
         return cls(sum(link.rate for link in known), min((link.ttfb_s for link in known), default=0.0))
 
 
 class PeerHistory(MachineFile[PeerRecord]):
-    """The file, and what this process has learned since. May be used from several threads."""
+    """The file, and this process's measurements since. Thread-safe."""
 
     owner, most = "host", MAX_PEERS
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file if it exists; never raises. Without a path, records are kept in memory only."""
+        """Read the file if it exists; never raises. Without a path: memory only."""
         self._told = False
         super().__init__(path, "peers", _record)
 
     def of(self, peer: str, now: float | None = None) -> Prior | None:
-        """Return what a play to a peer may assume; None if nothing recent is known."""
+        """Return a peer's prior; None without a recent record."""
         known = self.get(peer)
         return None if known is None else known.prior(time.time() if now is None else now)
 
     def link(self, peer: str | None) -> KnownLink:
-        """Return what earlier plays told of the link to a peer, if they were not long ago."""
+        """Return a cautious estimate of the link to a peer."""
         prior = None if peer is None else self.of(peer)
         if prior is None or prior.weight < _LEAST_WEIGHT:
             return KnownLink(0.0, 0.0)
         return KnownLink(_CAUTION * prior.rate, prior.ttfb_s)
 
     def rate(self, peer: str) -> float:
-        """Return what plays to a peer have seen lately, bytes per second; 0.0 if nothing recent is known."""
+        """Return the recent rate to a peer, bytes per second; 0.0 if unknown."""
         prior = self.of(peer)
         return 0.0 if prior is None or prior.weight < _LEAST_WEIGHT else prior.rate
 
     def best(self, names: Iterable[str | None]) -> KnownLink:
-        """Return the fastest of the links to a peer that may have several names, see `link`."""
+        """Return the fastest of a peer's named links, see `link`."""
         return max(map(self.link, names), default=KnownLink(0.0, 0.0))
 
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
-        """Record the end of a play; implausible values are ignored. Nothing is written before `save`."""
+        """Record the end of a play, in memory; implausible values are ignored."""
         at = time.time() if now is None else now
         record = PeerRecord(rate, ttfb_s, at)
         if not record.sound() or not 0 < len(peer) <= _MOST_NAME:
@@ -177,34 +175,34 @@ def _record(plain: Any) -> PeerRecord:
 V = TypeVar("V")
 
 _ACTIVE_S = 0.5
-"""Seconds after which a play takes nothing from the others, unless bytes came for it or it waited for its turn."""
+"""Seconds without bytes or waiting until a play counts as inactive."""
 _STEP_S = 1e-3
-"""Bytes that arrive within this time are counted together."""
+"""Bytes within this time are counted together."""
 _MOST_STEPS = 1 << 15
-"""Steps that are kept, at least the half: of the last 16 seconds."""
+"""Most steps kept, at least half of them: those of the last 16 seconds."""
 _FEW, _KEPT_S = 32, 0.05
-"""Each of more plays than these looks at what was true of all of them up to this many seconds ago: if every play looked
-at every other one at each of its ticks, hundreds would do nothing else."""
+"""With more plays than this, values of all plays are reused for this many seconds: reading every play at each tick
+would take all the time."""
 
 
 class SharedLink:
-    """What the plays of this process know of the path to one peer."""
+    """Measurements of the path to one peer by the plays of this process."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """Begin without plays; ``clock`` returns the time, seconds (None: that of the running event loop)."""
+        """Start without plays; ``clock`` returns seconds (None: the event loop's)."""
         self.clock = clock or _now
         self._lock = threading.Lock()
         self._members: list[LinkShare] = []
         self._times: list[float] = []
         self._totals: list[int] = []
-        """Bytes that had arrived by each of the times, and before them."""
+        """Bytes arrived by each of the times, including forgotten ones."""
         self._forgotten = 0
         self._kept: dict[object, tuple[float, Any]] = {}
-        """What was true of all plays, and when, by how it is found."""
+        """By function, the time and its result over all plays."""
 
     @contextmanager
     def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
-        """Yield a play's estimator of its share of the link, given a fresh one of the whole link and what is known."""
+        """Yield a play's estimator of its share, from a fresh one of the whole link and a prior."""
         share = _named(estimator)(self, estimator)
         if known is not None:
             share.prime(known)
@@ -220,7 +218,7 @@ class SharedLink:
                 self._members.remove(share)
 
     def received(self, nbytes: int) -> None:
-        """Count bytes that have just arrived, for whatever play."""
+        """Count bytes that just arrived for any play."""
         now = self.clock()
         with self._lock:
             times, totals = self._times, self._totals
@@ -242,20 +240,20 @@ class SharedLink:
             return self._totals[-1] - (self._totals[before - 1] if before else self._forgotten)
 
     def known_beside(self, share: LinkShare) -> tuple[float, float]:
-        """Return rate and lower bound of the link by the active play that knows most of it; zeros if there is none."""
+        """Return the highest rate and lower bound estimated by another active play; zeros if none."""
         return self._of_many(_known) or _known([one for one in self._all() if one is not share])
 
     def known(self) -> float:
-        """Return the rate of the link by the active play that knows most of it; 0.0 if there is none."""
+        """Return the highest rate estimated by an active play; 0.0 if none."""
         return _known(self._all())[0]
 
     def ttfb_beside(self, share: LinkShare) -> float:
-        """Return the least time to first byte of any other play, seconds; 0.0 if none has got one."""
+        """Return the least time to first byte of other plays, seconds; 0.0 if unknown."""
         least = self._of_many(_least_ttfb)
         return _least_ttfb([one for one in self._all() if one is not share]) if least is None else least
 
     def active_beside(self, share: LinkShare) -> int:
-        """Return how many other plays are active."""
+        """Return the number of other active plays."""
         if len(self._members) == 1:
             return 0
         active = self._of_many(_active)
@@ -268,7 +266,7 @@ class SharedLink:
             return list(self._members)
 
     def _of_many(self, find: Callable[[list[LinkShare]], V]) -> V | None:
-        """Return what is true of all plays, or was a moment ago; None if there are few."""
+        """Return a possibly outdated property of all plays; None if there are few."""
         if len(self._members) <= _FEW:
             return None
         now = self.clock()
@@ -280,7 +278,7 @@ class SharedLink:
 
 
 class LinkShare(Estimator):
-    """Estimates a play's share of a link by an estimator of the whole link."""
+    """Estimates a play's share from an estimator of the whole link."""
 
     name = "share"
 
@@ -289,16 +287,14 @@ class LinkShare(Estimator):
         super().__init__()
         self._link, self._inner = link, inner
         self._active_at = -math.inf
-        """When the link was sampled last."""
         self.heard = False
-        """Whether there was any sample."""
 
     def start(self, horizon_s: float) -> None:
         """See `Estimator.start`."""
         self._inner.start(horizon_s)
 
     def prime(self, prior: Prior) -> None:
-        """See `Estimator.prime`; the prior is of the link. Raise `PolicyError` if the estimator raises."""
+        """See `Estimator.prime`; the prior is the link's. Raise `PolicyError` if the estimator raises."""
         super().prime(prior)
         try:
             self._inner.prime(prior)
@@ -306,25 +302,25 @@ class LinkShare(Estimator):
             raise PolicyError(f"estimator {type(self._inner).__name__} raised {error!r} on what was known") from error
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """See `Estimator.sample`; adds what the other plays received in the same time."""
+        """See `Estimator.sample`; includes the other plays' bytes."""
         self.heard, self._active_at = True, self._link.clock()
         self._inner.sample(max(nbytes, float(self._link.bytes_within(seconds))), seconds, now)
 
     def waited(self, now: float) -> None:
-        """See `Estimator.waited`: what the other plays received tells of the link."""
+        """See `Estimator.waited`; samples the other plays' bytes."""
         seconds = self._link.clock() - self._active_at
         self._active_at = self._link.clock()
         if 0 < seconds < math.inf:
             self._inner.sample(float(self._link.bytes_within(seconds)), seconds, now)
 
     def active(self) -> bool:
-        """Return whether bytes came lately, or would have come if other plays had not used the link."""
+        """Return whether the play recently received bytes, or waited for other plays."""
         return self._link.clock() - self._active_at <= _ACTIVE_S
 
     def link_rate(self, *, lower: bool = False) -> float:
-        """Return the rate of the whole link, or its lower bound, bytes per second; 0 where the estimator cannot say.
+        """Return the link's rate or its lower bound, bytes per second; 0 if the estimator fails.
 
-        Called for other plays and at the end of a play: errors of the estimator are reported by its own play.
+        Called for other plays and after the play: an estimator's own play reports its errors.
         """
         return _told(self._inner.lower_bound if lower else self._inner.rate)
 
@@ -341,7 +337,7 @@ class LinkShare(Estimator):
         return self._share(self._inner.lower_bound(), lower=True)
 
     def _share(self, own: float, *, lower: bool) -> float:
-        if own <= 0 and not self.heard:  # it waits for its turn: the others know the link
+        if own <= 0 and not self.heard:  # waiting for its turn: use the others' estimate
             own = self._link.known_beside(self)[lower]
         return own / (1 + self._link.active_beside(self))
 
@@ -350,7 +346,7 @@ class LinkShare(Estimator):
         self._inner.first_byte(seconds)
 
     def ttfb(self) -> float:
-        """See `Estimator.ttfb`; a play that waits for its turn has it from the others."""
+        """See `Estimator.ttfb`; a waiting play uses the other plays'."""
         own, other = self._inner.ttfb(), self._link.ttfb_beside(self)
         return min(own, other) if own > 0 and other > 0 else own or other
 
@@ -370,19 +366,18 @@ def _active(shares: list[LinkShare]) -> int:
 def _told(what: Callable[[], float]) -> float:
     try:
         told = float(what())
-    except Exception:  # noqa: BLE001  # a plug-in's, whatever it is
+    except Exception:  # noqa: BLE001  # any error of a plug-in
         return 0.0
     return told if math.isfinite(told) and told > 0 else 0.0
 
 
 def _named(estimator: Estimator) -> type[LinkShare]:
-    """Return a `LinkShare` class with the estimator's name, so that errors name the user's estimator."""
+    """Return a `LinkShare` class with the estimator's name for errors."""
     cls = type(estimator)
     return type(cls.__name__, (LinkShare,), {"name": getattr(cls, "name", cls.__name__)})
 
 
 def _now() -> float:
-    """Return the time of the event loop that the play runs on."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -394,31 +389,31 @@ _LOCK = threading.Lock()
 
 
 def link_of(peer: str | Connection) -> SharedLink:
-    """Return the link to a peer, by its name or its only connection, as long as anybody uses it."""
+    """Return the link to a peer, by name or its only connection; it exists while in use."""
     with _LOCK:
         return _LINKS.setdefault(peer, SharedLink())
 
 
 class PlayPeer(Protocol):
-    """What a play needs to know of a peer."""
+    """The part of a peer that a play needs."""
 
     link: SharedLink
 
     @property
     def names(self) -> Sequence[str]:
-        """What its connections may be called in a `PeerHistory`; one name once it is connected, if it has any."""
+        """Possible names of its connections in a `PeerHistory`; at most one once connected."""
 
 
 @contextmanager
 def estimating(peer: PlayPeer, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
-    """Yield a play's estimator, primed by what is known of the peer; what it finds out is recorded at the end."""
+    """Yield a play's estimator, primed from the history; record its measurements at the end."""
     names = peer.names
     known = [prior for name in names if (prior := history.of(name)) is not None]
     with peer.link.joined(estimator, max(known, key=lambda prior: prior.rate, default=None)) as share:
         try:
             yield share
         finally:
-            # A play that received nothing has learned nothing: it must not make old knowledge look fresh.
-            # Nor one that was dialled again over another transport, about either.
+            # A play without bytes must not make old records look fresh, nor may a play redialled over another transport
+            # be recorded.
             if share.heard and len(peer.names) == 1 and peer.names[0] in names:
                 history.heard(peer.names[0], share.link_rate(), share.ttfb())

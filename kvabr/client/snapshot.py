@@ -1,4 +1,4 @@
-"""What a play shows of itself while it runs, for progress displays."""
+"""Snapshots of a running play, for progress displays."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvabr.types.catalog import RECOMPUTED
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """A group on its way."""
+    """A group in transfer."""
 
     track: str
     share: float
-    """Share of its bytes that have come, 0 to 1."""
+    """Received share of its bytes, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One moment of a play, for progress displays."""
+    """The state of a play at one moment."""
 
     now: float
-    """Seconds since the play began, which is when the catalog was known."""
+    """Seconds since the play began, when the catalog was available."""
     deadline_s: float
     """The deadline on the same clock, seconds."""
     offers: tuple[str, ...]
@@ -33,28 +33,28 @@ class Snapshot:
     tracks: tuple[str | None, ...]
     """Per group, the track in place, ``recomputed``, or None."""
     transfers: dict[int, TransferProgress]
-    """Groups on their way, by number."""
+    """Groups in transfer, by number."""
     rate: float
-    """Expected rate, bytes per second; 0.0 while it is unknown."""
+    """Expected rate, bytes per second; 0.0 if unknown."""
     lower_bound: float
     """Rate that the link should exceed most of the time, bytes per second."""
     slack_s: float | None
-    """Time left minus the time that the rest needs at the lower bound, seconds; None while it is unknown."""
+    """Time left minus the time for the rest at the lower bound, seconds; None if unknown."""
     bytes_fetched: int
     bytes_wasted: int
     requests: int
-    """Requests under way."""
+    """Open requests."""
     undecoded: int
-    """Layers and groups that have come and are not decoded yet."""
+    """Received layers and groups that are not decoded yet."""
     decode_backlog_s: float
-    """Decoding that waits, seconds."""
+    """Seconds of waiting decode work."""
     computing: bool
-    """Whether any group is left to the engine and not yet in place."""
+    """True if a group is left to the engine and not yet in place."""
     network: ConnectionStats
     edge: int | None = None
-    """Groups that are published, of a cache that is still being prefilled; None once all are."""
+    """Published groups of a cache that is still being prefilled; None once all are."""
     ends_s: float = 0.0
-    """When the last group should be published, on the clock of `now`."""
+    """Expected publication of the last group, on the clock of `now`."""
 
     @classmethod
     def of(cls, session: Session, assembler: Assembler, network: ConnectionStats, now: float) -> Snapshot:

@@ -1,7 +1,6 @@
 """The sources of one play: a view of the downloads of each of its peers.
 
-Groups are named by content, so any source may serve any of them. A play begins with the sources that are connected, and
-goes on with those that are later.
+Groups are named by content, so any source may serve them. A play starts with connected sources and adds others later.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvabr.types.kv import MAX_MODELS_BYTES
 from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
 
 TrackDigests = dict[tuple[TrackNamespace, str], Sequence[str]]
-"""Digests of the groups of a track; empty strings for groups that are never requested."""
+"""Digests of a track's groups; empty strings for groups that are never requested."""
 
 
 class PlayReader(GroupReader):
@@ -34,7 +33,7 @@ class PlayReader(GroupReader):
 
     @property
     def wire_priority(self) -> int:
-        """See `GroupReader.wire_priority`. A play waits for what has no digest, like a catalog: that goes first."""
+        """See `GroupReader.wire_priority`. Requests without a digest, such as catalogs, go first."""
         return self.priority if self._awaited else self._source.place(self.priority)
 
     def cancel(self) -> None:
@@ -47,12 +46,12 @@ class PlaySource(Connection):
     """One peer of a play."""
 
     def __init__(self, downloads: Downloads, place: Callable[[int], int], digests: TrackDigests) -> None:
-        """Begin without requests; see `PlaySources`."""
+        """Start without requests; see `PlaySources`."""
         self.downloads, self.place = downloads, place
         self._digests = digests
         self._readers: set[PlayReader] = set()
         self.left = False
-        """Whether the play is over."""
+        """True after the play."""
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """See `Connection.request`."""
@@ -94,12 +93,12 @@ class PlaySource(Connection):
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """Whether the play is over, the shared connection has ended, or the peer could not be reached."""
+        """True after the play, or if the connection ended or is unreachable."""
         return self.left or self.downloads.peer.closed
 
     @property
     def awaits(self) -> bool:
-        """Whether something should come soon: not only groups that may not be published yet."""
+        """True if a published group is requested."""
         return any(self._awaited())
 
     @property
@@ -125,7 +124,7 @@ class PlaySource(Connection):
         self._readers.discard(reader)
 
     async def close(self) -> None:
-        """Cancel what is left of the play; the shared connection stays."""
+        """Cancel the rest of the play; the shared connection stays open."""
         self.left = True
         for reader in list(self._readers):
             reader.cancel()
@@ -136,27 +135,27 @@ class PlaySource(Connection):
 
 
 class PlaySources(Connection):
-    """The sources of one play, at least one. All are looked up in; one of them also answers other requests."""
+    """The sources of one play. Lookups go to all; one source answers other requests."""
 
     def __init__(self, peers: Sequence[Downloads], place: Callable[[int], int] = lambda priority: priority) -> None:
-        """Begin without requests.
+        """Start without requests.
 
-        ``place`` returns the priority of a request among those of all plays, from its priority among the play's own.
+        ``place`` maps a priority within the play to one among all plays.
         """
         self._digests: TrackDigests = {}
         self._sources = tuple(PlaySource(each, place, self._digests) for each in peers)
         self._first = self._sources[0]
         self._chosen = False
-        """Whether the first answers requests other than for groups."""
+        """True once a source is chosen for other requests."""
         self._offers: list[Offer] = [None] * len(peers)
         self._alone = False
         self._asking: set[asyncio.Task[None]] = set()
         self.left_out: Callable[[int, str], None] = lambda *_: None
-        """Told of sources that the play does without, and why."""
+        """Called with an excluded source, and the reason."""
         self.late = False
-        """Whether the play's deadline has passed."""
+        """True after the play's deadline."""
         self.kept = False
-        """Whether upgrades go on after the play has returned."""
+        """True if upgrades continue after the play returned."""
 
     @property
     def sources(self) -> Sequence[PlaySource]:
@@ -165,42 +164,42 @@ class PlaySources(Connection):
 
     @property
     def downloads(self) -> Sequence[Downloads]:
-        """Of each source the downloads of all plays."""
+        """By source, the downloads of all plays."""
         return [source.downloads for source in self._sources]
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        """See `Connection.backend`; of the source that answers."""
+        """See `Connection.backend`; of the answering source."""
         return self._first.backend
 
     @property
     def finder(self) -> PrefixFinder | None:  # type: ignore[override]
-        """See `Connection.finder`; of the source that answers."""
+        """See `Connection.finder`; of the answering source."""
         return self._first.finder
 
     @property
     def offers(self) -> Sequence[Offer] | None:
-        """The tracks that each source has, None for all; None if there is only one source."""
+        """By source, its tracks, None for all; None if there is one source."""
         return self._offers if len(self._sources) > 1 else None
 
     @property
     def round_trips(self) -> Sequence[float | None]:
-        """The round trip to each source, seconds, as far as it is known."""
+        """By source, the round trip in seconds, None if unknown."""
         return [source.stats().rtt_s for source in self._sources]
 
     def offer(self, source: int, tracks: Offer) -> None:
-        """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""
+        """Record a source's tracks, or `kvabr.player.sources.NOT_KNOWN`."""
         if not self._alone:
             self._offers[source] = tracks
 
     def answered_by(self, source: int) -> None:
-        """Have a source answer other requests than those for groups."""
+        """Choose the source for requests other than groups."""
         self._first, self._chosen = self._sources[source], True
 
     async def reach(self) -> None:
-        """Have the first source that is connected answer other requests than those for groups, unless one does.
+        """Choose the first connected source for requests other than groups, if necessary.
 
-        The others are asked for groups once they are connected, also those that were and could not be reached lately.
+        The others deliver groups once reachable.
         """
         if self._chosen or len(self._sources) == 1:
             return
@@ -214,47 +213,44 @@ class PlaySources(Connection):
         has: Offer = None
         try:
             await source.connected()
-            if source.unreachable:  # whatever it answers, it is back
+            if source.unreachable:  # any answer shows that it is back
                 with suppress(NotFoundError):
                     await read_view(source.fetch(MODELS_NAMESPACE, MODELS_TRACK, limit=MAX_MODELS_BYTES))
         except TransportError as error:
             has = frozenset()
             self.left_out(number, str(error))
-        if self._offers[number] is NOT_KNOWN:  # not if one source brings everything
+        if self._offers[number] is NOT_KNOWN:  # not if one source serves everything
             self.offer(number, has)
 
     def alone(self) -> None:
-        """Have the source that answers bring everything: what was looked up is not an asset that others may have."""
+        """Use only the answering source, for a joined lookup."""
         self._alone = True
         self._offers = [None if source is self._first else frozenset() for source in self._sources]
 
     def meanwhile(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do something until the play is over."""
+        """Run work until the play ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
         return task
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
-        """See `Connection.request`; from the source that answers."""
+        """See `Connection.request`; from the answering source."""
         return self._first.request(request, priority)
 
     def identify(self, namespace: TrackNamespace, track: str, digests: Sequence[str]) -> None:
-        """Tell the digests of a track's groups, so that those in the client's store are not fetched again.
-
-        The digest of a group that is never requested may be empty.
-        """
+        """Set the digests of a track's groups, to take stored ones; empty for groups never requested."""
         self._digests[namespace, track] = digests
 
     def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
-        """Return the groups of an identified track that are in the client's store."""
+        """Return the groups of an identified track in the client's store."""
         digests = self._digests.get((namespace, track), ())
         here = self._first.downloads.store.present(digests)
         return [group for group, digest in enumerate(digests) if digest in here] if here else ()
 
     @property
     def waits_its_turn(self) -> bool:  # type: ignore[override]
-        """See `Connection.waits_its_turn`: on every path from which something should come."""
+        """See `Connection.waits_its_turn`: true if all paths with due requests wait."""
         asked = [source for source in self._sources if source.awaits]
         return bool(asked) and all(source.waits_its_turn for source in asked)
 
@@ -266,17 +262,17 @@ class PlaySources(Connection):
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """Whether the play is over, or every shared connection has ended."""
+        """True after the play, or if every shared connection has ended."""
         return all(source.closed for source in self._sources)
 
     @property
     def trouble(self) -> str | None:  # type: ignore[override]
-        """What is known to keep a peer out of reach."""
+        """A connection error of a peer, if there is one."""
         return next((one.trouble for one in self._sources if one.trouble is not None), None)
 
     @property
     def unreachable(self) -> bool:  # type: ignore[override]
-        """Whether all peers are dead."""
+        """True if all peers are unreachable."""
         return all(one.unreachable for one in self._sources)
 
     def reprioritise(self) -> None:
@@ -285,18 +281,18 @@ class PlaySources(Connection):
             source.reprioritise()
 
     async def close(self) -> None:
-        """Cancel what is left of the play; the shared connections stay."""
+        """Cancel the rest of the play; the shared connections stay open."""
         try:
             await cancel_all(self._asking)
-        finally:  # also if the play is cancelled meanwhile
+        finally:  # even if the play is cancelled meanwhile
             for source in self._sources:
                 await source.close()
 
 
 async def first_reached(peers: Sequence[Connection]) -> int:
-    """Return which of some peers is connected first; all are dialled. Raise the first one's error if none is.
+    """Dial all peers, and return the first that connects; raise the first one's error if none does.
 
-    One that was connected and is dead by now is returned only if no other is there.
+    A peer that died since is returned only as a last resort.
     """
     dials = [asyncio.ensure_future(peer.connected()) for peer in peers]
     pending = set(dials)
@@ -312,5 +308,5 @@ async def first_reached(peers: Sequence[Connection]) -> int:
             return found[0]
     finally:
         await cancel_all(dials)
-    await dials[0]  # which raises why
+    await dials[0]  # raises the reason
     raise AssertionError("unreachable")

@@ -1,4 +1,4 @@
-"""Chooses tokens of a joined prompt by its question, and has an engine compute them again; in the engine's thread."""
+"""Select tokens of a joined prompt by its question, and have an engine recompute them; in the engine's thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvabr.types.joined import Joined, joined_passages
 
 @dataclass(slots=True)
 class TokenRecompute:
-    """The tokens of one play. Its methods are called one after the other."""
+    """The tokens of one play. Calls must not overlap."""
 
     engine: BlendEngine
     catalog: Catalog
@@ -24,17 +24,17 @@ class TokenRecompute:
     tokens: Sequence[int]
     """Ids of the catalog's tokens."""
     question: Sequence[int]
-    """Ids whose attention chooses."""
+    """Ids that select tokens by attention."""
     selector: Callable[[], Selector]
     _ahead: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What was computed ahead, [layer, K/V, head, dim], by place."""
+    """Tokens computed ahead, [layer, K/V, head, dim], by position."""
     _seen: tuple[Selection, torch.Tensor] | None = None
 
     def choose(self, kv: torch.Tensor) -> None:
-        """Score all tokens by a cache of them, [layer, K/V, head, token, dim], on whichever tracks.
+        """Score all tokens from their cache, [layer, K/V, head, token, dim], on any tracks.
 
         Raises:
-            ModelError, PolicyError, UsageError: of the engine or the selector.
+            ModelError, PolicyError, UsageError: from the engine or the selector.
         """
         if self._seen is not None:
             return
@@ -44,15 +44,15 @@ class TokenRecompute:
         tokens = list(self.tokens[: self.catalog.tokens])
         seen = look(self.engine, selector, tokens, spans, self.question, kv, orders=orders)
         scores = selector.scores(seen)
-        choose(seen, scores, 0.0)  # what a selector returns is checked at once
+        choose(seen, scores, 0.0)  # checks the selector's result at once
         self._seen = seen, scores
 
     def compute_ahead(self, assembler: Assembler, passage: int, count: int) -> None:
-        """Compute the first tokens of a passage's order, while what follows the passage still comes.
+        """Compute the first tokens in a passage's order while later groups arrive.
 
         Raises:
-            ModelError: of the engine.
-            FormatError: the engine returned something else.
+            ModelError: from the engine.
+            FormatError: the engine returned another shape or type.
         """
         place = joined_passages(self.catalog)[passage]
         order = _order(place)
@@ -67,19 +67,19 @@ class TokenRecompute:
     def compute(
         self, assembler: Assembler, coverage: Sequence[str], count: int, wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Compute the best tokens over a complete cache, and put them into place, with those that were computed ahead.
+        """Recompute the best tokens over a complete cache, and put them into place with those computed ahead.
 
-        They are chosen first if that was not done.
+        Calls `choose` if necessary.
 
         Args:
-            assembler: has the cache, and accepts nothing afterwards.
-            coverage: per group the track in place, or ``recomputed``: its tokens are as good as they can be.
-            count: how many tokens.
-            wanted: says whether the play still waits for them.
+            assembler: holds the cache, and accepts no groups afterwards.
+            coverage: per group the track in place, or ``recomputed``, which needs no recomputation.
+            count: number of tokens.
+            wanted: returns whether the play still waits for them.
 
         Raises:
-            ModelError, PolicyError, UsageError: of the engine or the selector.
-            FormatError: the engine returned something else.
+            ModelError, PolicyError, UsageError: from the engine or the selector.
+            FormatError: the engine returned another shape or type.
         """
         units = [self.catalog.unit(group) for group, track in enumerate(coverage) if track != RECOMPUTED]
         spans = tuple((unit.first, unit.first + unit.tokens) for unit in units)
@@ -89,7 +89,7 @@ class TokenRecompute:
         if count:
             kv = assembler.before(self.catalog.groups)
             self.choose(kv)
-            assert self._seen is not None  # noqa: S101  # it was just made
+            assert self._seen is not None  # noqa: S101  # set by choose
             seen, scores = self._seen
             scores = scores.clone().double()
             scores[ahead] = -torch.inf
@@ -102,5 +102,5 @@ class TokenRecompute:
 
 
 def _order(passage: Joined) -> bytes:
-    """Return the publisher's order of the tokens that are played of a passage; empty if it has none."""
+    """Return the publisher's order of a passage's played tokens; empty if it has none."""
     return b"" if passage.notes is None else passage.notes.order[: passage.end - passage.first]

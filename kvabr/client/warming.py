@@ -1,8 +1,7 @@
-"""Kernels are compiled, and compared with the processor, before a play needs them: that takes seconds.
+"""Compile kernels, and compare them with the processor, before a play needs them, since that takes seconds.
 
-`kvabr doctor` does it for the profiles that ship, an engine for its own model when it starts, and a play for a profile
-that is new to this process. The latter two do so in the background, and until it is done the processor decodes. What
-Triton has compiled it keeps on the disk, so that the next process of this machine is quicker.
+`kvabr doctor` warms the shipped profiles, a starting engine its model, and a play a new profile. The latter two run in
+the background while the processor decodes. Triton caches compiled kernels on disk for later processes.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from kvabr.types.naming import TrackNamespace
 _log = logging.getLogger("kvabr.client")
 _ROWS_OF_A_STREAM = 2048
 _PINNED_BYTES = 1 << 30
-"""Of pinned memory that is kept for the next groups; pinning a gigabyte takes some tenths of a second."""
+"""Bytes of pinned memory kept for reuse; pinning a gigabyte takes some tenths of a second."""
 
 
 def warm(
     profile: Profile, device: torch.device, dtype: torch.dtype | None = None, like: Sequence[BlockLayers] = ()
 ) -> int:
-    """Decode made-up groups of a model's AC tracks on a GPU, few and many at once; return how many.
+    """Decode synthetic groups of a model's AC tracks on a GPU, few and many at once; return their number.
 
     Args:
         profile: the model's.
         device: the GPU.
         dtype: element type of the cache; None: the model's own.
-        like: layers of paged caches that groups will be decoded to; nothing is written there. Without: to a tensor.
+        like: layers of paged caches with the layout to decode to, left unchanged. Empty: decode to a tensor.
 
     Raises:
-        Exception: what is wrong with a group. Kernels that cannot be used are no error, but a warning.
+        Exception: a group cannot be decoded. Unusable kernels only cause a warning.
     """
     if not gpu.runs_on(device):
         return 0
@@ -66,7 +65,7 @@ def warm(
         makers = makers or [partial(_tensor, part, dtype or part.torch_dtype, device)]
         many = -(-CROWDED * _ROWS_OF_A_STREAM // profile.of(part).transform.structure.rows)
         for room in makers:
-            # In room for one group, which an engine's layout may make large; copies of a group write the same there.
+            # Room for one group, which a layout may make large; copies write the same data.
             place = room()
             for batch in (*([group] for group in groups), groups[:1] * many):
                 for wrong in expand(batch, [place] * len(batch)):
@@ -77,13 +76,13 @@ def warm(
 
 
 def receive_pinned(device: torch.device | None) -> None:
-    """Have groups received, from now on, in memory from which a GPU copies by itself."""
+    """From now on receive groups in pinned memory, for asynchronous copies to a GPU."""
     if device is not None and device.type == "cuda" and gpu.runs_on(device):
         GROUPS.pin_with(gpu.pin, _PINNED_BYTES)
 
 
 _layouts: dict[torch.device, tuple[torch.dtype, tuple[BlockLayers, ...]]] = {}
-"""The element type and the paged caches of the engine on a device."""
+"""Element type and paged caches of the engine on a device."""
 _begun: dict[Hashable, threading.Thread] = {}
 _lock = threading.Lock()
 
@@ -95,9 +94,9 @@ def warm_engine(
     like: Sequence[BlockLayers] = (),
     speeds: DecodeSpeeds | None = None,
 ) -> threading.Thread | None:
-    """Do as `warm_in_background` for an engine that starts, with the profile that kvabr ships for its model, if any.
+    """Do as `warm_in_background` for a starting engine, with its model's shipped profile, if any.
 
-    That of another model is not known before its first play, which then finds the engine's layout here.
+    Other profiles are warmed by the first play, with the layout recorded here.
     """
     if not gpu.runs_on(device):
         return None
@@ -106,17 +105,17 @@ def warm_engine(
     shipped = shipped_profile(spec)
     if shipped is None:
         return None
-    keep(profile := Profile.from_bytes(shipped.bound(spec)))  # what was compared stays with it
+    keep(profile := Profile.from_bytes(shipped.bound(spec)))  # the comparison's result stays with it
     return warm_in_background(profile, device, speeds=speeds)
 
 
 def warm_in_background(
     profile: Profile, device: torch.device, dtype: torch.dtype | None = None, speeds: DecodeSpeeds | None = None
 ) -> threading.Thread | None:
-    """Do as `warm` in a thread, once for a profile, device and layout; return the thread, None without kernels.
+    """Do as `warm` in a thread, once per profile, device and layout; return the thread, None without kernels.
 
-    The element type is ``dtype``, of a tensor; None: that of the engine on the device, in its layout. Then measure how
-    fast the device decodes, if ``speeds`` do not know it yet.
+    ``dtype`` is a tensor's; None: the type and layout of the device's engine. Then measure the decode speed if
+    ``speeds`` lack it.
     """
     if not gpu.runs_on(device):
         return None
@@ -131,7 +130,7 @@ def warm_in_background(
                 warm(profile, device, own, like)
                 if speeds is not None and speeds.lacks(catalog := sample_catalog(profile), device):
                     speeds.measure(catalog, profile, device)
-        except Exception as error:  # noqa: BLE001  # plays will find out
+        except Exception as error:  # noqa: BLE001  # plays report it
             _log.warning("kvabr: the GPU's kernels were not tried before they are needed (%s)", error)
         finally:
             begun.set()
@@ -142,12 +141,12 @@ def warm_in_background(
         begun = threading.Event()
         _begun[key] = thread = threading.Thread(target=work, name="kvabr-warm", daemon=True)
     thread.start()
-    begun.wait()  # so that the caller's own groups find that it is being tried
+    begun.wait()  # so that the caller's groups see it in progress
     return thread
 
 
 def sample_catalog(profile: Profile) -> Catalog:
-    """Return the catalog of a made-up group on a model's AC tracks, by which decoding is measured."""
+    """Return the catalog of a synthetic group, to measure decode speed on a model's AC tracks."""
     spec, part = profile.spec, profile.spec.largest
     tracks = [
         Track(group.track, (group.payload.nbytes,), (0.0,), ("0" * 64,), refines=track_below(group.track))
@@ -158,7 +157,7 @@ def sample_catalog(profile: Profile) -> Catalog:
 
 
 def _groups(profile: Profile, part: KVSpec) -> Iterator[CodedGroup]:
-    """Yield a group of each of a class's tracks that kernels decode, with all below it."""
+    """Yield a group of each track of a class with kernels, and all layers below."""
     own = profile.of(part)
     behind_sinks = part.group_tokens * (1 + own.sinks // part.group_tokens)
     sample = SampleFrames(GroupContext(part, behind_sinks, part.rows, profile))
@@ -172,7 +171,6 @@ def _groups(profile: Profile, part: KVSpec) -> Iterator[CodedGroup]:
 
 
 def _tensor(part: KVSpec, dtype: torch.dtype, device: torch.device) -> Place:
-    """Make room for a group."""
     return TensorPlace(torch.empty(part.shape(part.rows), dtype=dtype, device=device))
 
 
@@ -182,7 +180,6 @@ def _fits(layers: BlockLayers, part: KVSpec) -> bool:
 
 
 def _blocks_like(layers: BlockLayers, tokens: int) -> Place:
-    """Make room for a group in blocks of the same layout."""
     first = layers[0][0]
     _, heads, size, dim = first.shape
     count = -(-tokens // size)
