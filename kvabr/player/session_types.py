@@ -363,7 +363,6 @@ class PlayRecord:
     """Cache tokens that the engine computed with the question, in `tail_s` additional seconds."""
     tail_s: float = 0.0
     abandoned: int = 0
-    """Transfers cancelled because they would have been late."""
     cut: str | None = None
     """Why a prefix play ended before every group was in place; else None."""
     used: int | None = None
