@@ -170,7 +170,6 @@ class Assembler:
             check_wanted(dtype or part.torch_dtype, part)
         self.coded = coded
         self._to: Destination | None = None
-        """Where groups are expanded; None: they stay compressed."""
         if not coded:
             self._to = Tensors(catalog, out, dtype) if out is None or isinstance(out, torch.Tensor) else out
         self._tracks: list[str | None] = [None] * catalog.groups
@@ -506,7 +505,6 @@ class Assembler:
         return GroupContext(part, unit.first, unit.tokens, self._profile)
 
     def _coded_layers(self, group: int, layers: Sequence[Layer]) -> CodedGroup:
-        """Check the frames of consecutive layers; return the group, including layers in place below them."""
         payloads = self._below(group, self._catalog.track(layers[0].track))
         payloads.extend(self.check(group, layer) for layer in layers)
         unit = self._catalog.unit(group)

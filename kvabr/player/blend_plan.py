@@ -109,10 +109,7 @@ class BlendPlan:
     def reserve_s(self, left_s: float, received: int, rate: float) -> float:
         """Return the time before the deadline, in seconds, that tokens use better than the last layers.
 
-        Args:
-            left_s: seconds to the deadline.
-            received: bytes received so far.
-            rate: expected bytes per second; 0.0: unknown.
+        ``left_s`` to the deadline; bytes ``received``; expected ``rate`` in bytes per second, 0.0 if unknown.
         """
         best, least = 0.0, math.inf
         for option in self.options:
@@ -149,11 +146,7 @@ class BlendPlan:
     def best(self, left_s: float, coverage: Sequence[str], codec: float, *, chosen: bool) -> BlendOption | None:
         """Return the option for a cache in place; None if the expected loss would exceed the limit.
 
-        Args:
-            left_s: seconds to the deadline.
-            coverage: per group the track in place, or ``recomputed``.
-            codec: expected loss of the cache without the loss from joining.
-            chosen: the tokens are chosen already.
+        ``codec`` is the expected loss without the loss from joining; ``chosen``: the tokens are chosen already.
         """
         found, least = None, math.inf
         for option in self.options if self.tokens_left(coverage) else self.options[:1]:

@@ -200,7 +200,6 @@ class ComputeQueue:
             self._sums = list(accumulate(self._each, initial=0))
 
     def _last_call(self, first: int, now: float) -> bool:
-        """Return whether a tail must start now; until then the network may still shorten it."""
         deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
         if now + seconds > _LATE * deadline_s and first != self.tail:
             # A started tail cannot be shortened. If the link has delivered any bytes, waiting is the better bet.

@@ -85,12 +85,9 @@ class DecodeRates:
         return math.exp(median(observed))
 
     def observe(self, track: str, share: float, seconds: float) -> None:
-        """Record a decoding time; ignore invalid durations, such as after a clock was set back.
+        """Record a decoding time, with the layers below ``track``; ignore nonsense, as after a clock was set back.
 
-        Args:
-            track: the decoded track; the time includes the layers below it.
-            share: tokens of the group as a share of a full group's.
-            seconds: time of one thread, without the latency of a batch.
+        ``share``: tokens of the group as a share of a full group's; ``seconds``: of one thread, without batch latency.
         """
         if not (0 < seconds < math.inf and share > 0):
             return
@@ -157,9 +154,8 @@ class DecodeQueue:
         }
         """Heaps of (place, group, arrival number) by kind; entries become stale when the group changes."""
         self._aside: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in self._heaps}
-        """Deferred entries, by kind."""
         self._aside_for, self._aside_s = 0, 0.0
-        """Remaining calls (`View.keeps`), and time, until they are inspected again."""
+        """Remaining calls (`View.keeps`), and time, until deferred entries are inspected again."""
         self._came = 0
         self._counted: list[tuple[str, ...]] = [()] * view.groups
         self._tracks: dict[str, int] = {}
@@ -252,11 +248,7 @@ class DecodeQueue:
     def next(self, now: float, *, hurry: bool, engine: bool, will_replace: Callable[[int], bool]) -> int | None:
         """Return the group to decode next, or None.
 
-        Args:
-            now: seconds since the play began.
-            hurry: decoding must start now to be in time.
-            engine: an engine needs everything before the groups that it computes.
-            will_replace: returns whether the policy will request another track for a group.
+        ``hurry``: decoding must start now to be in time; ``engine``: an engine needs everything before its own groups.
         """
         if hurry or self._aside_for == 0 or now >= self._aside_s:
             self._look_again(now)
@@ -312,7 +304,6 @@ class DecodeQueue:
         return bool(self._placed[group]), bool(self._progress[group].flying)
 
     def _cheap(self, group: int) -> bool:
-        """Return whether a group decodes so fast that waiting for its replacement gains little."""
         most_s = _CHEAP * self._ahead_s
         return most_s > 0 and self._view.decode_s(self._progress[group].arrived[-1].track) <= most_s
 

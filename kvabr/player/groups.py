@@ -63,7 +63,6 @@ class GroupProgress:
         self.flying: tuple[Transfer, ...] = ()  # empty tuples are not tracked by the garbage collector
         self.arrived: tuple[Transfer, ...] = ()
         self.decoding: tuple[Transfer, ...] = ()
-        """The batch being decoded, lowest layer first."""
 
     @property
     def idle(self) -> bool:

@@ -5,9 +5,6 @@ then those on others, unless the first groups are needed first. Upgrades follow,
 for all plays that share a connection. An upgrade overtakes an older one in flight only if it saves many times as much
 per byte, because two halves are worthless.
 
-A transfer is cancelled if it will be late and a cheaper one would not be, if the link has collapsed and it no longer
-pays, or if it has stalled.
-
 Abandoning follows dash.js and hls.js, applied to a deadline and the whole play. If everything in flight plus every
 missing group at its cheapest cannot arrive in time, cancel the transfer that frees the most bytes when replaced by the
 cheapest track, provided that replacing all such transfers meets the deadline, or ends a late play sooner. Layers
@@ -17,7 +14,7 @@ end in time if a smaller one of its group can.
 
 A publisher serves requests by priority, by age, or all alike. A transfer has therefore stalled if a less urgent, later
 one overtook it and it stays silent. If no transfer moves, requesting again is cheap but proves a fault only if the
-repeated transfer starts and stalls too.
+repeated transfer stalls too.
 """
 
 from __future__ import annotations
@@ -188,7 +185,6 @@ def choose_collapsed(
 
 
 def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tuple[Transfer, str]]:
-    """Return upgrades in flight with smaller replacements, at the current cost of time."""
     tracks, found, saved, total = view.catalog.by_name, list[tuple[Transfer, str]](), 0.0, 0.0
 
     def cost(group: int, track: str, current: str, nbytes: int) -> float:
@@ -269,7 +265,6 @@ class StallDetector:
         self._stood: set[tuple[int, str]] = set()
         """Groups and tracks that have stalled before."""
         self._any_s: dict[int, float] = {}
-        """When each source last delivered bytes."""
         self._known_s: float | None = None
         """When the time to first byte became known, so that missing first bytes can be stalls."""
         self._sources: set[int] = set()
@@ -357,7 +352,6 @@ class RetryTracker:
         self._ladder, self._attempts = ladder, attempts
         self._failures: Counter[tuple[int, str]] = Counter()
         self._of_group: Counter[int] = Counter()
-        """Failures of each group on all tracks together."""
         self._dropped: Counter[tuple[int, str]] = Counter()
         self._faults: dict[str, str] = {}
         self._abandoned: set[int] = set()

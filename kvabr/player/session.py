@@ -96,7 +96,6 @@ _SLOW_START = 0.5
 _ASKED = 64
 """Maximum decisions before pending events are handled."""
 _ABANDONED = 64
-"""Maximum transfers cancelled per tick."""
 _HURRY_TICKS = 1.5
 """Ticks of margin before decoding becomes urgent."""
 

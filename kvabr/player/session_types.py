@@ -359,15 +359,16 @@ class PlayRecord:
     """Bytes received but not decoded when the play ended."""
     tokens_recomputed: int = 0
     recompute_s: float = 0.0
+    """Seconds of engine time."""
     tail: int = 0
     """Cache tokens that the engine computed with the question, in `tail_s` additional seconds."""
     tail_s: float = 0.0
     abandoned: int = 0
-    """Transfers cancelled because they would have been late."""
+    """Transfers cancelled because they would be late."""
     cut: str | None = None
     """Why a prefix play ended before every group was in place; else None."""
     used: int | None = None
-    """Groups used of a cut prefix; None: all before the first missing group."""
+    """Groups used of a cut prefix, although more may be in place; None: all before the first missing group."""
     gave_up: str | None = None
     late_for_loss: bool = False
     """True if a complete cache was late because it lost more than `PlayerConfig.max_loss`."""

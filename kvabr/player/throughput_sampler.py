@@ -217,7 +217,6 @@ class ChunkedThroughputSampler(ThroughputSampler):
         self._arrived_s = 0.0
         self._first_chunk = 0
         self._waited_s = 0.0
-        """Seconds of waiting for the first chunk; 0.0 after a sample."""
 
     def first_byte(self, waited_s: float | None, now: float) -> None:
         """See `ThroughputSampler.first_byte`."""

@@ -2,11 +2,11 @@
 
 The cache is fetched to a deadline that leaves time for the tokens (`BlendPlan`): at every event, layers and tokens
 compete for the remaining time at one price. Once every group is in place, the engine chooses the tokens that the
-question attends to, while layers still arrive; the choice on the cheapest track is as good as on the best. Finally the
-tokens are computed over the cache, which is then delivered.
+question attends to; the choice on the cheapest track is as good as on the best. Finally the tokens are computed over
+the cache.
 
 On a slow link the otherwise idle engine first computes the tokens that their publisher ranks highest, passage by
-passage, as soon as everything before is in place. The expected loss ignores these savings.
+passage. The expected loss ignores these savings.
 
 If the engine fails, or does not finish by the deadline and within twice the expected time, the joined cache is
 delivered unchanged. If its expected loss exceeds the goal's limit, the play waits for the engine until its patience

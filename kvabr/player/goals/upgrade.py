@@ -45,7 +45,6 @@ class UpgradeAim(WholeAim):
         self._wanted_s = self._moved_s = 0.0
         """When the policy last requested a group, and when decoding or an idle link last explained silence."""
         self._best = 0
-        """Groups before this one cannot be improved."""
         view.time_price = 0.0  # the first token is out
         for record, track in zip(play.record.groups, tracks, strict=True):
             record.track, record.ready_s = track, 0.0
