@@ -204,7 +204,6 @@ class Downloads(Carrier):
             self.metrics.wrong_answers_total.inc()
 
     def _count(self, download: Download, source: str) -> None:
-        """Count a group by its source."""
         if download.request.digest is not None:
             self.metrics.groups_total.labels(source).inc()
             self.metrics.bytes_total.labels(source).inc(download.request.limit)

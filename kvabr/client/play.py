@@ -39,7 +39,7 @@ from kvabr.types.errors import PlayError, UsageError
 from kvabr.types.events import Log, PlayEvent
 
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
-"""Least share of the deadline for a play after a slow lookup, if it may be late."""
+"""Least share of the deadline for a play after a slow lookup."""
 _MIN_LEFT_S = 1e-3
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors do not fill huge pages."""
@@ -101,7 +101,6 @@ async def _run(
     *,
     coded: bool = False,
 ) -> EndedPlay:
-    """Drive a session to its end; the engine needs ``rest_s`` for uncached tokens."""
     options, ladder, connection, lookup_s = call.options, prepared.ladder, call.connection, call.clock.now()
     if options.device is not None and options.out is None and not coded:
         raise UsageError(
@@ -217,7 +216,6 @@ def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
 
 
 def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
-    """Return the tensor for the cache, or None to let the assembler make several."""
     out = call.options.out
     if out is None and not catalog.every_token:
         return None

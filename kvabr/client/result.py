@@ -116,9 +116,9 @@ class IncompleteError(PlayError):
         Args:
             message: the error's text.
             reason: why the play ended.
-            missing: groups that are not in place, ascending.
+            missing: missing groups, ascending.
             record: history of every group.
-            prefix: cache of the groups before the first missing one; None if there are none.
+            prefix: cache of the groups before the first missing one; None if empty.
         """
         super().__init__(message)
         self.reason, self.missing, self.record, self.prefix = reason, missing, record, prefix
@@ -126,14 +126,14 @@ class IncompleteError(PlayError):
 
 @dataclass(frozen=True, slots=True)
 class NothingCached:
-    """The origin has no prefix of the prompt, and there is no engine to compute it."""
+    """The origin has no prefix of the prompt, and there is no engine."""
 
     spec: KVSpec | None
     """Requested model; None if its spec is unknown."""
     lookup_s: float
     """Seconds from the call to the origin's answer."""
     limited_by: str | None = None
-    """If the origin has a shorter common prefix, the layer class without a snapshot to play it from."""
+    """Layer class without a snapshot, if that made a shorter common prefix unplayable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class PlayedPrefix:
     """Per class, the tokens of its tensor. Full attention and latents: all tokens; a window or chunk: those still
     visible after the prefix, and up to a group before them; a state: the rows of the snapshot at its end."""
     first: int
-    """First token of the first played group."""
+    """Index of the first token."""
     tokens: int
     """Tokens in place; 0 if not even the first group is."""
     wanted: int
