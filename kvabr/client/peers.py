@@ -26,7 +26,7 @@ _MODELS_S = 5.0
 _MAX_SHAPES = 4
 """Most group sizes and shapes of one model to look up."""
 _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
-"""Time for group sizes other than the engine's: a multiple of the first lookup's, with a floor."""
+"""Time for lookups in other group sizes than the engine's: a multiple of the first lookup's time, with a floor."""
 _SAID_SHARE = 0.9
 """Share of a lookup's time until silent sources are ignored."""
 _LEAST_WAIT_S = 0.02

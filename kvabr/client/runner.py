@@ -391,7 +391,7 @@ class PlayRunner:
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:
-        """Change a play's deadline to a later one."""
+        """Move a late play to a later deadline."""
         if connection in self._hints:
             return
         connection.late = True
