@@ -2,7 +2,8 @@
 
 A play of a whole cache may continue with upgrades. Without an engine it ends at the deadline: complete, or with an
 error that lists the missing groups and has those before them. A prefix play is for an engine that computes the rest
-itself (vLLM, SGLang): it neither waits for an engine nor fails, and returns the groups before the first missing one.
+itself (vLLM, SGLang): it neither waits for an engine nor fails for missing groups, and returns those before the first
+one.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
     """Start upgrades of a returned cache, for at most ``after_s`` seconds."""
     options, connection, session = call.options, call.connection, played.driver.session
     view, assembler, ladder = session.view, played.assembler, played.prepared.ladder
-    # A running engine has moved on from a state.
+    # A running engine has moved on from a state: upgrades of it are useless.
     kinds = view.catalog.spec.classes
     final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
     tracks = zip(assembler.coverage, final, strict=True)
