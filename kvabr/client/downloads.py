@@ -169,6 +169,7 @@ class Downloads(Carrier):
     # ------------------------------------------------------ from the downloads
 
     def arrived(self, download: Download, count: int) -> None:
+        """Count received bytes of a download."""
         if len(download.data) == count:
             self._count(download, download.came_from)
         if download.came_from == "network":
