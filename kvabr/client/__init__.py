@@ -5,10 +5,8 @@ socket:
 
 1. `driver.Driver` runs the player's session: clock, downloads, decoding, engine. Policies decide. 2.
 `sources.PlaySource` is the play's view of a peer: digests, priorities by deadline. 3. `downloads.Downloads` gets each
-group once for all plays, from the client's store or the peer. 4. `transfer.peer.Peer` dials, probes and redials, on one
-or several connections. 5. `link.moqt.connection` speaks MoQT (`moqt.session`, without I/O) over `link.quic` or
-`link.tcp`, which own the socket.
+group once for all plays, from the client's store or the peer. 4. `transfer.peer.Peer` dials, probes and redials. 5.
+`link.moqt.connection` speaks MoQT (`moqt.session`, without I/O) over `link.quic` or `link.tcp`, which own the socket.
 
-A received group is copied once, into the buffer of its transfer, and hashed once. Layers pass views of the buffer, from
-which the codec decodes.
+A group is copied once, into its transfer's buffer, and hashed once; the codec decodes from views of that buffer.
 """

@@ -84,7 +84,7 @@ from kvabr.types.peer import PeerOptions
 _FIND_S = 5.0
 _LEAST_S = 1e-3
 _WAIT_SHARE = 0.9
-"""Share of a lookup's time spent waiting for a producer; the rest is for the answers."""
+"""Share of a lookup spent waiting for a producer, before the answers."""
 
 
 class AsyncClient:
@@ -397,13 +397,13 @@ class AsyncClient:
 
         Args:
             found: from `find` or `find_asset`.
-            deadline: as for `play`; includes expanding the cache.
+            deadline: as for `play`, including expansion.
             options: as for `play`; ``recompute``, ``out`` and ``after`` have no effect.
             peer: as for `play`.
 
         Raises:
             FormatError: none of the asset's tracks can be decoded here.
-            BusyError, IncompleteError, PlayError, PolicyError: as `play`; an incomplete cache is not returned.
+            BusyError, IncompleteError, PlayError, PolicyError: as `play`; the error has no cache.
         """
         options = replace(options or self.options, out=None, after=None)
         async with self._play(deadline, options, peer) as play:
@@ -697,7 +697,7 @@ class AsyncClient:
         return self._peers[peer]
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
-        """Return the named peers, or else the client's; at least one."""
+        """Return the named peers or the client's, at least one."""
         self._home.check()
         named = self._origins if peers is None else tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
         if not named:

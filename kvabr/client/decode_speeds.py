@@ -45,7 +45,6 @@ BATCH = "batch "
 _GPU_GUESS = 32.0
 """Assumed speed of an unmeasured GPU, in multiples of a thread's."""
 _BATCHED = 8
-"""Groups of a timed batch."""
 _SMALL, _LARGE = 1 << 19, 3 << 19
 """Elements to decode: for codecs with proportional time, and with a cost per 128 tokens."""
 _RUNS = 2
@@ -248,7 +247,7 @@ class ModelKey:
         return cls(catalog.spec.digest().hex(), catalog.profile or "", path)
 
     def __str__(self) -> str:
-        """Return the key as written in the file."""
+        """Return the key in the file."""
         return f"{self.model}:{self.profile}:{self.path}"
 
 
@@ -279,13 +278,13 @@ class DecodeSpeeds:
         return found
 
     def lacks(self, catalog: Catalog, device: torch.device | None = None) -> bool:
-        """Return whether `measure` is useful: there is a file or a GPU, and no entry for the model."""
+        """Return whether `measure` is useful: there is a file or a GPU, and no entry."""
         key = ModelKey.of(catalog, device)
         wanted = self._file.path is not None or _is_gpu(device)  # a catalog has no GPU times
         return wanted and key not in self._tried and self._file.get(str(key)) is None
 
     def measure(self, catalog: Catalog, profile: Profile | None, device: torch.device | None = None) -> None:
-        """Measure a model's decode times, and update the file; never raises. Takes about `BUDGET_S`."""
+        """Measure a model, and update the file; never raises. Takes about `BUDGET_S`."""
         key = ModelKey.of(catalog, device)
         with self._lock:
             if key in self._tried:
@@ -311,6 +310,5 @@ def _sound(seconds: object) -> bool:
 
 
 def _tracks(found: Any) -> dict[str, float] | None:
-    """Return the seconds per token of one model's tracks; None if implausible."""
     tracks = dict(found)
     return tracks if 0 < len(tracks) <= _MAX_TRACKS and all(map(_sound, tracks.values())) else None

@@ -169,6 +169,7 @@ class Downloads(Carrier):
     # ------------------------------------------------------ from the downloads
 
     def arrived(self, download: Download, count: int) -> None:
+        """Count received bytes of a download."""
         if len(download.data) == count:
             self._count(download, download.came_from)
         if download.came_from == "network":
@@ -204,7 +205,6 @@ class Downloads(Carrier):
             self.metrics.wrong_answers_total.inc()
 
     def _count(self, download: Download, source: str) -> None:
-        """Count a group by its source."""
         if download.request.digest is not None:
             self.metrics.groups_total.labels(source).inc()
             self.metrics.bytes_total.labels(source).inc(download.request.limit)

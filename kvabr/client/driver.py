@@ -181,7 +181,6 @@ class Driver:
         """Groups to decode here or in the next batch."""
         self._batching = False
         self._tasks: set[asyncio.Task[None]] = set()
-        """Other tasks, and cancelled reads."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
         self._away_s: float | None = None

@@ -90,7 +90,7 @@ class EngineHook:
         while not await self._called(first, last, once):
             await asyncio.sleep(pause_s)
             pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
-        # A write need not improve the group: cancelled, or as good a track in place.
+        # Do not require an improvement: the write may be cancelled, or the group already on as good a track.
         if not written:
             raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} and did not write")
 

@@ -62,7 +62,7 @@ class _Ahead:
             self.download.cancel()
 
     async def _keep(self) -> None:
-        """Read to detect failures, and request again after one."""
+        """Read to detect failures, and retry."""
         retries = Retries(self._connection)
         while True:
             self.download, self.received = self._connection.request(self._request, self._priority), 0
@@ -210,7 +210,6 @@ class LiveFeed:
     # ---------------------------------------------------------------- the base
 
     def _ask_ahead(self) -> None:
-        """Subscribe to the base of the next groups."""
         catalog = self._catalog
         group = max(self._asked, self.growing.edge)
         while group < catalog.groups and len(self._ahead) < _MOST_AHEAD:

@@ -200,7 +200,7 @@ class _Answer(NamedTuple):
     """A peer's answer to a lookup."""
 
     found: Found | None
-    """None: no group can be played."""
+    """None: no group is playable."""
     shared: int
     """Leading groups shared with the prompt."""
     groups: int
@@ -225,7 +225,7 @@ class _Lookup:
     any_dtype: bool = field(kw_only=True)
 
     async def any(self) -> _Answer | None:
-        """Return the asset with the most playable groups, complete or not; the complete one if equal."""
+        """Return the asset with the most playable groups; the complete one wins ties."""
         tasks = [asyncio.ensure_future(self.complete()), asyncio.ensure_future(self._closest(LIVE_PREFIX_TRACK))]
         try:
             await asyncio.wait(tasks[:1])

@@ -42,7 +42,7 @@ class MachineFile(Generic[V]):
     """Entries of a file, and new measurements. Thread-safe."""
 
     owner, most = "machine", MAX_MODELS
-    """Key of the owner, and the most entries."""
+    """Key of the owner, and the most entries kept."""
 
     def __init__(self, path: Path | None, table: str, read: Callable[[Any], V | None]) -> None:
         """Read the file if it exists; never raises.

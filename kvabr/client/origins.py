@@ -5,7 +5,7 @@
     http://HOST/PREFIX, https://...              the same objects through any HTTP cache
     file:///PATH, memory://NAME                  the same objects in a folder, or in this process (tests)
 
-A URL may end with an asset, ``#kvcache:<model>/<prompt digest>``.
+``#kvcache:<model>/<prompt digest>`` at the end names an asset.
 """
 
 from __future__ import annotations

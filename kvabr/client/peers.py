@@ -26,11 +26,11 @@ _MODELS_S = 5.0
 _MAX_SHAPES = 4
 """Most group sizes and shapes of one model to look up."""
 _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
-"""Time for group sizes other than the engine's: a multiple of the first lookup's, with a floor."""
+"""Time for lookups in other group sizes than the engine's: a multiple of the first lookup's time, with a floor."""
 _SAID_SHARE = 0.9
 """Share of a lookup's time until silent sources are ignored."""
 _LEAST_WAIT_S = 0.02
-"""Least time for other sources to answer after the first."""
+"""Least wait for other sources after the first answer."""
 _AGAIN_S = 0.05
 """Pause before a lookup for a producer is repeated."""
 _Answer = Found | Unplayable | None
@@ -55,9 +55,8 @@ class ClientPeer:
         self.name = name
         self.downloads = Downloads(peer, store, metrics, own=own)
         self._models: Sequence[KVSpec] = ()
-        """Models with readable assets, as of `_asked_s`."""
         self._asked_s = -math.inf
-        """Time of the last request for models, on the event loop's clock."""
+        """Time of the last request for models."""
 
     @property
     def trouble(self) -> str | None:
@@ -238,7 +237,6 @@ async def first_found(
 
 
 async def _offered(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
-    """Add a late source to the play."""
     await asyncio.wait({asked})
     _offer(connection, source, asked, played)
 

@@ -2,7 +2,8 @@
 
 A play of a whole cache may continue with upgrades. Without an engine it ends at the deadline: complete, or with an
 error that lists the missing groups and has those before them. A prefix play is for an engine that computes the rest
-itself (vLLM, SGLang): it neither waits for an engine nor fails, and returns the groups before the first missing one.
+itself (vLLM, SGLang): it neither waits for an engine nor fails for missing groups, and returns those before the first
+one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from kvabr.types.errors import PlayError, UsageError
 from kvabr.types.events import Log, PlayEvent
 
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
-"""Least share of the deadline for a play after a slow lookup, if it may be late."""
+"""Least share of the deadline for a play after a slow lookup."""
 _MIN_LEFT_S = 1e-3
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors do not fill huge pages."""
@@ -101,7 +102,6 @@ async def _run(
     *,
     coded: bool = False,
 ) -> EndedPlay:
-    """Drive a session to its end; the engine needs ``rest_s`` for uncached tokens."""
     options, ladder, connection, lookup_s = call.options, prepared.ladder, call.connection, call.clock.now()
     if options.device is not None and options.out is None and not coded:
         raise UsageError(
@@ -217,7 +217,6 @@ def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
 
 
 def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
-    """Return the tensor for the cache, or None to let the assembler make several."""
     out = call.options.out
     if out is None and not catalog.every_token:
         return None
@@ -230,7 +229,7 @@ def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
     """Start upgrades of a returned cache, for at most ``after_s`` seconds."""
     options, connection, session = call.options, call.connection, played.driver.session
     view, assembler, ladder = session.view, played.assembler, played.prepared.ladder
-    # A running engine has moved on from a state.
+    # A running engine has moved on from a state: upgrades of it are useless.
     kinds = view.catalog.spec.classes
     final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
     tracks = zip(assembler.coverage, final, strict=True)

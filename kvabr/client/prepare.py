@@ -40,7 +40,7 @@ class Prepared:
     cut: str | None = None
     """Why they are left out; None if there are none."""
     tail: int = 0
-    """Number of these that it computes with the question, on the fetched cache."""
+    """Of these, tokens computed with the question, on the fetched cache."""
     tail_s: float = 0.0
     """Seconds that they add to its call."""
     growing: GrowingCatalog | None = None
@@ -107,7 +107,7 @@ async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, beh
 
 
 async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None, str]:
-    """Return the asset's codec profile if needed, worthwhile and in time; else None and the reason."""
+    """Return the asset's codec profile if needed, worthwhile and in time; else the reason."""
     if catalog.profile is None:
         return None, "it has none"
     if not call.memory.profiles.has(catalog) and not pays(catalog):

@@ -27,7 +27,6 @@ from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 PROFILES = "profiles"
 """Name of the profiles' folder in a client's."""
 _MAX_KEPT = 8
-"""Profiles kept in memory."""
 _profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
 _LOCK = threading.Lock()
 _Reading = dict[Hashable, asyncio.Future[Profile | None]]
@@ -155,7 +154,6 @@ def _name(catalog: Catalog) -> TrackNamespace:
 
 @lru_cache(_MAX_KEPT)
 def _shipped(sha256: str, size: int, spec: KVSpec) -> bytes | None:
-    """Return the package's profile if it has this digest, see `shipped_bytes`."""
     return shipped_bytes(sha256, size, spec)
 
 

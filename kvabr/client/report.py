@@ -65,7 +65,6 @@ async def report_whole(call: PlayCall, ended: EndedPlay) -> Played:
 
 
 def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> IncompleteError:
-    """Return the error of a play with groups missing, with its usable prefix."""
     prepared, record, catalog = ended.prepared, ended.record, ended.prepared.catalog
     missing, prefix = record.missing, None
     usable = missing[0] if missing and catalog.every_token else catalog.groups
@@ -114,7 +113,7 @@ def report_coded(call: PlayCall, ended: EndedPlay, *, whole: bool = True) -> Pla
 
 
 def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
-    """Return the whole blocks of tokens before the first missing group, compressed."""
+    """Return the whole blocks before the first missing group, compressed."""
     prepared, record, catalog = ended.prepared, ended.record, ended.prepared.catalog
     groups, found = ended.assembler.take_coded(record.used, block)
     coverage = _tracks(ended, found)

@@ -55,14 +55,14 @@ class Played:
     """History of every group; times count from the end of the lookup."""
     spec: KVSpec
     catalog: Catalog | None = None
-    """The catalog; None if the engine computed everything."""
+    """None if the engine computed everything."""
     catalog_sha256: str | None = None
     """SHA-256 of the catalog as the origin stores it, hex."""
     limited_by: str | None = None
     """Layer class that limited the playable prefix, see `kvabr.types.units.hit`."""
     fusion_loss: float | None = 0.0
     """Part of `loss` from joining passages, less the savings of recomputed tokens. None: unknown, because the loss of a
-    passage was not measured; `loss` then omits it."""
+    passage was not measured; `loss` then omits that passage's."""
     computed_again: tuple[int, ...] = ()
     """Tokens of passages recomputed over the joined cache; increasing."""
     tail: int = 0
@@ -116,9 +116,9 @@ class IncompleteError(PlayError):
         Args:
             message: the error's text.
             reason: why the play ended.
-            missing: groups that are not in place, ascending.
+            missing: missing groups, ascending.
             record: history of every group.
-            prefix: cache of the groups before the first missing one; None if there are none.
+            prefix: cache of the groups before the first missing one; None if empty.
         """
         super().__init__(message)
         self.reason, self.missing, self.record, self.prefix = reason, missing, record, prefix
@@ -126,14 +126,14 @@ class IncompleteError(PlayError):
 
 @dataclass(frozen=True, slots=True)
 class NothingCached:
-    """The origin has no prefix of the prompt, and there is no engine to compute it."""
+    """The origin has no prefix of the prompt, and there is no engine."""
 
     spec: KVSpec | None
     """Requested model; None if its spec is unknown."""
     lookup_s: float
     """Seconds from the call to the origin's answer."""
     limited_by: str | None = None
-    """If the origin has a shorter common prefix, the layer class without a snapshot to play it from."""
+    """Layer class without a snapshot, if that made a shorter common prefix unplayable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class PlayedPrefix:
     """Per class, the tokens of its tensor. Full attention and latents: all tokens; a window or chunk: those still
     visible after the prefix, and up to a group before them; a state: the rows of the snapshot at its end."""
     first: int
-    """First token of the first played group."""
+    """Index of the first played token."""
     tokens: int
     """Tokens in place; 0 if not even the first group is."""
     wanted: int

@@ -142,8 +142,8 @@ def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
 class EdfScheduler(Generic[K]):
     """Assigns levels to plays by deadline. It changes few: each change costs a message per open request.
 
-    A late play moves once after plays that can still be on time: its owner extends its deadline by one more, and newer
-    plays are due later. So no play starves.
+    A late play moves once, after plays that can still be on time: its owner adds another deadline, and newer plays are
+    due later. So no play starves.
     """
 
     def __init__(self) -> None:
@@ -247,11 +247,10 @@ class PlayRunner:
         self._admission, self._ahead = (
             Admission(limits.plays, limits.waiting, metrics, ahead=ahead) for ahead in (False, True)
         )
-        """For plays, and for hints, which do not take places of plays."""
+        """For plays, and for hints."""
         self._hints: set[PlaySources] = set()
         self._schedule: EdfScheduler[PlaySources] = EdfScheduler()
         self._plays: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
-        """By playing task, a future done at its end."""
         self._upgrades: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -358,7 +357,7 @@ class PlayRunner:
                     await self._give_up(connection)
 
     def _keep(self, connection: PlaySources, upgrades: Upgrades) -> None:
-        """Leave a connection to the upgrades of a cache in use, after all plays."""
+        """Leave a connection to the upgrades of a cache in use, at the lowest priority."""
 
         async def until_over() -> None:
             try:
@@ -392,7 +391,7 @@ class PlayRunner:
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:
-        """Change a play's deadline to a later one."""
+        """Move a late play to a later deadline."""
         if connection in self._hints:
             return
         connection.late = True

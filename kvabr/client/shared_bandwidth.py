@@ -198,7 +198,7 @@ class SharedLink:
         """Bytes arrived by each of the times, including forgotten ones."""
         self._forgotten = 0
         self._kept: dict[object, tuple[float, Any]] = {}
-        """By function, the time and its result over all plays."""
+        """Cached results over all plays by function, each with its time."""
 
     @contextmanager
     def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
@@ -266,7 +266,7 @@ class SharedLink:
             return list(self._members)
 
     def _of_many(self, find: Callable[[list[LinkShare]], V]) -> V | None:
-        """Return a possibly outdated property of all plays; None if there are few."""
+        """Return ``find`` of all plays, cached for a moment; None if there are few."""
         if len(self._members) <= _FEW:
             return None
         now = self.clock()

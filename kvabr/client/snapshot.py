@@ -25,9 +25,9 @@ class Snapshot:
     """The state of a play at one moment."""
 
     now: float
-    """Seconds since the play began, when the catalog was available."""
+    """Seconds since the play began, after its lookup."""
     deadline_s: float
-    """The deadline on the same clock, seconds."""
+    """The deadline on that clock."""
     offers: tuple[str, ...]
     """The asset's tracks, smallest first."""
     tracks: tuple[str | None, ...]
@@ -37,7 +37,7 @@ class Snapshot:
     rate: float
     """Expected rate, bytes per second; 0.0 if unknown."""
     lower_bound: float
-    """Rate that the link should exceed most of the time, bytes per second."""
+    """Rate that the link should usually exceed, bytes per second."""
     slack_s: float | None
     """Time left minus the time for the rest at the lower bound, seconds; None if unknown."""
     bytes_fetched: int
@@ -45,14 +45,14 @@ class Snapshot:
     requests: int
     """Open requests."""
     undecoded: int
-    """Received layers and groups that are not decoded yet."""
+    """Received layers and groups not decoded yet."""
     decode_backlog_s: float
     """Seconds of waiting decode work."""
     computing: bool
-    """True if a group is left to the engine and not yet in place."""
+    """True if the engine has groups to compute."""
     network: ConnectionStats
     edge: int | None = None
-    """Published groups of a cache that is still being prefilled; None once all are."""
+    """Published groups of a cache still being prefilled; None once all are."""
     ends_s: float = 0.0
     """Expected publication of the last group, on the clock of `now`."""
 

@@ -98,7 +98,7 @@ class PlaySource(Connection):
 
     @property
     def awaits(self) -> bool:
-        """True if a published group is requested."""
+        """True if bytes should arrive soon: not all requests are subscriptions."""
         return any(self._awaited())
 
     @property
@@ -184,7 +184,7 @@ class PlaySources(Connection):
 
     @property
     def round_trips(self) -> Sequence[float | None]:
-        """By source, the round trip in seconds, None if unknown."""
+        """By source, the round trip in seconds; None: unknown."""
         return [source.stats().rtt_s for source in self._sources]
 
     def offer(self, source: int, tracks: Offer) -> None:

@@ -1,4 +1,4 @@
-"""Select tokens of a joined prompt by its question, and have an engine recompute them; in the engine's thread."""
+"""Select tokens of a joined prompt by its question, and have an engine recompute them, in its thread."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TokenRecompute:
     def compute(
         self, assembler: Assembler, coverage: Sequence[str], count: int, wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Recompute the best tokens over a complete cache, and put them into place with those computed ahead.
+        """Recompute the best tokens over a complete cache, and place them with those computed ahead.
 
         Calls `choose` if necessary.
 
@@ -75,7 +75,7 @@ class TokenRecompute:
             assembler: holds the cache, and accepts no groups afterwards.
             coverage: per group the track in place, or ``recomputed``, which needs no recomputation.
             count: number of tokens.
-            wanted: returns whether the play still waits for them.
+            wanted: returns whether the play still waits.
 
         Raises:
             ModelError, PolicyError, UsageError: from the engine or the selector.

@@ -47,8 +47,8 @@ def warm(
     Args:
         profile: the model's.
         device: the GPU.
-        dtype: element type of the cache; None: the model's own.
-        like: layers of paged caches with the layout to decode to, left unchanged. Empty: decode to a tensor.
+        dtype: element type of the cache; None: the model's.
+        like: layers of paged caches with the layout to decode to, left unchanged. Empty: a tensor.
 
     Raises:
         Exception: a group cannot be decoded. Unusable kernels only cause a warning.
