@@ -149,7 +149,8 @@ async def _run(
                 LIVE,
                 gpu_price=options.gpu_price,
                 time_price=options.time_price,
-                max_loss=options.loss_limit,
+                # A joined prompt's goal has its own limit.
+                max_loss=math.inf if isinstance(goal, BlendGoal) else options.loss_limit,
                 decoders=call.decoders,
                 together=assembler.together,
                 decodes_last=assembler.coded,

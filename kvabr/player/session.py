@@ -155,6 +155,7 @@ class Session:
         self._sampler = SourceSamplers(estimators, horizon_s, self.events.limited, chunked=config.chunked)
         self.view.told_rate = self._sampler.told_rate
         self._best_rate = 0.0
+        self._computes_all = False
         self.sources = Sources(self._sampler, self.view, offers, round_trips)
         self._decode_rates = decode_rates
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
@@ -720,9 +721,10 @@ class Session:
             self._actions.append(Decode(top.request, group, top.track, tuple(one.request for one in below)))
 
     def compute_all(self, now: float) -> bool:
-        """Leave all groups to the engine; return False without one."""
-        if self.engine is None:
+        """Leave all groups to the engine, once; return False if that is not possible."""
+        if self.engine is None or self._computes_all:
             return False
+        self._computes_all = True
         self._leave_to_engine(range(self.catalog.groups), now, asked=True)
         return True
 
