@@ -59,7 +59,7 @@ class Decision:
 
     @staticmethod
     def upgrade(group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None) -> Decision:
-        """Request a better track, or one more layer, for a group that is in place; or layers above a track in flight."""
+        """Request a better track or one more layer for a group in place, or layers above a track in flight."""
         return Decision("upgrade", reason, group, track, alternatives)
 
     @staticmethod
