@@ -37,18 +37,18 @@ _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
 """The same in slow start, as multiples of the rate so far."""
 GROWTH = 2.0
 """Minimum mean rate until the deadline, as a multiple of the present rate, in slow start."""
-_GROWTH = 1.5
+_MIN_NEXT_GROWTH = 1.5
 """Minimum growth factor of the rate before a request takes effect, in slow start."""
-_DOUBT, _LEAST_DOUBT = 0.7, 0.03
+_SLOWER_SHARE, _MIN_SLOWER_SHARE = 0.7, 0.03
 """Slower alternative to the rate of earlier plays, as a share of it: at first, and at least."""
-_LATE_START, _DOUBT_SHARE = 1.5, 0.005
+_LATE_START_FACTOR, _MIN_ROUND_SHARE = 1.5, 0.005
 """Trust in that rate falls after this multiple of the usual slow start; and the minimum round trip for this, as a share
 of the deadline, since rates are not measured more often."""
-_RAMP_ROUNDS, _RAMP = 1.5, 1.3
-"""A link is in slow start if its rate grew by the factor `_RAMP` within `_RAMP_ROUNDS` times to first byte."""
+_GROWTH_ROUNDS, _MIN_GROWTH = 1.5, 1.3
+"""A link is in slow start if its rate grew by the factor `_MIN_GROWTH` within `_GROWTH_ROUNDS` times to first byte."""
 LEAST_WAIT_S = 0.02
 """Minimum seconds until the rate is better known."""
-_SILENT_ROUNDS, _DEAD = 4.0, 1e-3
+_SILENT_ROUNDS, _DEAD_LINK_SHARE = 4.0, 1e-3
 """Silent round trips that make a link suspect, and the share of the base that a dead link delivers in time."""
 
 
@@ -100,7 +100,7 @@ class LinkBelief:
     def look(self, view: View, *, saved: bool) -> Belief:
         """Update and return the belief; ``saved``: an engine could still meet the deadline without the link."""
         growing, told = self._grows(view), 0.0 < view.rate == self._told
-        measured_s = max(view.ttfb_s or UNKNOWN_TTFB_S, _DOUBT_SHARE * view.deadline_s)
+        measured_s = max(view.ttfb_s or UNKNOWN_TTFB_S, _MIN_ROUND_SHARE * view.deadline_s)
         heard = self.best_rate > 0 or view.in_flight.receiving or view.settled.history
         silent = not heard and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * measured_s
         self._silent = self._silent or silent
@@ -112,7 +112,7 @@ class LinkBelief:
         found = self._alive(view, measured_s, growing=growing, told=told, slow=slow)
         if silent and saved:
             dead = min(1.0, view.now / view.deadline_s)
-            rate = _DEAD * view.ladder.tracks[0].total_bytes / max(view.time_left, LEAST_WAIT_S)
+            rate = _DEAD_LINK_SHARE * view.ladder.tracks[0].total_bytes / max(view.time_left, LEAST_WAIT_S)
             weights = (dead, *((1.0 - dead) * weight for weight in found.weights))
             found = found._replace(rates=(rate, *found.rates), weights=weights)
         if growing or slow or silent:
@@ -140,7 +140,9 @@ class LinkBelief:
         if not view.growing:
             return rate
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
-        most = LinkBelief._doubt(view, view.told_rate, max(round_s, _DOUBT_SHARE * view.deadline_s)) * view.told_rate
+        most = (
+            LinkBelief._doubt(view, view.told_rate, max(round_s, _MIN_ROUND_SHARE * view.deadline_s)) * view.told_rate
+        )
         rounds, grows = max(view.time_left, round_s) / round_s, math.log2(max(most / rate, 1.0))
         doubled = min(rounds, grows)
         mean = rate * (math.exp2(doubled) - 1.0) / math.log(2.0) + (rounds - doubled) * rate * math.exp2(doubled)
@@ -157,7 +159,7 @@ class LinkBelief:
 
     def _alive(self, view: View, measured_s: float, *, growing: bool, told: bool, slow: bool) -> Belief:
         if slow:  # it may be slow for a moment only
-            return Belief.of((view.rate or _LEAST_DOUBT * self.best_rate, RECOVERED * self.best_rate))
+            return Belief.of((view.rate or _MIN_SLOWER_SHARE * self.best_rate, RECOVERED * self.best_rate))
         if view.ttfb_s > 0:  # after an outage it says little about the round trip
             self._round_s = min(self._round_s, UNKNOWN_TTFB_S if self._silent else view.ttfb_s)
         round_s = self._round_s if view.ttfb_s > 0 else UNKNOWN_TTFB_S
@@ -170,12 +172,12 @@ class LinkBelief:
         begins = max(view.rate, WINDOW / round_s)
         state = "growing" if view.rate > 0 else "unknown"
         if view.told_rate > view.rate:  # too fast for an initial estimate, but slow start leads there
-            less = max(self._doubt(view, view.told_rate, measured_s) * view.told_rate, _GROWTH * view.rate)
+            less = max(self._doubt(view, view.told_rate, measured_s) * view.told_rate, _MIN_NEXT_GROWTH * view.rate)
             found = Belief.of((min(less, view.told_rate), max(less, view.told_rate)))
             return found._replace(ramp=(begins, round_s), state=state)
         # The rate will not fall, and an unknown link is trusted to carry the base in time.
         left_s = max(view.time_left, 0.01 * view.deadline_s, LEAST_WAIT_S)
-        least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
+        least = max(_MIN_NEXT_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
         rates = tuple(max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS)
         return Belief.of(rates)._replace(ramp=(begins, round_s), state=state)
 
@@ -184,8 +186,8 @@ class LinkBelief:
         """Return the share of the earlier rate that a slower link has; less if slow start is late."""
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
         due = math.log2(max(1.0, told * round_s / WINDOW))
-        late = _LATE_START * due - view.now / measured_s
-        return min(_DOUBT, max(_LEAST_DOUBT, math.exp2(min(0.0, late))))
+        late = _LATE_START_FACTOR * due - view.now / measured_s
+        return min(_SLOWER_SHARE, max(_MIN_SLOWER_SHARE, math.exp2(min(0.0, late))))
 
     def _grows(self, view: View) -> bool:
         """Return whether the link may be in slow start: its rate grew during the last round trip, or is unknown."""
@@ -193,8 +195,8 @@ class LinkBelief:
             if not self._rates and view.now <= 0:
                 self._told = view.rate
             self._rates.append((view.now if self._told != view.rate else -math.inf, view.rate))
-        before_s = view.now - _RAMP_ROUNDS * view.ttfb_s
+        before_s = view.now - _GROWTH_ROUNDS * view.ttfb_s
         while len(self._rates) > 1 and self._rates[1][0] <= before_s:
             self._rates.popleft()
         known = bool(self._rates) and self._rates[0][0] <= before_s
-        return view.growing or not known or view.rate > _RAMP * self._rates[0][1]
+        return view.growing or not known or view.rate > _MIN_GROWTH * self._rates[0][1]

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
-_TRUSTED = 0.5
+_MIN_CONFIDENCE = 0.5
 """Minimum confidence for policies to see the rate of earlier plays."""
 
 
@@ -47,7 +47,7 @@ class Estimator(ABC):
     def prime(self, prior: Prior) -> None:
         """Note, before a play starts, the observations of earlier plays. Estimators may ignore them."""
         self._expected_byte = prior.ttfb_s
-        if prior.rate > 0 and prior.weight >= _TRUSTED:
+        if prior.rate > 0 and prior.weight >= _MIN_CONFIDENCE:
             self.told = prior.rate
 
     def sound(self, nbytes: float, seconds: float, now: float) -> bool:

@@ -27,32 +27,32 @@ import numpy.typing as npt
 
 from kvabr.abr.belief import LEAST_WAIT_S, LOADS, SURPRISE, UNKNOWN_TTFB_S, Belief, LinkBelief
 from kvabr.abr.policy import Decision, Division
-from kvabr.abr.time_planner import MAX_PARTS, NEVER, TimePlanner
+from kvabr.abr.time_planner import MAX_PARTS, UNAVAILABLE_LOSS, TimePlanner
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED
 
-_SAME_RATE, _SAME_TIME, _SURE_TIME = 0.05, 0.01, 0.025
-"""A plan holds until the rate changes by more than `_SAME_RATE`, or for `_SAME_TIME` of the expected play time.
-`_SURE_TIME` replaces `_SAME_TIME` if the rate is known."""
-_BUSY = 4.0
+_RATE_TOLERANCE, _TIME_TOLERANCE, _KNOWN_TIME_TOLERANCE = 0.05, 0.01, 0.025
+"""A plan holds until the rate changes by the first share, or for the second share of the expected play time; the third
+share replaces the second if the rate is known."""
+_BUSY_FACTOR = 4.0
 """Factor on both limits while the engine is busy."""
-_BETTER = 0.03
+_MIN_GAIN = 0.03
 """Minimum relative gain of a new division over the previous one, or over no computing."""
-_FINE = 1 / 6
+_FINE_TRACK_SHARE = 1 / 6
 """Assumed size of a nearly lossless track, as a share of the exact cache."""
-_MOST_WAIT = 1.05
+_MAX_WAIT_COST = 1.05
 """Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
-_SLOW_START = 0.5
+_SLOW_START_WEIGHT = 0.5
 """Share of the cost of waiting that counts in slow start, as each round trip improves the estimate."""
-_TINY = 1e-6
+_MIN_PLAY_COST = 1e-6
 """Minimum cost of a play, nats per token, so that ratios of costs stay finite."""
-_NEAR = 8
+_SETTLED_BEFORE_CALL = 8
 """Number of groups right before a call that must not have an upgrade in flight."""
-_LAST_TICKS = 1.5 / 50
+_START_MARGIN = 1.5 / 50
 """Safety margin for starting a suffix engine, as a share of the deadline."""
-_LATE = 0.25
+_MAX_LATENESS = 0.25
 """Lateness, as a share of the deadline, that keeps the engine from starting the rest while the link delivers."""
 
 
@@ -93,7 +93,7 @@ def computed_on_any_link(
     if time_price <= 0 or computed_s > deadline_s:
         return False
     computed_s *= 1.0 + gpu_price / time_price
-    played_s = [min(deadline_s, UNKNOWN_TTFB_S + _FINE * deadline_s / load) for load in LOADS]
+    played_s = [min(deadline_s, UNKNOWN_TTFB_S + _FINE_TRACK_SHARE * deadline_s / load) for load in LOADS]
     return sum(computed_s / min(computed_s, one) - one / min(computed_s, one) for one in played_s) <= 0.0
 
 
@@ -140,9 +140,11 @@ class ComputePlanner:
         self._holds -= 1
         if (last := self._planned) is not None:
             front, rate, then, heard = last
-            busy = _BUSY if view.engine_backlog_s > 0 and rate > 0 else 1.0  # planning repeats when the engine is done
-            same = abs(view.rate - rate) <= busy * _SAME_RATE * rate
-            holds_s = (_SAME_TIME if self._belief.learns_s else _SURE_TIME) * self._horizon_s(view)
+            busy = (
+                _BUSY_FACTOR if view.engine_backlog_s > 0 and rate > 0 else 1.0
+            )  # planning repeats when the engine is done
+            same = abs(view.rate - rate) <= busy * _RATE_TOLERANCE * rate
+            holds_s = (_TIME_TOLERANCE if self._belief.learns_s else _KNOWN_TIME_TOLERANCE) * self._horizon_s(view)
             same = same and view.now - then <= busy * holds_s
             # The rest may now be best left to the engine.
             arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > heard
@@ -210,7 +212,7 @@ class ComputePlanner:
         # The engine may recompute lossy groups right after the exact ones.
         starts = [front] if self._suffix else sorted({front, self._exact(view)})
         ways = [self._ways(view, start, rates, belief.ramp) for start in starts]
-        least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _TINY)
+        least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _MIN_PLAY_COST)
         regrets = [shares @ (way.costs / least) for way in ways]
         number = int(np.argmin([regret.min() for regret in regrets]))
         way, regret = ways[number], regrets[number]
@@ -221,7 +223,7 @@ class ComputePlanner:
             kept = int(way.stops[0] if regret[0] < regret[-1] else way.stops[-1])
         if kept is not None:  # keep the last plan unless the gain is clear
             same = int(np.searchsorted(way.stops, kept))
-            if same < len(way.stops) and float(regret[same]) <= (1.0 + _BETTER) * float(regret[best]):
+            if same < len(way.stops) and float(regret[same]) <= (1.0 + _MIN_GAIN) * float(regret[best]):
                 best = same
         self._waits, self._call_to = False, None
         quiet = belief.state in {"slow", "silent"}
@@ -233,9 +235,9 @@ class ComputePlanner:
             waits = 1.0 + more / least
             waiting = float((shares @ waits)[0])
             if self._suffix:
-                self._waits = (quiet or float(waits.max()) <= _MOST_WAIT) and waiting < float(regret[best])
+                self._waits = (quiet or float(waits.max()) <= _MAX_WAIT_COST) and waiting < float(regret[best])
             else:
-                share = _SLOW_START if belief.state == "growing" else 1.0
+                share = _SLOW_START_WEIGHT if belief.state == "growing" else 1.0
                 self._call_to = self._first_call(view, way, least, shares, 1.0 + share * (waiting - 1.0))
         self._network_s = float(way.network_s[best])
         stop = int(way.stops[best])
@@ -297,7 +299,7 @@ class ComputePlanner:
             inherited = self._inherited(view, start)[stops - start]
         engine_s = view.engine_backlog_s + took
         # An infinite price is a rule: the engine computes only groups that the network does not deliver.
-        spent = view.gpu_price * took if math.isfinite(view.gpu_price) else np.where(took > 0, NEVER, 0.0)
+        spent = view.gpu_price * took if math.isfinite(view.gpu_price) else np.where(took > 0, UNAVAILABLE_LOSS, 0.0)
         found = [self._times.divide(view, rate, start, stops, engine_s, inherited, ramp=ramp) for rate in rates]
         costs = np.array([each.objective for each in found]) + spent
         return _Ways(start, stops, costs, engine_s, found[-1].network_s)
@@ -340,7 +342,7 @@ class ComputePlanner:
     @staticmethod
     def _unsettled_before(view: View, group: int) -> bool:
         flying = view.in_flight.groups
-        return bool(flying) and any(before in flying for before in range(group - _NEAR, group))
+        return bool(flying) and any(before in flying for before in range(group - _SETTLED_BEFORE_CALL, group))
 
     def _last(self, view: View, first: int, stop: int) -> int | None:
         last = stop
@@ -385,13 +387,13 @@ class ComputePlanner:
         if view.track_of[cut] is None and cut not in view.missing_groups and cut < view.edge:
             return None  # the player already left it to the engine
         rest_s = self._call_s(view, cut, view.groups)
-        last_s = view.time_left - rest_s - _LAST_TICKS * view.deadline_s
+        last_s = view.time_left - rest_s - _START_MARGIN * view.deadline_s
         if self._network_s > 1e-6 and last_s > 0:
             if not idle:
                 return None
             # Groups that are decoded at the end stay in the backlog.
             if view.undecoded or (view.decode_backlog_s > 0 and not view.decodes_last):
                 return Decision.wait("what has arrived is decoded first, and then the play is cut")
-        if view.rate > 0 and rest_s > view.time_left + _LATE * view.deadline_s:
+        if view.rate > 0 and rest_s > view.time_left + _MAX_LATENESS * view.deadline_s:
             return None  # it is late anyway, and the link may recover
         return Decision.recompute(cut, f"to compute from group {cut} on {self._why()}")

@@ -193,7 +193,7 @@ class FrontToBack(Policy):
         """Return how to obtain the first missing group."""
 
 
-_MOST = 32
+_MAX_PARAMETERS = 32
 """Maximum number of parameters of a policy; more cannot be searched."""
 
 
@@ -229,8 +229,10 @@ def declared(cls: type[Any]) -> dict[str, Parameter]:
     """
     title = getattr(cls, "name", "") or cls.__name__
     table = getattr(cls, "parameters", {})
-    if not isinstance(table, Mapping) or len(table) > _MOST:
-        raise PolicyError(f"policy {title}: `parameters` must map up to {_MOST} names to (low, high, default[, log])")
+    if not isinstance(table, Mapping) or len(table) > _MAX_PARAMETERS:
+        raise PolicyError(
+            f"policy {title}: `parameters` must map up to {_MAX_PARAMETERS} names to (low, high, default[, log])"
+        )
     return {str(name): _checked(title, name, value) for name, value in table.items()}
 
 

@@ -19,9 +19,9 @@ from kvabr.types.cost import MISS_PENALTY
 
 Array = npt.NDArray[np.float64]
 
-_EXCESS = 10.0
+_EXCESS_LOSS_PRICE = 10.0
 """Cost of exceeding `View.max_loss`, nats per token; more than a play without a cache costs."""
-_SAME_S = 1e-9
+_EQUAL_TIME_S = 1e-9
 """Lateness that still counts as in time, seconds."""
 
 
@@ -120,7 +120,7 @@ class SharedWork:
 
     def _costs(self, lost: Array, ends_s: Array, network_s: Array) -> Divisions:
         late_s = ends_s - self._view.time_left
-        late = late_s > _SAME_S
+        late = late_s > _EQUAL_TIME_S
         missed = late * (MISS_PENALTY + late_s / self._view.deadline_s)
         lost = lost + self._inherited
         paid = self._view.time_price * ends_s + missed + excess(lost, self._view)
@@ -132,7 +132,7 @@ def excess(lost: Array | float, view: View) -> Array:
     if math.isinf(view.max_loss):
         return np.zeros(np.shape(lost))
     over: Array = np.asarray(lost) - view.max_loss
-    return np.where(over > 0.0, _EXCESS * (1.0 + over / max(view.max_loss, _EXCESS**-1)), 0.0)
+    return np.where(over > 0.0, _EXCESS_LOSS_PRICE * (1.0 + over / max(view.max_loss, _EXCESS_LOSS_PRICE**-1)), 0.0)
 
 
 def better(one: Divisions, other: Divisions) -> Divisions:

@@ -20,12 +20,12 @@ from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.errors import UsageError
 from kvabr.types.joined import joined_behind, last_groups
 
-MOST_TAIL = 512
+DEFAULT_MAX_TAIL = 512
 """Default maximum of tokens in a tail; a longer one hardly reduces the loss further."""
 MAX_TAIL = 1 << 20
 """Maximum of tokens in a tail or a question; more is an error."""
-_MOST_OFFERS = 8
-_BLIND_SHARE = 0.02
+_MAX_OFFERS = 8
+_UNKNOWN_RATE_SHARE = 0.02
 """Share of the time left that a tail may take while the rate is unknown: all may arrive at once."""
 
 
@@ -89,7 +89,7 @@ def tail_offers(
     cost: PrefillCost | None,
     *,
     following: int,
-    most: int = MOST_TAIL,
+    most: int = DEFAULT_MAX_TAIL,
     skip: int = 0,
     block: int = 1,
 ) -> list[TailOffer]:
@@ -125,7 +125,7 @@ def tail_offers(
         if not (first + end) % block:
             ends[kept] = end
     possible = list(ends) if following else []
-    step = max(1, math.ceil(len(possible) / _MOST_OFFERS))
+    step = max(1, math.ceil(len(possible) / _MAX_OFFERS))
     alone_s = 0.0 if cost is None else cost.seconds(first + catalog.tokens, following)
     offers = [TailOffer(behind(groups, following).suffix(skip), 0, 0.0)]
     for kept in reversed(possible[::-1][::step]):
@@ -183,6 +183,6 @@ def tail_costs(
             for one in rates
         )
         cost = sum(ways) / len(rates)
-        refused = not math.isfinite(gpu_price) or (rate <= 0 and offer.engine_s > _BLIND_SHARE * left_s)
+        refused = not math.isfinite(gpu_price) or (rate <= 0 and offer.engine_s > _UNKNOWN_RATE_SHARE * left_s)
         costs.append(math.inf if offer.tokens and refused else cost)
     return costs

@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 """Shares of the time price that the link gets; the decoders get the rest."""
-_FREE_LEVELS = (0.25, 0.0)
+_ENGINE_LAST_LEVELS = (0.25, 0.0)
 """Factors on the time price, tried if the engine may finish last."""
 _ENGINE_LEVELS, _DEADLINE_LEVELS = (0.2,), (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
 """Factors on the time price, tried if the engine may finish last, and if the plan would miss the deadline."""
@@ -32,19 +32,19 @@ _FINER_LEVELS = (0.1, 0.01, 1e-3, 0.0)
 """Factors on the time price, tried if the loss is limited."""
 _FEW_SHARES: Array = np.array([1.0, 0.6, 0.3, 0.0])
 _TWO_SHARES: Array = np.array([1.0, 0.4])
-_LEAST_PRICE = 1e-4
+_MIN_TIME_PRICE = 1e-4
 """Minimum time price to multiply by these factors, nats per second."""
-_WASTE = 6.0
+_REPLACED_BYTE_PRICE = 6.0
 """Price of a replaced byte, relative to a requested one: other plays could have used it."""
 MAX_PARTS = 128
 """Maximum number of parts of a long prompt in a division, each on one track; likewise of engine stops."""
-_LATE = 1e3
+_LATE_SECOND_COST = 1e3
 """Price of a second after the deadline, nats per token; prefers plans that end in time."""
-_ALIKE = 16.0
+_EQUAL_GAIN_FACTOR = 16.0
 """Factor within which the gains of upgrades count as equal."""
-_FREE = 1e-18
+_NEGLIGIBLE_PRICE = 1e-18
 """Price that is practically zero, nats; avoids division by zero."""
-NEVER = 1e9
+UNAVAILABLE_LOSS = 1e9
 """Loss of an unavailable option, nats."""
 
 
@@ -106,7 +106,7 @@ class TimePlanner:
         self._discards: Array = np.zeros((len(states), *shape))
         """Bytes that the step makes useless, by state, track and group."""
         self._stacks = {name: frozenset(view.ladder.stacks[name]) for name in self.names}
-        self._offers: Array = np.full((len(states), *shape), NEVER)
+        self._offers: Array = np.full((len(states), *shape), UNAVAILABLE_LOSS)
         """Loss of the tracks reachable from a state, by state, track and group."""
         self._weigh(view, states)
         self._bytes: Array = self._steps[-1].copy()
@@ -122,7 +122,7 @@ class TimePlanner:
         self._read = self._ruled_out = 0
         """Number of such changes read, and of unavailable tracks handled."""
         self._whole = float(self._steps[-1].sum(axis=1).max())
-        self._stay: Array = np.full(groups, NEVER)
+        self._stay: Array = np.full(groups, UNAVAILABLE_LOSS)
         """Loss of each group without further requests."""
         self._lost, self._unplayed = 0.0, groups
         """Sum of `_stay` without missing groups, and the number of these."""
@@ -154,7 +154,7 @@ class TimePlanner:
             for number, track in enumerate(tracks):
                 self._steps[state, number] = sum(sizes[layer] for layer in view.layers(track.name, current))
                 better = np.ones(groups, bool) if current is None else self.losses[number] < self.losses[state]
-                self._offers[state, number] = np.where(better, self.losses[number], NEVER)
+                self._offers[state, number] = np.where(better, self.losses[number], UNAVAILABLE_LOSS)
             if current is not None:
                 self._steps[state, state] = 0.0
                 for number, track in enumerate(tracks):
@@ -171,7 +171,7 @@ class TimePlanner:
             self._moves[:, group], self._waste[:, group] = 1.0, 0.0
             if computed or track is not None:  # the engine has it already
                 self._bytes[:, group] = self._loss[:, group] = self._moves[:, group] = 0.0
-            self._stays_at(group, 0.0 if computed or track is not None else NEVER)
+            self._stays_at(group, 0.0 if computed or track is not None else UNAVAILABLE_LOSS)
             return
         state = self._state[group] = self._number[track]
         self._bytes[:, group], self._moves[:, group] = self._steps[state, :, group], 1.0
@@ -216,7 +216,7 @@ class TimePlanner:
 
     def _stays_at(self, group: int, loss: float) -> None:
         for value, sign in ((float(self._stay[group]), -1), (loss, 1)):
-            if value < NEVER:
+            if value < UNAVAILABLE_LOSS:
                 self._lost += sign * value
             else:
                 self._unplayed += sign
@@ -229,7 +229,7 @@ class TimePlanner:
     def lost(self) -> float:
         """Return the loss without further requests, nats per generated token."""
         if self._cut is None:
-            return self._lost + self._unplayed * NEVER
+            return self._lost + self._unplayed * UNAVAILABLE_LOSS
         return float(self._staying()[: self._cut].sum())
 
     def _lost_behind(self, loss: Array, tracks: list[int] | npt.NDArray[np.intp] | slice) -> Array:
@@ -240,7 +240,7 @@ class TimePlanner:
         if loss.ndim > factor.ndim:
             factor, even = factor[:, None], even[:, None]
         behind: Array = factor * loss + even
-        return np.where(loss < NEVER, behind, loss)
+        return np.where(loss < UNAVAILABLE_LOSS, behind, loss)
 
     def _staying(self) -> Array:
         """Return the loss of each group without further requests, with errors amplified by computing the rest."""
@@ -259,7 +259,7 @@ class TimePlanner:
         base = self._number[view.ladder.cheapest]
         here, coming = self._flying < 0, self._flying == base
         coming &= plan.second_price > view.time_price  # if time is short, layers follow a base in flight
-        groups = np.flatnonzero((self._stay < NEVER) & (self._state >= 0) & (here | coming))
+        groups = np.flatnonzero((self._stay < UNAVAILABLE_LOSS) & (self._state >= 0) & (here | coming))
         groups = groups[(groups < computed.start) | (groups >= computed.stop)] if computed else groups
         if not groups.size:
             return []
@@ -267,9 +267,9 @@ class TimePlanner:
         saving = np.maximum(0.0, self._staying()[groups] - loss) * (self._moves[:, groups] > 0)
         decode = self._work(view, self._moves)[:, groups]
         nbytes = np.maximum(1.0, self._bytes[:, groups])
-        price = max(plan.byte_price, _FREE)
-        discard = max(_WASTE * price, plan.second_price * view.deadline_s / self._whole)
-        cost = price * nbytes + discard * self._waste[:, groups] + plan.decode_price * decode + _FREE
+        price = max(plan.byte_price, _NEGLIGIBLE_PRICE)
+        discard = max(_REPLACED_BYTE_PRICE * price, plan.second_price * view.deadline_s / self._whole)
+        cost = price * nbytes + discard * self._waste[:, groups] + plan.decode_price * decode + _NEGLIGIBLE_PRICE
         columns, left_s = np.arange(groups.size), self._left_s(view)
         if self.lost() > view.max_loss:
             left_s = math.inf  # a cache above max_loss is not delivered at the deadline either
@@ -284,14 +284,17 @@ class TimePlanner:
         if not view.growing:
             # If the deadline leaves time for some groups only, the largest saving per price wins.
             picks = np.where(net.max(axis=0) > 0.0, picks, worth.argmax(axis=0))
-            least = min(1.0, view.time_price / max(plan.second_price, _FREE))
+            least = min(1.0, view.time_price / max(plan.second_price, _NEGLIGIBLE_PRICE))
         apart = np.array([view.ladder.cheapest not in self._stacks[name] for name in self.names])
         gains = np.where(apart[picks] & coming[groups], 0.0, worth[picks, columns])
-        worthy = np.flatnonzero(gains > max(_FREE, least))
-        # Gains within `_ALIKE` count as equal. Then tracks that decode slower than they arrive go first, to keep the
-        # decoders busy until the end.
-        level = np.floor(np.log(gains[worthy]) / math.log(_ALIKE)) * (not sure)
-        spare = nbytes[picks, columns][worthy] / max(view.rate, _FREE) - decode[picks, columns][worthy] / view.decoders
+        worthy = np.flatnonzero(gains > max(_NEGLIGIBLE_PRICE, least))
+        # Of upgrades with about the same gain, tracks that decode slower than they arrive go first, to keep decoders
+        # busy until the end.
+        level = np.floor(np.log(gains[worthy]) / math.log(_EQUAL_GAIN_FACTOR)) * (not sure)
+        spare = (
+            nbytes[picks, columns][worthy] / max(view.rate, _NEGLIGIBLE_PRICE)
+            - decode[picks, columns][worthy] / view.decoders
+        )
         order = np.lexsort((-gains[worthy], np.minimum(0.0, spare), -level))[::-1]
         return [(float(gains[column]), int(groups[column]), int(picks[column])) for column in worthy[order]]
 
@@ -309,9 +312,9 @@ class TimePlanner:
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
         """Return the upgrade that pays best as (group, track, saving, price) in nats; None if there is none."""
         loss = self._lost_behind(self._loss, slice(None))
-        savings = np.where(self._moves > 0.0, self._staying() - loss, -NEVER)
+        savings = np.where(self._moves > 0.0, self._staying() - loss, -UNAVAILABLE_LOSS)
         if self._cut is not None:
-            savings[:, self._cut :] = -NEVER
+            savings[:, self._cut :] = -UNAVAILABLE_LOSS
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
         prices = view.time_price * seconds
@@ -328,7 +331,7 @@ class TimePlanner:
             return
         for number, name in enumerate(self.names):
             if track in self._stacks[name] and self._moves[number, group]:
-                self._loss[number, group] = NEVER
+                self._loss[number, group] = UNAVAILABLE_LOSS
 
     def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
         """Return the best plan at a rate, bytes per second.
@@ -336,11 +339,11 @@ class TimePlanner:
         ``computed``: groups left to the engine, not planned here; ``computed_s``: seconds until the engine is done with
         these and its current work. Ending sooner saves no time.
         """
-        price = max(view.time_price, _LEAST_PRICE)
+        price = max(view.time_price, _MIN_TIME_PRICE)
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
         for more in _DEADLINE_LEVELS:
             share, level = np.append(share, _TWO_SHARES), np.append(level, np.full(len(_TWO_SHARES), more))
-        for free in (*(_FREE_LEVELS if computed_s > 0 else ()), *self._finer(view)):
+        for free in (*(_ENGINE_LAST_LEVELS if computed_s > 0 else ()), *self._finer(view)):
             share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), free))
         loss = self._lost_behind(self._loss, slice(None))
         now = _Options(loss, self._bytes, self._work(view, self._moves), self._waste)
@@ -362,7 +365,9 @@ class TimePlanner:
         late_s = np.maximum(0.0, ends_s - left_s)
         # Use a higher time price only if the plan would be late otherwise.
         usual = np.append(late_s[level <= 1.0], np.inf).min() <= 0.0
-        best = int((totals + _LATE * late_s + np.where(usual & (level > 1.0), NEVER, 0.0)).argmin())
+        best = int(
+            (totals + _LATE_SECOND_COST * late_s + np.where(usual & (level > 1.0), UNAVAILABLE_LOSS, 0.0)).argmin()
+        )
         idle = np.inf
         if not (self._missing * outside).any():
             staying = float(self._staying() @ outside)
@@ -407,7 +412,7 @@ class TimePlanner:
         cost = (
             options.loss
             + link * options.bytes
-            + np.maximum(_WASTE * link, discard) * options.waste
+            + np.maximum(_REPLACED_BYTE_PRICE * link, discard) * options.waste
             + decoding[:, None, None] * work
         )
         picks = cost.argmin(axis=1)
@@ -443,7 +448,7 @@ class TimePlanner:
         if len(starts) == len(self._missing):
             return options, held
         # Groups of a part that already have better tracks keep them.
-        stay = (options.loss >= NEVER) & (self._stay < NEVER)
+        stay = (options.loss >= UNAVAILABLE_LOSS) & (self._stay < UNAVAILABLE_LOSS)
         together = _Options(
             np.add.reduceat(np.where(stay, self._stay, options.loss), starts, axis=1),
             *(
@@ -527,11 +532,11 @@ class TimePlanner:
             return work.least(lost, np.maximum(network_s, ready_s), begun)
 
         prices = [(view.time_price, _FEW_SHARES)]
-        prices += [(level * max(view.time_price, _LEAST_PRICE), _TWO_SHARES) for level in self._finer(view)]
+        prices += [(level * max(view.time_price, _MIN_TIME_PRICE), _TWO_SHARES) for level in self._finer(view)]
         if not view.front_first:  # the time of the network is worth less if the engine takes longer
             prices += [(level * view.time_price, _FEW_SHARES) for level in _ENGINE_LEVELS]
         found = divided(prices)
         if (found.late & (engine_s <= view.time_left)).any():  # at a higher time price the network may be in time
-            least = max(view.time_price, _LEAST_PRICE)
+            least = max(view.time_price, _MIN_TIME_PRICE)
             found = better(divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found

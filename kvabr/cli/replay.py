@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Lt
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.abr.tail import MOST_TAIL
+from kvabr.abr.tail import DEFAULT_MAX_TAIL
 from kvabr.cli.commands import part
 from kvabr.cli.fields import command
 from kvabr.cli.options import Deadline, load
@@ -300,7 +300,7 @@ def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
         blend=_blend(args),
         producer=None if args.producer is None else Producer(args.producer),
         question=question,
-        tail=MOST_TAIL if args.tail is None else args.tail,
+        tail=DEFAULT_MAX_TAIL if args.tail is None else args.tail,
         links=tuple(trace for each in args.link for path in find([each]) for trace in read(path)),
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))

@@ -6,7 +6,7 @@ import math
 
 from kvabr.abr.planner import computed_before_a_lookup, computed_on_any_link
 from kvabr.abr.plugins import policy_class
-from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
+from kvabr.abr.tail import DEFAULT_MAX_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.runner import Clock
 from kvabr.client.shared_bandwidth import KnownLink
@@ -82,7 +82,7 @@ def tail_choices(
         decoders: groups decoded in parallel.
         divides: the engine may compute everything if that costs less.
     """
-    most = (0 if cost is None else MOST_TAIL) if options.tail is None else options.tail
+    most = (0 if cost is None else DEFAULT_MAX_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
     computed_s = math.inf
     if cost is not None:

@@ -33,7 +33,7 @@ from pydantic_core import ErrorDetails
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
-from kvabr.abr.tail import MOST_TAIL
+from kvabr.abr.tail import DEFAULT_MAX_TAIL
 from kvabr.client.origins import check_url
 from kvabr.engines.generation import Generation, VersionFile
 from kvabr.types.cost import PrefillCost
@@ -155,7 +155,7 @@ class EngineSettings(SettingsTable):
     """Maximum number of concurrent plays."""
     queue: ClassVar[int] = 64
     """Caches that may wait to be published; more are dropped and counted."""
-    tail: ClassVar[int] = MOST_TAIL
+    tail: ClassVar[int] = DEFAULT_MAX_TAIL
     """Maximum tokens at the end of a cached prefix for the engine to compute with the question, on the coded cache, if
     that is worth its time: they have most of the loss. They are whole blocks, pages or chunks, and fit into a step
     together with those of other waiting requests.

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import policy_class
-from kvabr.abr.tail import MAX_TAIL, MOST_TAIL, TailOffer, tail_costs, tail_offers
+from kvabr.abr.tail import DEFAULT_MAX_TAIL, MAX_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
 from kvabr.player.decode_queue import DecodeRates, family
@@ -140,7 +140,7 @@ class ReplayOptions:
     """Producer that prefills the cache during the play; None: the cache is fully published."""
     question: int = 0
     """Tokens that the engine always computes after the cache, such as a question."""
-    tail: int = MOST_TAIL
+    tail: int = DEFAULT_MAX_TAIL
     """Maximum tokens at the end of the cache that it may compute with the question; see `kvabr.abr.tail`."""
     links: tuple[Trace, ...] = ()
     """Links to further sources of the asset; they start with that of the trace, at their own rates."""

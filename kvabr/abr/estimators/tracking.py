@@ -30,32 +30,32 @@ from kvabr.abr.estimators.classic import DecayingMean, MergedSamples
 
 _SLOT_SHARE = 1 / 200
 """Samples are merged until they span this share of the deadline."""
-_AHEAD_SHARE = 1 / 4
+_STRETCH_SHARE = 1 / 4
 """Length of the stretch covered by a bound, as a share of the deadline."""
-_MISS = 0.1
+_MISS_PROBABILITY = 0.1
 """Target probability of a rate below the bound."""
 _BORROWED = (
     0.60, 0.73, 0.81, 0.87, 0.91, 0.94, 0.96, 0.98, 0.99, 1.01,
     1.03, 1.05, 1.07, 1.10, 1.14, 1.18, 1.25, 1.35, 1.50, 2.00,
 )  # fmt: skip
 """Carried over expected bytes on real traces: twenty quantiles."""
-_TWICE = 2
+_BORROWED_WEIGHT = 2
 """Weight of each quantile relative to an observation of the play: rare events may not have occurred yet."""
-_KEPT = 40
+_MAX_STRETCHES = 40
 """Number of past stretches in the bound."""
 _DRIFT = 0.5
 """Deviations below the expectation that are ignored."""
-_ALARM = 12.0
+_CHANGE_THRESHOLD = 12.0
 """Sum of deviations, beyond the drift, that signals a change."""
-_STEADY = 0.25
+_MIN_DEVIATION = 0.25
 """Minimum deviation of a sample's logarithm: no link is steadier."""
 _PRIOR_SHARE = 1 / 16
 """The rate of earlier plays counts as samples of this share of the deadline."""
-_SOON = 0.5
+_MAX_SLOW_START_SHARE = 0.5
 """Maximum time for slow start to reach the rate of earlier plays, as a share of the deadline; otherwise ignored."""
-_BURST = 1.5
+_MIN_BURST_FACTOR = 1.5
 """Minimum size of a burst that restarts the estimate, as a multiple of the expected bytes."""
-_LEAST_LOG = -3.0
+_MIN_LOG = -3.0
 """Logarithm assigned to a sample of 0 bytes."""
 
 
@@ -75,14 +75,14 @@ class Tracking(MergedSamples):
     def _forget(self) -> None:
         horizon_s = self._horizon_s
         fast_s, self._slow_s = (share * horizon_s for share in self._shares)
-        self._ahead_s = _AHEAD_SHARE * horizon_s
+        self._ahead_s = _STRETCH_SHARE * horizon_s
         self._fast, self._slow = DecayingMean(fast_s), DecayingMean(self._slow_s)
         self._total_bytes = self._total_s = 0.0
         self._open: deque[tuple[float, float, float]] = deque()
         """Unfinished stretches: seconds and bytes at their start, and the expected rate."""
-        self._recent: deque[float] = deque(maxlen=_KEPT)
+        self._recent: deque[float] = deque(maxlen=_MAX_STRETCHES)
         self._ranked: list[float] = []
-        self._usual, self._square = 0.0, _STEADY**2
+        self._usual, self._square = 0.0, _MIN_DEVIATION**2
         """Mean and mean square of a sample's logarithm relative to the mean rate."""
         self._sum = self._since_bytes = self._since_s = 0.0
         self._share_sure: float | None = None
@@ -91,7 +91,7 @@ class Tracking(MergedSamples):
         """True if the rate of earlier plays is known and no sample has arrived."""
         if (prior := self._prior) is not None:
             rounds = math.log2(max(1.0, prior.rate * prior.ttfb_s / WINDOW))
-            self._fresh = rounds * prior.ttfb_s <= _SOON * horizon_s
+            self._fresh = rounds * prior.ttfb_s <= _MAX_SLOW_START_SHARE * horizon_s
             if self._fresh:
                 self._restart(prior.rate, _PRIOR_SHARE * prior.weight * horizon_s)
 
@@ -109,7 +109,7 @@ class Tracking(MergedSamples):
             return
         # Slow start delivers a window at once, but only one per round trip.
         passed_s = max(self._span_s, self.ttfb(), now - self._taken_s)
-        if self._slow.weight and self._bytes >= _BURST * self._slow.value() * passed_s:
+        if self._slow.weight and self._bytes >= _MIN_BURST_FACTOR * self._slow.value() * passed_s:
             self._restart(self._bytes / passed_s, passed_s)
             self._bytes = self._seconds = 0.0
             self._taken_s = now
@@ -146,9 +146,9 @@ class Tracking(MergedSamples):
     def _watch(self, rate: float, seconds: float) -> None:
         expected = self._slow.value()
         ratio = rate / expected if expected > 0 else 1.0
-        off = max(_LEAST_LOG, math.log(ratio)) if ratio > 0 else _LEAST_LOG
+        off = max(_MIN_LOG, math.log(ratio)) if ratio > 0 else _MIN_LOG
         slots = seconds / self._span_s
-        deviation = max(_STEADY, math.sqrt(max(0.0, self._square - self._usual**2)))
+        deviation = max(_MIN_DEVIATION, math.sqrt(max(0.0, self._square - self._usual**2)))
         self._sum = max(0.0, self._sum + slots * ((self._usual - off) / deviation - _DRIFT))
         keep = 0.5 ** (seconds / self._slow_s)
         self._usual = keep * self._usual + (1 - keep) * off
@@ -158,7 +158,7 @@ class Tracking(MergedSamples):
             return
         self._since_bytes += rate * seconds
         self._since_s += seconds
-        if self._sum >= _ALARM:
+        if self._sum >= _CHANGE_THRESHOLD:
             self.changes += 1
             self._restart(self._since_bytes / self._since_s, self._since_s)
             self._sum = self._since_bytes = self._since_s = 0.0
@@ -170,14 +170,16 @@ class Tracking(MergedSamples):
             if expected <= 0:
                 continue
             carried = (self._total_bytes - began) / (self._total_s - began_s) / expected
-            if len(self._recent) == _KEPT:
+            if len(self._recent) == _MAX_STRETCHES:
                 self._ranked.remove(self._recent[0])
             self._recent.append(carried)
             insort(self._ranked, carried)
         self._share_sure = None
 
     def _quantile(self) -> float:
-        others = _TWICE * len(_BORROWED)
-        wanted = max(1, math.ceil(_MISS * (len(self._ranked) + others)))
-        lowest = heapq.merge(self._ranked[:wanted], (share for share in _BORROWED[:wanted] for _ in range(_TWICE)))
+        others = _BORROWED_WEIGHT * len(_BORROWED)
+        wanted = max(1, math.ceil(_MISS_PROBABILITY * (len(self._ranked) + others)))
+        lowest = heapq.merge(
+            self._ranked[:wanted], (share for share in _BORROWED[:wanted] for _ in range(_BORROWED_WEIGHT))
+        )
         return min(1.0, next(islice(lowest, wanted - 1, None)))

@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from kvabr.abr.planner import ComputePlanner
     from kvabr.abr.time_planner import TimePlan
 
-_LEAST_FLYING = 2
+_MIN_IN_FLIGHT = 2
 """Minimum number of requests in flight; one would leave the link idle between events."""
-_GROWING_TTFB = 4.0
+_SLOW_START_AHEAD_TTFB = 4.0
 """Length of the bytes in flight in slow start, in times to first byte at the present rate."""
 _AHEAD_SHARE = 0.01
 """Length of the bytes in flight, in addition to round trips, as a share of the deadline."""
-_SAME_RATE, _SAME_TIME, _FOLLOWED_SHARE = 0.05, 0.01, 1 / 16
+_RATE_TOLERANCE, _TIME_TOLERANCE, _FOLLOWED_SHARE = 0.05, 0.01, 1 / 16
 """A plan holds until the rate changes by the first share, the second share of the deadline passes, or the third share
 of the groups is requested."""
-_CHEAP_BASE = 0.05
+_MAX_BASE_SHARE = 0.05
 """A base up to this share of the price of the planned time is requested first."""
-_SPARE = 2.0
+_MIN_SPARE_FACTOR = 2.0
 """Number of times that a plan must fit into the time left to skip the base, on a link as fast as in earlier plays."""
-_HOPE = 0.6
+_MAX_WAIT_SHARE = 0.6
 """Share of the loss to spend on waiting for a link to recover."""
-_SLOW_BASE = 0.8
+_MAX_BASE_DECODE_SHARE = 0.8
 """Share of the deadline above which decoding the base counts as slow."""
 
 
@@ -78,7 +78,9 @@ class Anytime(Policy):
         self._ranked: list[tuple[float, int, int]] = []
         """Upgrades as (saving per price, group, track); the first to request is last."""
         self._over = False
-        self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > _SLOW_BASE * view.deadline_s
+        self._slow_base = (
+            view.decode_s(self._base.name) * view.groups / view.decoders > _MAX_BASE_DECODE_SHARE * view.deadline_s
+        )
         losses = self._base.loss
         self._order = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
 
@@ -141,8 +143,8 @@ class Anytime(Policy):
         if (
             plan is None
             or case != self._planned
-            or abs(view.rate - self._planned_rate) > _SAME_RATE * self._planned_rate
-            or view.now - self._planned_s > _SAME_TIME * view.deadline_s
+            or abs(view.rate - self._planned_rate) > _RATE_TOLERANCE * self._planned_rate
+            or view.now - self._planned_s > _TIME_TOLERANCE * view.deadline_s
             or self._followed > _FOLLOWED_SHARE * view.groups
             or (settled - self._settled > view.keeps and not view.missing_groups)
         ):
@@ -163,13 +165,13 @@ class Anytime(Policy):
             self._ranked = self._times.rank(view, plan, arrivals, computed, sure=sure)
         return plan
 
-    def _enough(self, view: View, first: int = _LEAST_FLYING) -> bool:
+    def _enough(self, view: View, first: int = _MIN_IN_FLIGHT) -> bool:
         """Return whether the bytes in flight last until a new request begins to arrive."""
         if view.rate <= 0:
             return len(view.in_flight) >= first
-        round_trips = _GROWING_TTFB if view.growing else self._ahead_ttfb
+        round_trips = _SLOW_START_AHEAD_TTFB if view.growing else self._ahead_ttfb
         ahead_s = round_trips * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
-        return len(view.in_flight) >= _LEAST_FLYING and view.outstanding_bytes > view.rate * ahead_s
+        return len(view.in_flight) >= _MIN_IN_FLIGHT and view.outstanding_bytes > view.rate * ahead_s
 
     # ---------------------------------------------------------------- the base
 
@@ -198,7 +200,7 @@ class Anytime(Policy):
         window = WINDOW * 2.0 ** min(64.0, view.now / max(view.ttfb_s, 1e-3))
         ramps = view.told_rate > 0 and window < view.rate * view.ttfb_s
         sure = self._sure(view, plan)
-        if base * left <= _CHEAP_BASE * plan.second_price * plan.ends_s and not (ramps or sure):
+        if base * left <= _MAX_BASE_SHARE * plan.second_price * plan.ends_s and not (ramps or sure):
             return None
         group = self._next_group(view, least=True)
         track = self._times.names[plan.targets[group]]
@@ -212,7 +214,10 @@ class Anytime(Policy):
     @staticmethod
     def _sure(view: View, plan: TimePlan) -> bool:
         """Return whether the link is as fast as in earlier plays, with time left for a long outage."""
-        return 0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate and _SPARE * plan.ends_s < view.time_left
+        return (
+            0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate
+            and _MIN_SPARE_FACTOR * plan.ends_s < view.time_left
+        )
 
     def _next_group(self, view: View, *, least: bool = False) -> int:
         """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.
@@ -270,7 +275,9 @@ class Anytime(Policy):
     def _hopes(self, view: View, flying: float = 0.0) -> bool:
         """Return whether to wait for a slow link; ``flying``: loss that upgrades in flight will save."""
         lost, spent = self._times.lost() + flying, view.time_price * (view.now - self._link.fast_s)
-        return _HOPE * lost > spent > 0.0 or (view.rate <= 0 and _HOPE * lost > view.time_price * view.time_left)
+        return _MAX_WAIT_SHARE * lost > spent > 0.0 or (
+            view.rate <= 0 and _MAX_WAIT_SHARE * lost > view.time_price * view.time_left
+        )
 
     def _end(self, view: View) -> Decision:
         if not view.in_flight:

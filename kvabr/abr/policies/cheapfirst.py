@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 
-_GOOD_ENOUGH = 1e-4
+_MIN_SAVING = 1e-4
 """Minimum total saving of upgrades, nats per token; less is not noticeable."""
 
 
@@ -49,7 +49,7 @@ class CheapFirst(Policy):
         self._ranked_for -= 1
         if self._ranked_for <= 0:
             self._rank(view)
-        if self._saving < _GOOD_ENOUGH:
+        if self._saving < _MIN_SAVING:
             return Decision.wait(f"upgrades could save only {self._saving:.1e} nats")
         while self._ranked:
             _, _, group, best = self._ranked.pop()

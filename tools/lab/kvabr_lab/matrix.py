@@ -16,7 +16,7 @@ from typing import Any
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
-from kvabr.abr.tail import MOST_TAIL
+from kvabr.abr.tail import DEFAULT_MAX_TAIL
 from kvabr.data import default_catalog
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
 from kvabr.replay.engines import ENGINES
@@ -184,7 +184,7 @@ class LabMatrix:
     """Price of a second before the first token, nats per token."""
     question: int = 0
     """Tokens after the cache that an engine always computes."""
-    tail: int = MOST_TAIL
+    tail: int = DEFAULT_MAX_TAIL
     """Maximum tokens at the end of the cache to compute with them, see `kvabr.abr.tail`."""
 
     def __post_init__(self) -> None:
@@ -342,7 +342,7 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         slow_start=axes.get("slow_start", True) is not False,
         time_price=_number(axes.get("time_price", TIME_PRICE), "time_price"),
         question=_whole(axes.get("question", 0), "question"),
-        tail=_whole(axes.get("tail", MOST_TAIL), "tail"),
+        tail=_whole(axes.get("tail", DEFAULT_MAX_TAIL), "tail"),
     )
 
 
