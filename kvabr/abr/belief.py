@@ -46,7 +46,7 @@ _LATE_START_FACTOR, _MIN_ROUND_SHARE = 1.5, 0.005
 of the deadline, since rates are not measured more often."""
 _GROWTH_ROUNDS, _MIN_GROWTH = 1.5, 1.3
 """A link is in slow start if its rate grew by the factor `_MIN_GROWTH` within `_GROWTH_ROUNDS` times to first byte."""
-LEAST_WAIT_S = 0.02
+MIN_WAIT_S = 0.02
 """Minimum seconds until the rate is better known."""
 _SILENT_ROUNDS, _DEAD_LINK_SHARE = 4.0, 1e-3
 """Silent round trips that make a link suspect, and the share of the base that a dead link delivers in time."""
@@ -112,13 +112,13 @@ class LinkBelief:
         found = self._alive(view, measured_s, growing=growing, told=told, slow=slow)
         if silent and saved:
             dead = min(1.0, view.now / view.deadline_s)
-            rate = _DEAD_LINK_SHARE * view.ladder.tracks[0].total_bytes / max(view.time_left, LEAST_WAIT_S)
+            rate = _DEAD_LINK_SHARE * view.ladder.tracks[0].total_bytes / max(view.time_left, MIN_WAIT_S)
             weights = (dead, *((1.0 - dead) * weight for weight in found.weights))
             found = found._replace(rates=(rate, *found.rates), weights=weights)
         if growing or slow or silent:
             # The longer the wait so far, the longer it will last.
             since_s = view.now - self.fast_s if slow else 0.0 if growing and not silent else view.now
-            learns_s = max(LEAST_WAIT_S if view.ttfb_s > 0 else UNKNOWN_TTFB_S, view.ttfb_s, since_s)
+            learns_s = max(MIN_WAIT_S if view.ttfb_s > 0 else UNKNOWN_TTFB_S, view.ttfb_s, since_s)
             found = found._replace(learns_s=learns_s)
         return found._replace(state="slow" if slow else "silent" if silent else found.state)
 
@@ -154,7 +154,7 @@ class LinkBelief:
         It falls the longer a rate holds, and is small if the link is as fast as in earlier plays.
         """
         told = 0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate
-        held_s = max(LEAST_WAIT_S, view.now - self._since_s)
+        held_s = max(MIN_WAIT_S, view.now - self._since_s)
         return (_TOLD_SURPRISED if told else _SURPRISED) * (1.0 - (held_s / (held_s + seconds)) ** 2)
 
     def _alive(self, view: View, measured_s: float, *, growing: bool, told: bool, slow: bool) -> Belief:
@@ -176,7 +176,7 @@ class LinkBelief:
             found = Belief.of((min(less, view.told_rate), max(less, view.told_rate)))
             return found._replace(ramp=(begins, round_s), state=state)
         # The rate will not fall, and an unknown link is trusted to carry the base in time.
-        left_s = max(view.time_left, 0.01 * view.deadline_s, LEAST_WAIT_S)
+        left_s = max(view.time_left, 0.01 * view.deadline_s, MIN_WAIT_S)
         least = max(_MIN_NEXT_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
         rates = tuple(max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS)
         return Belief.of(rates)._replace(ramp=(begins, round_s), state=state)

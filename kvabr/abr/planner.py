@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.belief import LEAST_WAIT_S, LOADS, SURPRISE, UNKNOWN_TTFB_S, Belief, LinkBelief
+from kvabr.abr.belief import LOADS, MIN_WAIT_S, SURPRISE, UNKNOWN_TTFB_S, Belief, LinkBelief
 from kvabr.abr.policy import Decision, Division
 from kvabr.abr.time_planner import MAX_PARTS, UNAVAILABLE_LOSS, TimePlanner
 from kvabr.abr.view import View
@@ -274,7 +274,7 @@ class ComputePlanner:
         behind = np.concatenate([behind[:, 1:] + again, np.full((len(behind), 1), np.inf)], axis=1)
         begun = (shares.reshape(len(behind), -1) * np.minimum(way.costs, behind) / least).sum(axis=0)
         took = way.engine_s - view.engine_backlog_s
-        begun[took < min(self._belief.learns_s or LEAST_WAIT_S, float(took[-1]))] = np.inf
+        begun[took < min(self._belief.learns_s or MIN_WAIT_S, float(took[-1]))] = np.inf
         best = int(begun.argmin())  # the shortest of equal ones
         return int(way.stops[best]) if begun[best] <= waiting else way.start
 

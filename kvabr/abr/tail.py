@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import permutations
 
-from kvabr.abr.belief import LEAST_WAIT_S, LOADS, SPARE
+from kvabr.abr.belief import LOADS, MIN_WAIT_S, SPARE
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.errors import UsageError
@@ -163,7 +163,7 @@ def tail_costs(
         computed_s: seconds to compute the whole prefix, if the engine may also compute its front, or everything, while
             the network fetches the rest; infinite if it may not.
     """
-    left_s = max(LEAST_WAIT_S, left_s)
+    left_s = max(MIN_WAIT_S, left_s)
     whole = offers[0].catalog
     rates = [rate]
     if rate <= 0:  # an unknown link is trusted to carry the base in time

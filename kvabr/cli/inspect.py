@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvabr.store.asset import Asset
     from kvabr.types.passage import PassageNotes
 
-_MOST_ENDS = 8
+_MAX_ENDS = 8
 """Listed prefixes that end with a snapshot."""
 _SHOWN = ("source", "tokens", "groups", "fp16_bytes", "profile_bytes", "loss_method")
 """Catalog fields in the JSON."""
-_MOST_ASKED = 3
+_MAX_ASKED = 3
 """Listed groups that questions read most."""
 
 
@@ -145,7 +145,7 @@ def _head(catalog: Catalog) -> None:
     if any(only.kind == "state" for only in spec.classes):
         ends = [count for count in range(1, len(catalog.chunks) + 1) if catalog.playable(count)[0] == count]
         tokens = [f"{min(count * spec.group_tokens, catalog.tokens):,}" for count in ends]
-        shown = tokens if len(tokens) <= _MOST_ENDS else [*tokens[:_MOST_ENDS], "...", tokens[-1]]
+        shown = tokens if len(tokens) <= _MAX_ENDS else [*tokens[:_MAX_ENDS], "...", tokens[-1]]
         lines.append(f"prompts can share its first {', '.join(shown)} tokens: there are snapshots of its states")
     if catalog.passage is not None:
         lines += _passage_lines(catalog.passage)
@@ -182,7 +182,7 @@ def _tail_lines(catalog: Catalog) -> list[str]:
     """Return how far losses depend on the text that follows the cache."""
     known = [tail for track in catalog.tracks for tail in track.tails]
     if any(tail.spread for tail in known):
-        most = sorted(range(len(catalog.asked)), key=catalog.asked.__getitem__, reverse=True)[:_MOST_ASKED]
+        most = sorted(range(len(catalog.asked)), key=catalog.asked.__getitem__, reverse=True)[:_MAX_ASKED]
         shares = ", ".join(f"{catalog.title(group)} {catalog.asked[group]:.0%}" for group in most)
         return [
             "before a question or other tokens that an engine computes; their text varies the loss by that factor",

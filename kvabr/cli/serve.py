@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le
 from kvabr.cli import kv_events, serving
 from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.serve_processes import MOST_PROCESSES, run_processes
+from kvabr.cli.serve_processes import MAX_PROCESSES, run_processes
 from kvabr.types.errors import AssetError, FormatError, UsageError
 from kvabr.types.fields import Part, Shown
 
@@ -61,7 +61,7 @@ class ServeCommand:
     root: Annotated[str | None, Shown("ROOT")] = None
     """The store: a folder or a URL, or a folder with stores."""
     serving: Annotated[serving.ServingOptions, Part()]
-    processes: Annotated[int, Ge(1), Le(MOST_PROCESSES), Shown("--processes N")] = 1
+    processes: Annotated[int, Ge(1), Le(MAX_PROCESSES), Shown("--processes N")] = 1
     """Processes that share the address, if one core is too slow (default: 1); each has its own limits, and its own
     metrics port, counted from --metrics."""
     grants: Annotated[Path | None, Shown("--grants F")] = None

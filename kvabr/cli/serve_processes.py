@@ -18,9 +18,9 @@ from types import FrameType
 from kvabr.cli.interrupt import INTERRUPTED
 from kvabr.types.errors import KvabrError, UsageError
 
-MOST_PROCESSES = 64
+MAX_PROCESSES = 64
 _PASSED_ON = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-_MOST_KILLED, _WITHIN_S = 5, 60.0
+_MAX_KILLED, _WITHIN_S = 5, 60.0
 """Most killed processes that are restarted within these seconds; more mean that the machine is in trouble."""
 
 
@@ -55,7 +55,7 @@ class _Processes:
         """Processes that have received a signal to end."""
         self._ends: int | None = None
         """The signal to end, once received."""
-        self._killed_s = deque[float](maxlen=_MOST_KILLED + 1)
+        self._killed_s = deque[float](maxlen=_MAX_KILLED + 1)
 
     def start(self, number: int) -> None:
         process = multiprocessing.get_context("spawn").Process(target=_run, args=(self._work, number))
@@ -95,8 +95,8 @@ class _Processes:
             return False
         now = time.monotonic()
         self._killed_s.extend(now for _ in killed)
-        often = len(self._killed_s) > _MOST_KILLED and now - self._killed_s[0] < _WITHIN_S
-        then = f"so were {_MOST_KILLED} others within a minute, so all end" if often else "it is started again"
+        often = len(self._killed_s) > _MAX_KILLED and now - self._killed_s[0] < _WITHIN_S
+        then = f"so were {_MAX_KILLED} others within a minute, so all end" if often else "it is started again"
         for number, code in killed:
             message = f"kvabr: process {number + 1} of {self._count} was killed (signal {-code}); {then}"
             print(message, file=sys.stderr, flush=True)

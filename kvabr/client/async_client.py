@@ -82,7 +82,7 @@ from kvabr.types.passage import Part
 from kvabr.types.peer import PeerOptions
 
 _FIND_S = 5.0
-_LEAST_S = 1e-3
+_MIN_S = 1e-3
 _WAIT_SHARE = 0.9
 """Share of a lookup spent waiting for a producer, before the answers."""
 
@@ -447,7 +447,7 @@ class AsyncClient:
         ends_s = asyncio.get_running_loop().time() + within_s
         if not isinstance(name, Found):
             name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
-        left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
+        left_s = max(_MIN_S, ends_s - asyncio.get_running_loop().time())
         async with self._play(left_s, options, peer, purpose="hint") as play:
             ended = await play_coded(play, await prepare(play, name))
             played = play.turn.over(report_coded(play, ended, whole=False))

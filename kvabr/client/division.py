@@ -19,7 +19,7 @@ _BLIND_S = 0.5
 _MIN_LEFT_S = 1e-3
 _LOOKUP_SHARE = 0.25
 """Least share of the deadline for a lookup, even if the engine could then not recompute everything in time."""
-_MOST_PREFIXES = 16
+_MAX_PREFIXES = 16
 """Most prefixes to consider if the engine cannot continue at every group."""
 
 
@@ -117,7 +117,7 @@ def shortened(
     if kinds <= {"full", "latent"} or link.rate <= 0:
         return catalog
     groups, size = len(catalog.chunks), catalog.spec.group_tokens
-    counts = {catalog.playable(skip + (groups - skip) * part // _MOST_PREFIXES)[0] for part in range(1, _MOST_PREFIXES)}
+    counts = {catalog.playable(skip + (groups - skip) * part // _MAX_PREFIXES)[0] for part in range(1, _MAX_PREFIXES)}
     best, soonest_s = catalog, _prefix_s(catalog, cost, link, skip, catalog.tokens + behind)
     for count in sorted(counts, reverse=True):
         end = count * size // block * block

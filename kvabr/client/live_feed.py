@@ -30,7 +30,7 @@ from kvabr.types.live import (
     PublishedFrames,
 )
 
-_MOST_AHEAD = 64
+_MAX_AHEAD = 64
 """Most groups subscribed to at a time; other pushed groups are fetched."""
 _TIMES_EXPECTED, _SLACK_BYTES = 4, 64 << 10
 """Most bytes of a base frame of unknown size: this multiple of the expected size plus a slack."""
@@ -212,7 +212,7 @@ class LiveFeed:
     def _ask_ahead(self) -> None:
         catalog = self._catalog
         group = max(self._asked, self.growing.edge)
-        while group < catalog.groups and len(self._ahead) < _MOST_AHEAD:
+        while group < catalog.groups and len(self._ahead) < _MAX_AHEAD:
             track, number = catalog.address(group, self._base.name)
             limit = _TIMES_EXPECTED * self._base.bytes[group] + _SLACK_BYTES
             request = GroupRequest(catalog.namespace, track, number, limit, live=True)

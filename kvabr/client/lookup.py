@@ -54,7 +54,7 @@ _HEAD_BYTES = 256 << 10
 """Bytes of a catalog without its groups: spec, words, measurements."""
 _ENTRY_BYTES = 128
 """Most catalog bytes per group and track: size, loss and digest, a line each; and for its chunk."""
-_LEAST_GROUPS = 1024
+_MIN_GROUPS = 1024
 """Least groups to allow for: a short prompt's longest cached prefix may belong to a long asset."""
 _LONG = 1 << 16
 """Longer prompts are hashed in a thread: a million tokens take 20 ms."""
@@ -92,7 +92,7 @@ class Unplayable:
 
 def catalog_limit(groups: int) -> int:
     """Return the most catalog bytes to accept for a prompt of ``groups`` groups."""
-    return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _LEAST_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)
+    return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _MIN_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)
 
 
 async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> memoryview:

@@ -32,8 +32,8 @@ SCHEMA = "kvabr.machine/1"
 MAX_BYTES = 1 << 18
 MAX_MODELS = 64
 """Entries kept in a file of models; the oldest are dropped."""
-_MOST_NAME = 300
-_LONGEST_WAIT_S = 2.0
+_MAX_NAME = 300
+_MAX_WAIT_S = 2.0
 """Seconds that a write waits for the lock, which a stopped process may hold forever."""
 _WAIT_S = 0.01
 
@@ -125,7 +125,7 @@ class MachineFile(Generic[V]):
             if whole["schema"] != SCHEMA or whole[self.owner] != self.whose():
                 raise FormatError("of another machine or version")
             entries = whole[self.table]
-            long = any(len(key) > _MOST_NAME for key in entries)
+            long = any(len(key) > _MAX_NAME for key in entries)
             if whole["sha256"] != digest(entries) or len(entries) > self.most or long:
                 raise FormatError("damaged")
             found = {key: self._parse(value) for key, value in entries.items()}
@@ -186,7 +186,7 @@ def this_host() -> str:
 def _alone(path: Path) -> Iterator[None]:
     """Exclude other writers; raise `OSError` if one keeps the lock."""
     with path.with_name(f".{path.name}.lock").open("a") as file:
-        until = time.monotonic() + _LONGEST_WAIT_S
+        until = time.monotonic() + _MAX_WAIT_S
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,7 +29,7 @@ _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
 """Time for lookups in other group sizes than the engine's: a multiple of the first lookup's time, with a floor."""
 _SAID_SHARE = 0.9
 """Share of a lookup's time until silent sources are ignored."""
-_LEAST_WAIT_S = 0.02
+_MIN_WAIT_S = 0.02
 """Least wait for other sources after the first answer."""
 _AGAIN_S = 0.05
 """Pause before a lookup for a producer is repeated."""
@@ -284,7 +284,7 @@ async def _found_by(
         found |= {asked.index(task): each for task in done if (each := _found(task)) is not None}
         took_s, whole = clock() - begun_s, max(map(_tokens, found.values()), default=0) >= tokens
         if whole:
-            end_s = min(end_s, clock() + max(_LEAST_WAIT_S, took_s / 2))
+            end_s = min(end_s, clock() + max(_MIN_WAIT_S, took_s / 2))
         elif found and not waits:
             waits = True
             end_s = min(end_s, clock() + max(_MIN_PATIENCE_S, _PATIENCE * max(took_s, round_trip_s)))

@@ -22,7 +22,7 @@ Timing = tuple[int, int, float]
 
 MOST = 96
 """Most timings kept."""
-_MOST_ALIKE = 5
+_MAX_ALIKE = 5
 _MAX_S, _MAX_TOKENS = 1e5, 1 << 24
 _FEW, _FEW_TIMES = 4, 4.0
 """With fewer timings than the first, slowness is capped at the second times the expectation: a first call also loads
@@ -33,7 +33,7 @@ _TYPICAL = 2048
 _CPU_WEIGHT_S, _GPU_WEIGHT_S = 1e-11, 6e-15
 """Seconds per token and weight of a prefill: on a few cores, and on an accelerator at 330 TFLOPS."""
 _GPU_FLOOR_S = 0.02
-_LEAST_WEIGHTS = 10_000
+_MIN_WEIGHTS = 10_000
 _PER_ELEMENT = 2.0
 """Cost of a token pair per element of a token's cache, relative to a token's cost per weight."""
 _LIKE = (8e9, 65536.0, 2.35)
@@ -54,7 +54,7 @@ def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> Pref
         weights = int(usual * (each / elements) ** power)
     on_cpu = device == "cpu"
     weight_s = _CPU_WEIGHT_S if on_cpu else _GPU_WEIGHT_S
-    linear = max(_LEAST_WEIGHTS, weights) * weight_s
+    linear = max(_MIN_WEIGHTS, weights) * weight_s
     return PrefillCost(
         5 * linear if on_cpu else 0.0, linear, _PER_ELEMENT * each * weight_s, floor_s=0.0 if on_cpu else _GPU_FLOOR_S
     )
@@ -135,7 +135,7 @@ class PrefillTimings:
     def _add(self, row: Timing) -> None:
         before, tokens, _ = row
         size = (before.bit_length() + 1) // 2, round(2 * math.log2(tokens))
-        self._alike.setdefault(size, deque(maxlen=_MOST_ALIKE)).append(row)
+        self._alike.setdefault(size, deque(maxlen=_MAX_ALIKE)).append(row)
         self._alike.move_to_end(size)
         while sum(map(len, self._alike.values())) > MOST:
             self._alike.popitem(last=False)

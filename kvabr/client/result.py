@@ -28,7 +28,7 @@ from kvabr.types.units import Span, Unit
 FORMAT = "kvabr.cache/1"
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_MOST_RANGES = 8
+_MAX_RANGES = 8
 """Most ranges of numbers that a message lists."""
 
 
@@ -239,8 +239,8 @@ def _each(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterable[
 def listed(names: Iterable[str]) -> str:
     """Return names as text; a long list is cut."""
     every = list(names)
-    more = len(every) - _MOST_RANGES
-    return ", ".join(every[:_MOST_RANGES]) + (f" and {more} more" if more > 0 else "")
+    more = len(every) - _MAX_RANGES
+    return ", ".join(every[:_MAX_RANGES]) + (f" and {more} more" if more > 0 else "")
 
 
 def numbers(groups: Sequence[int]) -> str:
@@ -251,8 +251,8 @@ def numbers(groups: Sequence[int]) -> str:
             ranges[-1] = (ranges[-1][0], group)
         else:
             ranges.append((group, group))
-    said = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:_MOST_RANGES]]
-    if more := sum(last - first + 1 for first, last in ranges[_MOST_RANGES:]):
+    said = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:_MAX_RANGES]]
+    if more := sum(last - first + 1 for first, last in ranges[_MAX_RANGES:]):
         said.append(f"{more} more")
     word = "group" if len(groups) == 1 else "groups"
     return f"{word} {', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else f"{word} {''.join(said) or 'none'}"

@@ -26,7 +26,7 @@ from kvabr.client.peers import ClientPeer
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.sources import PlaySources
 from kvabr.client.upgrades import Upgrades
-from kvabr.player.requests import DEARER, LEAST_URGENT
+from kvabr.player.requests import DEARER, UPGRADE_PRIORITY
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
@@ -132,7 +132,7 @@ def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
     The earliest deadline has level 0. A ``late`` play accepts any track for its missing groups: otherwise newer plays
     on cheaper tracks could delay it forever.
     """
-    if priority >= LEAST_URGENT:
+    if priority >= UPGRADE_PRIORITY:
         return priority
     span = DEARER // LEVELS
     half, within = divmod(priority, DEARER)
@@ -387,7 +387,7 @@ class PlayRunner:
         if connection.kept:
             return _LAST
         if connection in self._hints:
-            return _LAST if priority >= LEAST_URGENT else wire_priority(LEVELS - 1, DEARER + priority // 2)
+            return _LAST if priority >= UPGRADE_PRIORITY else wire_priority(LEVELS - 1, DEARER + priority // 2)
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:

@@ -31,17 +31,17 @@ from kvabr.types.once import once
 
 MAX_PEERS = 512
 """Most peers kept; the oldest record is evicted."""
-_MOST_NAME = 300
+_MAX_NAME = 300
 _SLOWEST, _FASTEST = 1.0, 1e12
 """Plausible rates, bytes per second."""
-_LONGEST_TTFB_S = 30.0
+_MAX_TTFB_S = 30.0
 _HALF_LIFE_S = 3600.0
 """Seconds until a record counts half."""
-_LONGEST_S = 7 * 86400.0
+_MAX_S = 7 * 86400.0
 """Seconds until a record is ignored."""
 _NEWEST = 0.5
 """Weight of the last play against all earlier ones."""
-_CAUTION, _LEAST_WEIGHT = 0.8, 0.5
+_CAUTION, _MIN_WEIGHT = 0.8, 0.5
 """Share of the recorded rate to count on, and least `Prior.weight` (freshness) of a usable record."""
 
 
@@ -64,7 +64,7 @@ class PeerRecord:
             all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
             and type(self.plays) is int
             and _SLOWEST <= self.rate <= _FASTEST
-            and 0 <= self.ttfb_s <= _LONGEST_TTFB_S
+            and 0 <= self.ttfb_s <= _MAX_TTFB_S
             and self.at >= 0
             and self.plays >= 1
         )
@@ -77,7 +77,7 @@ class PeerRecord:
     def prior(self, now: float) -> Prior | None:
         """Return the prior for a play that begins now; None if too old."""
         age_s = now - self.at
-        if not -60 <= age_s <= _LONGEST_S:  # clocks may differ a little
+        if not -60 <= age_s <= _MAX_S:  # clocks may differ a little
             return None
         return Prior(self.rate, self.ttfb_s, 0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
 
@@ -115,14 +115,14 @@ class PeerHistory(MachineFile[PeerRecord]):
     def link(self, peer: str | None) -> KnownLink:
         """Return a cautious estimate of the link to a peer."""
         prior = None if peer is None else self.of(peer)
-        if prior is None or prior.weight < _LEAST_WEIGHT:
+        if prior is None or prior.weight < _MIN_WEIGHT:
             return KnownLink(0.0, 0.0)
         return KnownLink(_CAUTION * prior.rate, prior.ttfb_s)
 
     def rate(self, peer: str) -> float:
         """Return the recent rate to a peer, bytes per second; 0.0 if unknown."""
         prior = self.of(peer)
-        return 0.0 if prior is None or prior.weight < _LEAST_WEIGHT else prior.rate
+        return 0.0 if prior is None or prior.weight < _MIN_WEIGHT else prior.rate
 
     def best(self, names: Iterable[str | None]) -> KnownLink:
         """Return the fastest of a peer's named links, see `link`."""
@@ -132,7 +132,7 @@ class PeerHistory(MachineFile[PeerRecord]):
         """Record the end of a play, in memory; implausible values are ignored."""
         at = time.time() if now is None else now
         record = PeerRecord(rate, ttfb_s, at)
-        if not record.sound() or not 0 < len(peer) <= _MOST_NAME:
+        if not record.sound() or not 0 < len(peer) <= _MAX_NAME:
             return
         with self._lock:
             before = self._known.get(peer)
@@ -178,7 +178,7 @@ _ACTIVE_S = 0.5
 """Seconds without bytes or waiting until a play counts as inactive."""
 _STEP_S = 1e-3
 """Bytes within this time are counted together."""
-_MOST_STEPS = 1 << 15
+_MAX_STEPS = 1 << 15
 """Most steps kept, at least half of them: those of the last 16 seconds."""
 _FEW, _KEPT_S = 32, 0.05
 """With more plays than this, values of all plays are reused for this many seconds: reading every play at each tick
@@ -227,9 +227,9 @@ class SharedLink:
                 return
             times.append(now)
             totals.append(nbytes + (totals[-1] if totals else 0))
-            if len(times) > _MOST_STEPS:
-                self._forgotten = totals[_MOST_STEPS // 2 - 1]
-                del times[: _MOST_STEPS // 2], totals[: _MOST_STEPS // 2]
+            if len(times) > _MAX_STEPS:
+                self._forgotten = totals[_MAX_STEPS // 2 - 1]
+                del times[: _MAX_STEPS // 2], totals[: _MAX_STEPS // 2]
 
     def bytes_within(self, seconds: float) -> int:
         """Return the bytes that arrived within the last ``seconds``."""

@@ -61,7 +61,7 @@ from kvabr.codec.rope import rope_tables, rotate_by
 from kvabr.codec.stored import (
     FINE_LAYERS,
     LARGEST,
-    LEAST_NUMBERS,
+    MIN_NUMBERS,
     Codes,
     coarse_of,
     coarse_size,
@@ -665,7 +665,7 @@ def join_payload(
         values = _taken(group, tokens)
         own = values[torch.from_numpy(~far)]
         if len(own):
-            parted = own.numel() >= LEAST_NUMBERS
+            parted = own.numel() >= MIN_NUMBERS
             unit = CODES / LARGEST if parted else 1 / 127
             scale = (own.abs().amax(dim=(3, 4)) * unit).clamp(min=2.0**-24).half()
             parts.append(raw(scale))
@@ -760,7 +760,7 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
         shape = (len(tokens) - count, layers, halves)
         full = (*shape, heads, dim)
         scale = finite(reader.tensor(torch.float16, shape), what).float()
-        if math.prod(full) >= LEAST_NUMBERS:
+        if math.prod(full) >= MIN_NUMBERS:
             if not parted or track_below(what) is not None:
                 raise FormatError(f"{what}: so many numbers without parts; the payload is corrupt")
             parted = False

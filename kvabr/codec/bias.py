@@ -40,7 +40,7 @@ UNITS = {LAYERS[0]: 1, LAYERS[1]: 2}
 """Tracks with biases, and their units in sixteenths of the step; negligible for finer tracks."""
 _ROUNDED = 3
 """Tenths added before rounding down: rounding to nearest costs a third more bits, and saves no loss."""
-LEAST_TOKENS = 64
+MIN_TOKENS = 64
 """With fewer tokens the biases would cost more than they save."""
 _MAX_VALUE = 127
 _HEAD = struct.Struct("<IB")
@@ -77,11 +77,11 @@ def error_sums(
 
 
 def biases(sums: NDArray[np.int64], tokens: int, unit: int) -> NDArray[np.int16]:
-    """Return the mean error of each row of values, within 127; zeros for fewer than `LEAST_TOKENS` tokens.
+    """Return the mean error of each row of values, within 127; zeros for fewer than `MIN_TOKENS` tokens.
 
     ``sums`` is from `error_sums`; ``unit`` is in sixteenths of the step.
     """
-    if tokens < LEAST_TOKENS:
+    if tokens < MIN_TOKENS:
         return np.zeros(len(sums), np.int16)
     whole = coder.ERROR_UNIT * tokens * unit
     mean = (10 * FINE * np.abs(sums) + _ROUNDED * whole) // (10 * whole)

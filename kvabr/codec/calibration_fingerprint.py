@@ -23,7 +23,7 @@ RUN = 32
 """Tokens of a hash."""
 WINDOW = 64
 """Neighbouring hashes per mark."""
-MOST_MARKS = 1 << 14
+MAX_MARKS = 1 << 14
 """Maximum marks of a profile; the least hashes are kept."""
 _MAX_TEXTS = 256
 _MAX_LETTERS = 80
@@ -67,7 +67,7 @@ class Seen:
             SeenText(name[-_MAX_LETTERS:], hashlib.sha256(text.encode()).hexdigest(), counts[name])
             for name, text in list(texts.items())[:_MAX_TEXTS]
         )
-        return cls(listed, np.unique(np.concatenate(found))[:MOST_MARKS])
+        return cls(listed, np.unique(np.concatenate(found))[:MAX_MARKS])
 
     def share(self, tokens: Sequence[int]) -> float:
         """Return the share of a text's marks in the calibration, from 0 to 1."""
@@ -91,7 +91,7 @@ class Seen:
         """Parse untrusted output of `to_json`; raise `FormatError`."""
         try:
             texts, data = value["texts"], base64.b64decode(value["marks"], validate=True)
-            if len(texts) > _MAX_TEXTS or len(data) > 8 * MOST_MARKS or len(data) % 8:
+            if len(texts) > _MAX_TEXTS or len(data) > 8 * MAX_MARKS or len(data) % 8:
                 raise FormatError(f"profile: {len(texts)} texts and {len(data)} bytes of marks")
             return cls(tuple(SeenText(*text) for text in texts), np.frombuffer(data, "<u8").astype(np.uint64))
         except (LookupError, TypeError, ValueError) as error:

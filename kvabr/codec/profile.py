@@ -40,7 +40,7 @@ from safetensors.numpy import load, save
 
 from kvabr.codec.analysis import Analysis
 from kvabr.codec.calibration_fingerprint import Seen
-from kvabr.codec.native.coder_model import MOST_RADIUS, CoderModel, NearTables, Quantiser
+from kvabr.codec.native.coder_model import MAX_RADIUS, CoderModel, NearTables, Quantiser
 from kvabr.codec.quantiser import nested
 from kvabr.codec.transform import NO_MATRIX, Matrices, Quiet, Structure, Transform
 from kvabr.types.catalog import MAX_PROFILE_BYTES
@@ -323,7 +323,7 @@ def _coder(arrays: _Arrays, track: str) -> CoderModel:
 
 
 def _frequencies(numbers: NDArray[Any], axes: int) -> NDArray[np.uint16]:
-    if numbers.ndim != axes or (axes == 3 and numbers.shape[2] > 2 * MOST_RADIUS + 2):
+    if numbers.ndim != axes or (axes == 3 and numbers.shape[2] > 2 * MAX_RADIUS + 2):
         raise FormatError(f"profile: tables of shape {numbers.shape}")
     if numbers.dtype != np.int16 or numbers.min(initial=0) < 0:
         raise FormatError("profile: a frequency is negative, or not of 16 bits")

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, CoderModel, Quantiser, frequencies
+from kvabr.codec.native.coder_model import MAX_RADIUS, TOTAL, CoderModel, Quantiser, frequencies
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 
@@ -83,7 +83,7 @@ class SymbolCounts:
     """Statistics of one depth, accumulated tile by tile during calibration."""
 
     symbols: Counted
-    """[row, context, symbol] int32, of live tiles; symbol s is index s - `MOST_RADIUS`, the last symbol all others."""
+    """[row, context, symbol] int32, of live tiles; symbol s is index s - `MAX_RADIUS`, the last symbol all others."""
     flags: Counted
     """[row, flag context, dead or live] int32: number of tiles."""
 
@@ -92,7 +92,7 @@ class SymbolCounts:
         """Return empty statistics."""
         contexts = 3 if refines else 1
         return cls(
-            np.zeros((rows, contexts, 2 * MOST_RADIUS + 2), np.int32),
+            np.zeros((rows, contexts, 2 * MAX_RADIUS + 2), np.int32),
             np.zeros((rows, 2 if refines else 1, 2), np.int32),
         )
 
@@ -131,7 +131,7 @@ def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> C
     widest = int(radius.max())
     tables = np.zeros((*summed.shape[:2], 2 * widest + 2))
     for one, (reach, table) in enumerate(zip(radius, _smooth(summed), strict=True)):
-        middle = table[:, MOST_RADIUS - reach : MOST_RADIUS + reach + 1]
+        middle = table[:, MAX_RADIUS - reach : MAX_RADIUS + reach + 1]
         tables[one, :, : 2 * reach + 1] = middle
         tables[one, :, 2 * reach + 1] = table.sum(axis=1) - middle.sum(axis=1)
     freqs = np.zeros(tables.shape, np.uint16)
@@ -152,7 +152,7 @@ def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> C
 def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
     """Return the class of every row."""
     rows = len(symbols)
-    values = np.abs(np.arange(symbols.shape[2]) - MOST_RADIUS)
+    values = np.abs(np.arange(symbols.shape[2]) - MAX_RADIUS)
     seen = symbols.sum(axis=(1, 2))
     spread = symbols.sum(axis=1) @ values / np.maximum(seen, 1)
     rank = np.argsort(np.argsort(spread, kind="stable"), kind="stable")
@@ -186,9 +186,9 @@ def _smooth(summed: Counted) -> Counted:
         usual = summed.sum(axis=0)
         prior = _PRIOR_SYMBOLS * usual / np.maximum(usual.sum(axis=1, keepdims=True), 1)
         return np.asarray(summed + prior + 1e-9)  # keeps every code length finite
-    values = np.arange(-MOST_RADIUS, MOST_RADIUS + 1)
+    values = np.arange(-MAX_RADIUS, MAX_RADIUS + 1)
     further = np.sign(values) * (-(-3 * np.abs(values) // 2))
-    further = np.where(np.abs(further) > MOST_RADIUS, 2 * MOST_RADIUS + 1, further + MOST_RADIUS)
+    further = np.where(np.abs(further) > MAX_RADIUS, 2 * MAX_RADIUS + 1, further + MAX_RADIUS)
     move = np.zeros((len(values) + 1, len(values) + 1))
     move[np.append(np.arange(len(values)), len(values)), np.append(further, len(values))] = 1
     out: Counted = summed + _TAIL * (summed @ move) + _FLOOR
@@ -197,14 +197,14 @@ def _smooth(summed: Counted) -> Counted:
 
 def _radius(summed: Counted) -> NDArray[np.intp]:
     """Return the largest index of each class with a symbol: the largest seen, plus a quarter for a single layer."""
-    values = np.abs(np.arange(summed.shape[2] - 1) - MOST_RADIUS)
+    values = np.abs(np.arange(summed.shape[2] - 1) - MAX_RADIUS)
     seen = summed[:, :, :-1].sum(axis=1)
     if summed.shape[1] > 1:
         seen = np.where(seen > _STRAY * seen.sum(axis=1, keepdims=True), seen, 0)
     largest = np.where(seen > 0, values, 0).max(axis=1)
     if summed.shape[1] == 1:
         largest = -(-5 * largest // 4)
-    out: NDArray[np.intp] = np.clip(largest, 1, MOST_RADIUS)
+    out: NDArray[np.intp] = np.clip(largest, 1, MAX_RADIUS)
     return out
 
 

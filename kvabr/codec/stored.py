@@ -34,7 +34,7 @@ Codes = NDArray[np.int16]
 _SIZE, _HEAD = struct.Struct("<I"), struct.Struct("<IB")
 LARGEST = 511
 """The largest code."""
-LEAST_NUMBERS = 8192
+MIN_NUMBERS = 8192
 """For fewer numbers, the coder's states would cost more than parts save."""
 UNITS = 16
 """Codes per scale, and per coarse part."""

@@ -50,7 +50,7 @@ LARGEST = 1.95
 """Largest entry of a block's matrix; the norm has the rest."""
 RUN = 4
 """Neighbouring columns of a stack's matrix that share a gain: a decoder multiplies as many bytes at a time."""
-LEAST_GAIN, MOST_GAIN = 0.5, 2.0
+MIN_GAIN, MAX_GAIN = 0.5, 2.0
 """Bounds of factors of decoded elements."""
 _MAX_ENTRIES = 1 << 30
 """Maximum entries of all matrices together."""
@@ -353,7 +353,7 @@ class Transform:
         if gains:
             stacks = self.structure.stacks
             need(len(gains) == len(stacks), f"{len(gains)} gains of {len(stacks)} stacks")
-            need(all(LEAST_GAIN <= gain <= MOST_GAIN for gain in gains), f"a gain of {max(gains, key=abs)!r}")
+            need(all(MIN_GAIN <= gain <= MAX_GAIN for gain in gains), f"a gain of {max(gains, key=abs)!r}")
             for stack, gain in zip(stacks, gains, strict=True):
                 scale[stack.first : stack.last, stack.kind] *= gain
         return scale.astype(np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES = 16 << 10, 256 << 10
+MIN_AHEAD_BYTES, MAX_AHEAD_BYTES = 16 << 10, 256 << 10
 """Least and most unsent bytes that a transport is given. More would put less urgent data first on a slow link."""
 
 

@@ -89,7 +89,7 @@ class RequestOk(Message):
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
     """In answer to TRACK_STATUS."""
-    allowed = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
+    allowed = frozenset({Param.EXPIRES, Param.MAX_OBJECT})
     """In any answer; the session checks further."""
 
 
@@ -138,7 +138,7 @@ class SubscribeOk(Message):
     track_alias: int
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
-    allowed = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
+    allowed = frozenset({Param.EXPIRES, Param.MAX_OBJECT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Publish(_OfTrack):
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
     allowed = (_OF_SUBSCRIPTIONS - {Param.NEW_GROUP_REQUEST}) | _TOKEN | {
-        Param.GROUP_ORDER, Param.EXPIRES, Param.LARGEST_OBJECT,
+        Param.GROUP_ORDER, Param.EXPIRES, Param.MAX_OBJECT,
     }  # fmt: skip
 
 
@@ -179,7 +179,7 @@ class PublishStateNotify(Message):
     """PUBLISH_STATE_NOTIFY: the publisher's state of a subscription has changed."""
 
     parameters: Parameters = field(default_factory=Parameters)
-    allowed = frozenset({Param.LARGEST_OBJECT, Param.FORWARD, Param.LOCATION_FILTER})
+    allowed = frozenset({Param.MAX_OBJECT, Param.FORWARD, Param.LOCATION_FILTER})
 
 
 @dataclass(frozen=True, slots=True)

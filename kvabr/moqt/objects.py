@@ -32,7 +32,7 @@ MAX_PROPERTIES_BYTES = 0xFFFF
 _MAX_HEADER = MAX_PROPERTIES_BYTES + 64
 DEFAULT_PRIORITY = 128
 FREE_OBJECTS = 1024
-LEAST_MEAN_BYTES = 64
+MIN_MEAN_BYTES = 64
 """After `FREE_OBJECTS` of one request, objects must average this many bytes of payload: a peer could send empty ones
 forever. A stream without objects counts as an empty one. A limit of this implementation.
 """
@@ -93,10 +93,10 @@ Item = ObjectHeader | RangeEnd | memoryview
 
 
 class ObjectBudget:
-    """Limits the objects of a request, see `LEAST_MEAN_BYTES`."""
+    """Limits the objects of a request, see `MIN_MEAN_BYTES`."""
 
     def __init__(self) -> None:
-        self._left = FREE_OBJECTS * LEAST_MEAN_BYTES
+        self._left = FREE_OBJECTS * MIN_MEAN_BYTES
         """Received payload less the required payload."""
 
     def earn(self, size: int) -> None:
@@ -105,9 +105,9 @@ class ObjectBudget:
 
     def spend(self) -> None:
         """Record an object, or raise MalformedTrack if there are too many for their bytes."""
-        self._left -= LEAST_MEAN_BYTES
+        self._left -= MIN_MEAN_BYTES
         if self._left < 0:
-            mean = f"less than {LEAST_MEAN_BYTES} bytes on average"
+            mean = f"less than {MIN_MEAN_BYTES} bytes on average"
             raise MalformedTrack(f"more than {FREE_OBJECTS} objects of {mean}")
 
 
@@ -308,7 +308,7 @@ def _repeats(header: ObjectHeader, flags: int) -> bool:
 
     ``flags`` is the first byte; its highest bit means extended flags.
     """
-    return not flags & 0xAC and flags & 0x03 != 0x02 and header.size >= LEAST_MEAN_BYTES and header.object < 1 << 63
+    return not flags & 0xAC and flags & 0x03 != 0x02 and header.size >= MIN_MEAN_BYTES and header.object < 1 << 63
 
 
 def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:

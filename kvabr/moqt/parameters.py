@@ -225,7 +225,7 @@ _KINDS: dict[Param, tuple[str, _Encoding]] = {
     Param.RENDEZVOUS_TIMEOUT: ("rendezvous_timeout", "varint"),
     Param.SUBGROUP_DELIVERY_TIMEOUT: ("subgroup_delivery_timeout", "varint"),
     Param.EXPIRES: ("expires", "varint"),
-    Param.LARGEST_OBJECT: ("largest", "location"),
+    Param.MAX_OBJECT: ("largest", "location"),
     Param.FILL_TIMEOUT: ("fill_timeout", "varint"),
     Param.FORWARD: ("forward", "u8"),
     Param.SUBSCRIBER_PRIORITY: ("priority", "u8"),

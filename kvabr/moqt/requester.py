@@ -24,7 +24,7 @@ from kvabr.moqt.messages import MessageParser, decode, ends_before
 from kvabr.moqt.objects import DEFAULT_PRIORITY, Item, ObjectBudget, ObjectParser, SubgroupHeader
 from kvabr.moqt.parameters import MalformedTrack, Parameters, present, unfold, unusable
 
-_IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
+_IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.MAX_OBJECT})
 """Parameters of a REQUEST_OK that answers a REQUEST_UPDATE (draft 18, sections 10.2.10 and 10.2.11)."""
 MAX_EARLY_OBJECTS_BYTES = 1 << 20
 """Limit of buffered streams before their SUBSCRIBE_OK; further streams are stopped."""

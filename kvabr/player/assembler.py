@@ -94,7 +94,7 @@ class Tensors:
         return tuple(parts)
 
 
-_MOST_SPARE = 4
+_MAX_SPARE = 4
 """Maximum scratch tensors kept between batches, per class."""
 
 
@@ -261,7 +261,7 @@ class Assembler:
         for one in work:
             if one.scratch is not None:
                 spare = self._spare[self._catalog.unit(one.group).part]
-                spare[:] = [*spare, one.scratch][-_MOST_SPARE:]
+                spare[:] = [*spare, one.scratch][-_MAX_SPARE:]
         return [done[number] for number in range(len(asked))]
 
     def _begin(self, number: int, group: int, layers: Sequence[Layer]) -> _Decoding:

@@ -17,7 +17,7 @@ from kvabr.types.loss import played_loss
 
 _UNKNOWN_LINK_SHARE = 0.5
 """Maximum share of the deadline reserved for tokens on an unknown link."""
-_MOST_SHARES = 64
+_MAX_SHARES = 64
 """Maximum shares to weigh; every passage may name this many."""
 _AHEAD = 0.15
 """Share of a passage's tokens to compute in its publisher's order."""
@@ -180,5 +180,5 @@ class BlendPlan:
 
 def _thinned(shares: Iterable[float]) -> list[float]:
     ascending = sorted(shares)
-    step = max(1, -(-len(ascending) // _MOST_SHARES))
+    step = max(1, -(-len(ascending) // _MAX_SHARES))
     return ascending[::-step][::-1]

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from kvabr.abr.recompute_planner import Plan, Rest
 from kvabr.abr.view import GroupSet, View
-from kvabr.types.cost import LEAST_CALL, PrefillCost
+from kvabr.types.cost import MIN_CALL, PrefillCost
 from kvabr.types.engine import EngineMode
 
 _LATE = 1.25
@@ -190,7 +190,7 @@ class ComputeQueue:
             return first + 1
         # Searched, because calls of one and two groups may take equally long.
         seconds, ends = partial(self._seconds, first), range(first + 1, last + 1)
-        count = 1 + bisect_left(ends[:-1], LEAST_CALL * constant_s, key=seconds)
+        count = 1 + bisect_left(ends[:-1], MIN_CALL * constant_s, key=seconds)
         return first + (bisect_right(ends[:count], in_time, key=seconds) or count)
 
     def _add_up(self) -> None:

@@ -127,7 +127,7 @@ _WAITS = 4.0
 _LOOKED_AT = 64
 """Maximum groups of one kind to inspect."""
 
-_MOST_HANDED = 32
+_MAX_HANDED = 32
 """Maximum groups queued per decoder."""
 _CHEAP = 0.2
 """Share of a decoder's queue time; quicker groups are decoded at once, even if they may be replaced."""
@@ -209,7 +209,7 @@ class DecodeQueue:
         return (
             not self._together
             and jobs >= decoders
-            and (jobs >= _MOST_HANDED * decoders or self._handed_s >= self._ahead_s * decoders)
+            and (jobs >= _MAX_HANDED * decoders or self._handed_s >= self._ahead_s * decoders)
         )
 
     def begin(self, group: int, placed: str | None) -> tuple[Transfer, ...]:

@@ -32,14 +32,14 @@ from kvabr.types.catalog import Track
 
 DEARER = 64
 """First priority of missing groups on tracks other than the cheapest."""
-LEAST_URGENT = 128
+UPGRADE_PRIORITY = 128
 """First priority of upgrades, which are served after all required groups."""
 _OCTAVE = 3.0
 """Priorities per factor of two in loss saved per byte."""
 _OVERTAKES, _OVERTAKES_HELD = 24, 9
 """Priority difference for overtaking an older upgrade, and for overtaking a third that waits for it; the latter
 keeps slightly better upgrades from starving both."""
-_MOST_WORTH = 2.0**-12
+_MAX_WORTH = 2.0**-12
 """Loss saved per byte at the most urgent priority, nats per generated token; the least urgent is 1e-17."""
 
 
@@ -47,8 +47,8 @@ def upgrade_priority(saved: float, nbytes: int) -> int:
     """Return the priority of an upgrade that saves ``saved`` nats per generated token and takes ``nbytes`` bytes."""
     if saved <= 0:
         return 255
-    octaves = math.log2(_MOST_WORTH * max(1, nbytes) / saved)
-    return LEAST_URGENT + int(min(max(_OCTAVE * octaves, 0.0), 255.0 - LEAST_URGENT))
+    octaves = math.log2(_MAX_WORTH * max(1, nbytes) / saved)
+    return UPGRADE_PRIORITY + int(min(max(_OCTAVE * octaves, 0.0), 255.0 - UPGRADE_PRIORITY))
 
 
 class RequestPriorities:
@@ -58,7 +58,7 @@ class RequestPriorities:
         """Start without requests."""
         self._groups = groups
         self._places: dict[int, int] = {}
-        self._last = (-1, LEAST_URGENT, LEAST_URGENT)
+        self._last = (-1, UPGRADE_PRIORITY, UPGRADE_PRIORITY)
         """The last requested upgrade, its priority, and the priority that its savings merit."""
 
     def required(self, group: int, *, dearer: bool) -> int:
@@ -101,7 +101,7 @@ ratio of a much smaller track."""
 _SAVED = 0.2
 """Minimum savings of replaced upgrades, as a share of their cost."""
 
-LEAST_SILENCE_S = 0.2
+MIN_SILENCE_S = 0.2
 """Seconds of silence that prove no fault: machines are often busy that long."""
 _OVERTAKEN_TTFB = 3.0
 _SILENT_TTFB = 4.0
@@ -129,7 +129,7 @@ def choose_late(
     weighed = [
         one
         for one in view.in_flight.values()
-        if one.priority < LEAST_URGENT or (one.first_byte_s is not None and one.first_byte_s >= due_s)
+        if one.priority < UPGRADE_PRIORITY or (one.first_byte_s is not None and one.first_byte_s >= due_s)
     ]
     need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + decode_s
     if need_s <= limit_s:
@@ -311,7 +311,7 @@ class StallDetector:
         if self._known_s is None:
             return found
         nothing_s = {source: now - self._any_s.get(source, self._known_s) for source in self._sources}
-        longest_s = max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S)
+        longest_s = max(self._patience_s, _SILENT_TTFB * ttfb_s, MIN_SILENCE_S)
         silent = {source for source, seconds in nothing_s.items() if seconds >= longest_s}
         if len(silent) == len(nothing_s):
             looked_at: Iterable[Transfer] = transfers.values()
@@ -323,7 +323,7 @@ class StallDetector:
                     one for one in transfers.values() if one.source in silent or one.request in self._overtaken
                 ]
         for transfer in looked_at:
-            turn_s = max(LEAST_SILENCE_S, drain_s if nothing_s[transfer.source] < LEAST_SILENCE_S else 0.0)
+            turn_s = max(MIN_SILENCE_S, drain_s if nothing_s[transfer.source] < MIN_SILENCE_S else 0.0)
             quiet_s = now - self._heard.get(transfer.request, transfer.requested_s)
             if (since := self._overtaken.get(transfer.request)) is not None:
                 if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, turn_s):

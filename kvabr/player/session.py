@@ -37,7 +37,7 @@ from kvabr.player.goals.whole import WholeAim
 from kvabr.player.groups import Groups
 from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.requests import (
-    LEAST_SILENCE_S,
+    MIN_SILENCE_S,
     RequestPriorities,
     RetryTracker,
     StallDetector,
@@ -46,8 +46,8 @@ from kvabr.player.requests import (
     choose_late,
 )
 from kvabr.player.session_types import (
+    MAX_REQUESTS,
     MAX_TICK_S,
-    MOST_REQUESTS,
     WHOLE,
     Action,
     BlendGoal,
@@ -89,7 +89,7 @@ _PLAN_AFTER = 0.1
 """Share of the deadline before which the engine gets no groups, as slow start makes every link look slow."""
 _DECIDED = 0.9
 """Same, for policies that divide the work themselves, to correct their misjudgements."""
-_LONGEST_PLAY = 4.0
+_MAX_PLAY = 4.0
 """Maximum duration of a play, as a multiple of a full prefill; half as much measures rates twice as often."""
 _SLOW_START = 0.5
 """Maximum share of the deadline to allow for slow start."""
@@ -149,7 +149,7 @@ class Session:
         self.guard = PolicyGuard(policy, self.view)
         horizon_s = deadline_s
         if cost is not None and config.time_price > 0:  # such plays end well before a long deadline
-            horizon_s = min(deadline_s, _LONGEST_PLAY * cost.seconds(0, ladder.catalog.tokens))
+            horizon_s = min(deadline_s, _MAX_PLAY * cost.seconds(0, ladder.catalog.tokens))
         self.tick_s = self.next_tick_s = min(horizon_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, horizon_s, self.events.limited, chunked=config.chunked)
@@ -392,9 +392,9 @@ class Session:
             return
         self.next_tick_s = now + self.tick_s
         self._sampler.tick(now, self.view.in_flight)
-        if now - self._store_s >= LEAST_SILENCE_S:  # an engine may be faster than a slow store
+        if now - self._store_s >= MIN_SILENCE_S:  # an engine may be faster than a slow store
             for transfer in [one for one in self.view.in_flight.values() if one.local]:
-                if now - transfer.requested_s >= LEAST_SILENCE_S:
+                if now - transfer.requested_s >= MIN_SILENCE_S:
                     self._not_local(transfer)
         self.look(now)
         if self.guard.policy.abandons and not self.record.late_for_loss:
@@ -504,7 +504,7 @@ class Session:
         share = self.config.silent_after
         if share is None or self.undecoded() or (self.engine is not None and self.engine.busy):
             return False
-        return now - self.heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
+        return now - self.heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, MIN_SILENCE_S)
 
     def look(self, now: float) -> None:
         """Update the view for the current time."""
@@ -683,7 +683,7 @@ class Session:
         share, view = self.config.stalled_after, self.view
         if share is None or not view.in_flight or self.undecoded():
             return False
-        return now - self.heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, LEAST_SILENCE_S)
+        return now - self.heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, MIN_SILENCE_S)
 
     def _engine_waits(self) -> bool:
         """Return whether the engine and the link idle; the policy may then act despite requests in flight."""
@@ -693,7 +693,7 @@ class Session:
     def has_room(self) -> bool:
         """Return whether more requests may be sent now."""
         view, config = self.view, self.config
-        if len(view.in_flight) >= MOST_REQUESTS or not self.aim.has_room() or self.sources.none_yet:
+        if len(view.in_flight) >= MAX_REQUESTS or not self.aim.has_room() or self.sources.none_yet:
             return False
         if self.guard.policy.paces:
             if view.rate <= 0 < self._best_rate and view.missing_groups:

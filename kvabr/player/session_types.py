@@ -77,7 +77,7 @@ MAX_TICK_S = 1.0
 ENGINE_PATIENCE = 2.0
 """Extra time for an incomplete play with an engine, as a multiple of a full prefill: even a slow prefill ends sooner
 than a second one after an error."""
-MOST_REQUESTS = 512
+MAX_REQUESTS = 512
 """Maximum requests in flight. A connection sends fewer at a time; the others are decided too early and cancelled if
 the play ends."""
 MAX_DECODERS = 1024
@@ -100,7 +100,7 @@ class PlayerConfig:
     """Minimum requests in flight while the rate is unknown."""
     ahead: float = 8.0
     """Requests pause while more bytes are in flight than the link carries in this multiple of a round trip and a
-    tick. Policies that pace themselves request a whole base, up to `MOST_REQUESTS`."""
+    tick. Policies that pace themselves request a whole base, up to `MAX_REQUESTS`."""
     least_ahead_bytes: int = 4 << 20
     """Bytes in flight below which `ahead` does not apply: in slow start the rate says little."""
     ticks: int = 50

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from kvabr.abr.view import Transfer, View
-from kvabr.player.requests import LEAST_SILENCE_S
+from kvabr.player.requests import MIN_SILENCE_S
 from kvabr.player.throughput_sampler import SourceSamplers
 
 Offer = Container[str] | None
@@ -29,12 +29,12 @@ NOT_KNOWN: Container[str] = _NotKnown()
 """Offer of a source that has not answered yet."""
 
 _SILENT_TTFB = 4.0
-"""Multiple of the time to first byte that makes a silence (at least `LEAST_SILENCE_S`)."""
+"""Multiple of the time to first byte that makes a silence (at least `MIN_SILENCE_S`)."""
 _UNKNOWN_TTFB_S = 0.25
 """Default time to first byte."""
 _AGAIN = 3.0
 """Multiple of that silence between probes of a source, doubled after each failed probe."""
-_MOST_TRIES = 8
+_MAX_TRIES = 8
 """Maximum doublings."""
 _TELLING_BYTES = 1 << 15
 """Minimum request size for measuring a source again."""
@@ -83,7 +83,7 @@ class Sources:
         tried, self._tried = self._tried, None
         if tried is not None and tried in having:
             self._heard_s[tried] = now
-            self._tries[tried] = min(_MOST_TRIES, self._tries.get(tried, 0) + 1)
+            self._tries[tried] = min(_MAX_TRIES, self._tries.get(tried, 0) + 1)
             return tried
         sound = [source for source in having if source not in self._silent]
         fresh = [source for source in sound if (source, group, track) not in self._refused]
@@ -91,7 +91,7 @@ class Sources:
         idle = [source for source in fresh if source != chosen and self._idle(source, now)]
         if idle and size >= _TELLING_BYTES and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle[0]):
             chosen = idle[0]
-            self._tries[chosen] = min(_MOST_TRIES, self._tries.get(chosen, 0) + 1)
+            self._tries[chosen] = min(_MAX_TRIES, self._tries.get(chosen, 0) + 1)
         elif chosen not in self._silent:
             self._tries.pop(chosen, None)
         if chosen not in self._in_flight.asked:
@@ -215,14 +215,14 @@ class Sources:
         return [one for one in self._in_flight.values() if one.source == source and not one.local]
 
     def _patience_s(self, source: int) -> float:
-        return max(LEAST_SILENCE_S, _SILENT_TTFB * self._ttfb_s(source))
+        return max(MIN_SILENCE_S, _SILENT_TTFB * self._ttfb_s(source))
 
     def _is_silent(self, source: int, now: float) -> bool:
         return now - self._heard_s.get(source, now) >= self._patience_s(source)
 
     def _brings(self, source: int, now: float) -> bool:
         """Return whether a source is unused or recently delivered bytes; otherwise all may be in an outage."""
-        return source not in self._in_flight.asked or now - self._heard_s.get(source, now) < LEAST_SILENCE_S / 2
+        return source not in self._in_flight.asked or now - self._heard_s.get(source, now) < MIN_SILENCE_S / 2
 
     def _others(self, transfer: Transfer) -> list[int]:
         return [

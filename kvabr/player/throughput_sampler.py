@@ -17,9 +17,9 @@ from kvabr.abr.view import InFlight
 from kvabr.types.errors import PolicyError
 from kvabr.types.events import Limit
 
-_SHORTEST_SHARE = 1 / 400
+_MIN_SHARE = 1 / 400
 """Minimum sample length, as a share of the deadline; shorter samples are merged."""
-_LONGEST_SHARE = 1 / 12
+_MAX_SHARE = 1 / 12
 """Maximum sample length during slow start, as a share of the deadline."""
 _SILENCE_SHARE = 1 / 25
 """A link is silent after this share of the deadline and three times the time to first byte."""
@@ -56,7 +56,7 @@ class ThroughputSampler:
         self._ramp_bytes = 0
         self._brief = False
         """True if the first sample was short and may share its window with the next."""
-        self._shortest_s = _SHORTEST_SHARE * deadline_s
+        self._shortest_s = _MIN_SHARE * deadline_s
         self._silence_s = _SILENCE_SHARE * deadline_s
         self._since: float | None = None
         """When the current sample began; None between transfers."""
@@ -140,7 +140,7 @@ class ThroughputSampler:
         if not self._ramp_rate:
             return self._shortest_s
         # A late first byte, as after an outage, is no slow start.
-        return max(self._shortest_s, min(self.estimates()[2], _LONGEST_SHARE * self._deadline_s))
+        return max(self._shortest_s, min(self.estimates()[2], _MAX_SHARE * self._deadline_s))
 
     def _conclude(self, seconds: float, now: float) -> None:
         if self._says_something(self._bytes / seconds, now):

@@ -35,7 +35,7 @@ Decoder = Callable[[int, str, torch.Tensor], None]
 MAX_PASSES = 192
 """Forward passes for attribution, beyond one per track: enough for four tracks of 48 groups."""
 
-LEAST_UNITS = 16
+MIN_UNITS = 16
 """Minimum number of units of a long cache."""
 
 NOISE_FLOOR = 1e-4
@@ -240,7 +240,7 @@ def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[r
     if groups == 1:
         return [range(1)], []
     lossy = max(1, sum(value > NOISE_FLOOR for value in kl.values()))
-    units = _units(groups, max(LEAST_UNITS, max_passes // lossy))
+    units = _units(groups, max(MIN_UNITS, max_passes // lossy))
     return units, _pick(kl, max(1, min(lossy, max_passes // len(units))))
 
 

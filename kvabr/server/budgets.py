@@ -22,7 +22,7 @@ from kvabr.server.publication import Source
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-LEAST_IN_FLIGHT_BYTES = 256 << 10
+MIN_IN_FLIGHT_BYTES = 256 << 10
 """Bytes that every connection may have in flight, independent of the others."""
 IDLE_READ_S = 10.0
 """Seconds without a read until a group may be parked."""
@@ -240,7 +240,7 @@ class Room:
         most = own.max_in_flight
         for account in shared:
             if account.in_flight >= account.max_in_flight:
-                share = max(LEAST_IN_FLIGHT_BYTES, account.max_in_flight // account.connections)
+                share = max(MIN_IN_FLIGHT_BYTES, account.max_in_flight // account.connections)
                 most = min(most, share)
         return most - self.in_flight
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SCAN_S, POLL_S = 0.05, 0.004
 """Seconds between scans for new assets, and between reads of growing ones."""
-MOST_LIVE = 64
+MAX_LIVE = 64
 """Assets to follow at a time; as many that ended recently stay."""
 LINGER_S = 120.0
 """Seconds to serve an asset that has ended to players that began before."""
@@ -170,7 +170,7 @@ class LiveAssets:
             self._refused.add(key)
             self._log.warning("live asset left out", production=key, error=why)
         if crowded and not self._crowded:
-            self._log.warning("too many live assets", followed=MOST_LIVE, hint="others wait until some have ended")
+            self._log.warning("too many live assets", followed=MAX_LIVE, hint="others wait until some have ended")
         self._crowded = crowded
         self._assets += tuple(new)
         for asset in new:
@@ -189,7 +189,7 @@ class LiveAssets:
                 self._log.info("live asset removed", asset=asset.name)
                 self._drop(asset)
                 self._on_gone(asset)
-            elif asset.over and (now_s - asset.changed_s > LINGER_S or asset in ended[:-MOST_LIVE]):
+            elif asset.over and (now_s - asset.changed_s > LINGER_S or asset in ended[:-MAX_LIVE]):
                 self._drop(asset)
 
     def poll(self) -> None:
@@ -290,7 +290,7 @@ class LiveAssets:
         keys = [(label, own, key) for label, own in stores if isinstance(own, LocalStore) for key in live_keys(own)]
         barred = self._refused | {asset.follower.key for asset in known}
         fresh = [each for each in keys if each[2] not in barred]
-        room = max(0, MOST_LIVE - sum(not asset.over for asset in known))
+        room = max(0, MAX_LIVE - sum(not asset.over for asset in known))
         new, refused = list[FollowedAsset](), dict[str, str]()
         for label, own, key in fresh[:room]:
             try:

@@ -17,7 +17,7 @@ from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication
-from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
+from kvabr.server.relay_catalogs import MIN_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.server.relay_live import LiveRelay, RelayedAsset
 from kvabr.server.seen_prompts import SeenPrompts
@@ -82,7 +82,7 @@ class Relay:
         """Start with an empty cache, or open the one on disk.
 
         ``upstream`` should redial by itself, as `kvabr.link.moqt.connect` does, and is not closed here. Catalogs and
-        lookups take up to an eighth of ``memory_bytes`` in addition, at least `LEAST_BYTES`. ``disk`` is a folder or an
+        lookups take up to an eighth of ``memory_bytes`` in addition, at least `MIN_BYTES`. ``disk`` is a folder or an
         object store for groups beyond that, see `StoreTier`. Without ``token`` everyone is admitted. ``prompts``
         receives the assets that are looked up and removed, for KV events.
         """
@@ -102,7 +102,7 @@ class Relay:
         self.catalogs = Catalogs(
             upstream,
             log,
-            limit=max(LEAST_BYTES, int(_CATALOGS_SHARE * memory_bytes)),
+            limit=max(MIN_BYTES, int(_CATALOGS_SHARE * memory_bytes)),
             on_dropped=self._dropped,
             on_revoked=self._revoked,
             on_known=lambda facts: self.prompts.saw(facts.namespace),

@@ -47,7 +47,7 @@ from kvabr.types.naming import (
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-LEAST_BYTES = 64 << 20
+MIN_BYTES = 64 << 20
 """Smallest bound on the memory of small tracks."""
 _OVERHEAD_BYTES = 4096
 """Approximate memory of an entry in addition to its data: names, objects, dictionaries."""
@@ -176,7 +176,7 @@ class Catalogs:
         upstream: Connection,
         log: FilteringBoundLogger,
         *,
-        limit: int = LEAST_BYTES,
+        limit: int = MIN_BYTES,
         on_dropped: Callable[[AssetFacts], None] = lambda _: None,
         on_revoked: Callable[[], None] = lambda: None,
         on_known: Callable[[AssetFacts], None] = lambda _: None,

@@ -32,13 +32,13 @@ SILENCE_S = 2.0
 """Seconds without a byte on the whole connection until a group is requested again."""
 IDLE_READ_S = 10.0
 """Seconds without a read until a complete group gives up its memory if others wait for it."""
-MOST_EXPECTED = 256
+MAX_EXPECTED = 256
 """Groups of all assets to expect at a time."""
 _EXPECTED_SHARE = 1 / 4
 """Their share of the bound on transfers."""
 _PAUSE_S = 0.1
 _BUSY_S = 1.0
-_URGENT, _LEAST_URGENT = 0, 255
+_URGENT, _LOWEST_PRIORITY = 0, 255
 
 _Key = tuple[str, int]
 """Digest and bytes of a group."""
@@ -215,7 +215,7 @@ class RelayGroups:
                 return
             self._cancel_expected(place)
         taken = sum(one.transfer.request.limit for one in self._expected.values() if one.transfer is not None)
-        if len(self._expected) < MOST_EXPECTED and request.limit <= int(_EXPECTED_SHARE * self._limit) - taken:
+        if len(self._expected) < MAX_EXPECTED and request.limit <= int(_EXPECTED_SHARE * self._limit) - taken:
             self._expected[place] = self._upstream.request(request, _URGENT)
 
     def receive_expected(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
@@ -229,7 +229,7 @@ class RelayGroups:
         if self.has(digest, request.limit):
             self._cancel_expected(place)
             return
-        reader = self.open(request, digest, objects, _LEAST_URGENT, lambda: self._close_when_done(reader))
+        reader = self.open(request, digest, objects, _LOWEST_PRIORITY, lambda: self._close_when_done(reader))
 
     def stop_expecting(self, namespace: TrackNamespace, track: str | None = None) -> None:
         """Cancel the expected groups of an asset, or of one of its tracks, unless they are being received."""

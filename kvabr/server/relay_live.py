@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 IDLE_S = 60.0
 """Seconds without a request until an asset is forgotten."""
-MOST_LIVE = 64
+MAX_LIVE = 64
 _AHEAD_GROUPS = 64
 """Groups of one level to expect at a time."""
 _SLACK = 4
@@ -166,7 +166,7 @@ class LiveRelay:
     async def _begin(self, namespace: TrackNamespace) -> RelayedAsset:
         loop = asyncio.get_running_loop()
         self._forget_idle()
-        if len(self._assets) >= MOST_LIVE:
+        if len(self._assets) >= MAX_LIVE:
             raise RequestError("too many live assets at a time", reason=Reason.BUSY, retry_after_s=1.0)
         # The news will show whether an old live catalog is still that of the current production.
         answer = self._catalogs.last(namespace, LIVE_TRACK) or await self._catalogs.get(namespace, LIVE_TRACK)

@@ -21,7 +21,7 @@ from kvabr.server.send_queue import Sending, TrackRequest
 from kvabr.types.errors import AssetError
 from kvabr.types.naming import ROOT
 
-MOST_STREAMS = 8
+MAX_STREAMS = 8
 """Groups of one subscription to send at a time; of later ones only the numbers are kept."""
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
 
@@ -70,7 +70,7 @@ class Subscription(TrackRequest):
         groups = self.publication.groups
         if not self.forward:
             self.next = max(self.next, groups)
-        while self.next < groups and self.sending < MOST_STREAMS and not self.past_filter and self.over is None:
+        while self.next < groups and self.sending < MAX_STREAMS and not self.past_filter and self.over is None:
             group, last = self.next, self.last
             self.next += 1
             if not self.publication.has(group):

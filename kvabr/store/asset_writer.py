@@ -40,7 +40,7 @@ from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 
-_MOST_PUTS, _MOST_PUT_BYTES = 32, 256 << 20
+_MAX_PUTS, _MAX_PUT_BYTES = 32, 256 << 20
 """Most objects, and bytes, that are being written at the same time."""
 
 
@@ -309,13 +309,13 @@ class AssetWriter:
 
     def _put(self, name: str, data: bytes | memoryview) -> None:
         """Write an object soon; raise errors of earlier writes."""
-        self._wait(_MOST_PUT_BYTES - len(data))
+        self._wait(_MAX_PUT_BYTES - len(data))
         self._puts.append((self.store.started(self.store.put_new(name, data)), len(data)))
         self._put_bytes += len(data)
 
     def _wait(self, most_bytes: int) -> None:
         """Wait until at most ``most_bytes`` are being written; 0: until all are written."""
-        while self._puts and (self._put_bytes > most_bytes or len(self._puts) >= _MOST_PUTS or most_bytes <= 0):
+        while self._puts and (self._put_bytes > most_bytes or len(self._puts) >= _MAX_PUTS or most_bytes <= 0):
             put, size = self._puts.popleft()
             self._put_bytes -= size
             with as_asset_errors():

@@ -19,8 +19,8 @@ from kvabr.store.failures import Failure
 from kvabr.store.store import PART_BYTES, Store
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError, TransportError, UnauthorizedError
 
-_MOST_HEAD_BYTES = 16 << 10
-_MOST_IDLE = 8
+_MAX_HEAD_BYTES = 16 << 10
+_MAX_IDLE = 8
 """Most connections that stay open without a request."""
 _SPARE = 1
 """Idle connections that are left for urgent requests."""
@@ -113,7 +113,7 @@ class DirectReader:
             except BaseException:
                 link.close()
                 raise
-            if stays and len(idle) < _MOST_IDLE:
+            if stays and len(idle) < _MAX_IDLE:
                 idle.append(link)
             else:
                 link.close()
@@ -125,7 +125,7 @@ class DirectReader:
             url = urlsplit(await self._bucket.address(""))
             host, port = url.hostname or "", url.port or 80
             idle = self._idle.setdefault((host, port), [])
-            wanted = range(min(count, _MOST_IDLE) - len(idle))
+            wanted = range(min(count, _MAX_IDLE) - len(idle))
             made = await asyncio.gather(*(self._dial(host, port) for _ in wanted), return_exceptions=True)
             idle[:0] = [link for link in made if isinstance(link, socket.socket)]
 
@@ -222,7 +222,7 @@ class _Exchange:
 
     async def _head(self) -> tuple[bytes, memoryview]:
         """Return the head of the answer, and the bytes received after it."""
-        buffer, size = bytearray(_MOST_HEAD_BYTES), 0
+        buffer, size = bytearray(_MAX_HEAD_BYTES), 0
         while size < len(buffer):
             try:
                 count = await self._loop.sock_recv_into(self._link, memoryview(buffer)[size:])
@@ -235,7 +235,7 @@ class _Exchange:
             end = buffer.find(b"\r\n\r\n", max(0, size - 3), size := size + count)
             if end >= 0:
                 return bytes(buffer[:end]), memoryview(buffer)[end + 4 : size]
-        raise self._wrong(f"its head has more than {_MOST_HEAD_BYTES} bytes")
+        raise self._wrong(f"its head has more than {_MAX_HEAD_BYTES} bytes")
 
     def _check(self, head: bytes) -> bool:
         """Check that the answer has the requested range; return whether the connection stays open."""

@@ -39,7 +39,7 @@ from kvabr.types.live import (
 )
 
 LIVE_NAME = "live"
-_MOST_ENTRIES = 10_000
+_MAX_ENTRIES = 10_000
 """Most productions of a store that are listed."""
 
 
@@ -235,7 +235,7 @@ def live_keys(store: LocalStore) -> list[str]:
     """Return the keys of the running productions in a store."""
     try:
         with os.scandir(store.folder / LIVE) as entries:
-            some = [Path(entry) for _, entry in zip(range(_MOST_ENTRIES), entries, strict=False)]
+            some = [Path(entry) for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False)]
         return [path.name for path in some if (path / LIVE_NAME).exists()]
     except OSError:
         return []

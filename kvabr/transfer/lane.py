@@ -32,16 +32,16 @@ from kvabr.types.backoff import Backoff, scattered
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
 from kvabr.types.words import ordinal
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 """Pauses between dials: doubled each time, and multiplied by a random factor from 0.5 to 1.5."""
 _UNREACHABLE = 2
 """Failed dials in a row after which a peer is presumed dead."""
 _SHORT_LIFE_S = 1.0
 """A connection shorter than this that delivers no data, or ends in GOAWAY, does not reset the back-off."""
-_LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
+_LOOK_S, _MAX_LOOK_S = 0.1, 1.0
 """Seconds between checks for received bytes; doubled after each check without bytes but with an answered probe, so that
 a busy peer is probed less."""
-_SIGN_S, _SIGN_RTT, _LONGEST_SIGN_S = 0.25, 4.0, 4.0
+_SIGN_S, _SIGN_RTT, _MAX_SIGN_S = 0.25, 4.0, 4.0
 """Seconds, and multiples of the round trip or the last answer's time, that the answer to a probe may take; the probe
 may be lost and sent again. The last value is the maximum. Each request that is answered sooner halves the expected
 time, so that a peer that was slow once soon counts as quick again."""
@@ -136,7 +136,7 @@ class PeerLane(Carrier):
         self._dialling: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._earlier_bytes = 0
-        self._pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._pauses = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         self._adopted_s = float("-inf")
         self._watching: asyncio.Task[None] | None = None
         self._look_s = _LOOK_S
@@ -350,7 +350,7 @@ class PeerLane(Carrier):
         if await self._probe(connection):
             if connection.stats().bytes_received != self._checked_bytes:
                 return  # payload arrived meanwhile
-            self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
+            self._look_s = min(_MAX_LOOK_S, 2 * self._look_s)
             if any(used is connection and not one.subscribed for one, (used, _) in self._using.items()):
                 self._quiet_s += asyncio.get_running_loop().time() - since_s
             if self._quiet_s < self._patient_s(connection):
@@ -374,7 +374,7 @@ class PeerLane(Carrier):
         return max(self._stuck_s, _STUCK_SIGNS * signs_s)
 
     def _sign_s(self, connection: PeerConnection) -> float:
-        late_s = min(_LONGEST_SIGN_S, _SIGN_RTT * self._answer_s)
+        late_s = min(_MAX_SIGN_S, _SIGN_RTT * self._answer_s)
         return max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0), late_s)
 
     async def _probe(self, connection: PeerConnection, least_s: float = 0.0) -> bool:

@@ -20,7 +20,7 @@ _WINDOW_S = 0.05
 """Seconds over which CPU time is measured."""
 _BUSY = 0.9
 """Share of such a window that the thread must be busy for the CPU to be the limit."""
-_LEAST_SILENCE_S = 0.1
+_MIN_SILENCE_S = 0.1
 
 
 class LimitWatch:
@@ -76,7 +76,7 @@ class LimitWatch:
         self.asked(0)
 
     def _arm(self) -> None:
-        silence = max(_LEAST_SILENCE_S, 2 * (self._round_trip() or 0.0))
+        silence = max(_MIN_SILENCE_S, 2 * (self._round_trip() or 0.0))
         self._timer = self._loop.call_later(silence, self._look, self._bytes)
 
     def _look(self, before: int) -> None:

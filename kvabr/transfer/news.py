@@ -19,7 +19,7 @@ _AHEAD = 8
 """Messages requested ahead."""
 _END_BYTES = 7 << 10
 """Additional bytes of the last message: it has a reason in JSON, 500 characters of up to 12 bytes."""
-_PAUSE_S, _MOST_PAUSE_S = 0.05, 0.5
+_PAUSE_S, _MAX_PAUSE_S = 0.05, 0.5
 """Pauses before a request is repeated, doubled each time."""
 _URGENT = 0
 
@@ -28,14 +28,14 @@ class Retries:
     """The pauses before a live group is requested again."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._pauses = connection, Backoff(_PAUSE_S, _MOST_PAUSE_S)
+        self._connection, self._pauses = connection, Backoff(_PAUSE_S, _MAX_PAUSE_S)
 
     async def wait(self, error: Exception) -> None:
         """Wait until a request may be repeated after an error; raise the error if that is useless."""
         if self._connection.closed or not isinstance(error, TransportError) or isinstance(error, NotFoundError):
             raise error
         wanted_s = error.retry_after_s if isinstance(error, RequestError) else None
-        await asyncio.sleep(max(self._pauses.longer(), min(wanted_s or 0.0, _MOST_PAUSE_S)))
+        await asyncio.sleep(max(self._pauses.longer(), min(wanted_s or 0.0, _MAX_PAUSE_S)))
 
 
 class News:

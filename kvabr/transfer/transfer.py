@@ -16,7 +16,7 @@ from kvabr.types.errors import Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
 
-_LEAST_URGENT = 255
+_LOWEST_PRIORITY = 255
 _BY_WEIGHT: tuple[Limit, ...] = ("kept", "cpu", "publisher")
 """If several of these limited the bytes of one read, the first is reported."""
 _MIN_ROOM = 16 << 10
@@ -145,7 +145,7 @@ class GroupTransfer:
 
     def __init__(self, request: GroupRequest) -> None:
         self.request = request
-        self.priority = _LEAST_URGENT
+        self.priority = _LOWEST_PRIORITY
         """Priority of its most urgent reader, 0 (most urgent) to 255."""
         self.data = memoryview(b"")
         """All readable bytes: contiguous and read-only."""
@@ -199,7 +199,7 @@ class GroupTransfer:
 
     def reprioritise(self) -> bool:
         """Take the priority of the most urgent reader; return whether it has changed."""
-        priority = min((reader.wire_priority for reader in self.readers), default=_LEAST_URGENT)
+        priority = min((reader.wire_priority for reader in self.readers), default=_LOWEST_PRIORITY)
         if priority == self.priority or self.over:
             return False
         self.priority = priority

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MISS_PENALTY = 0.5
 """Cost of a missed deadline in addition to its lateness, nats per generated token."""
-LEAST_CALL = 5.0
+MIN_CALL = 5.0
 """Minimum length of an engine call, as a multiple of its constant part."""
 _Constant = Annotated[float, Meta(ge=0, le=1e100)]
 _FAR = 0.1
@@ -37,8 +37,8 @@ _FLOOR_PRICE = 3.0
 _LIKELY, _SURPRISE_PRICE = 2.2, 8.0
 """Maximum expected floor, as a multiple of the expected smallest call, and the minimum gain for a higher one; more than
 one wrong timing can explain."""
-_ROUNDS, _MOST_SPLITS, _SAME = 12, 8, 1e-4
-_LEAST_S, _MOST_S, _RIDGE = 1e-12, 1e9, 1e-12
+_ROUNDS, _MAX_SPLITS, _SAME = 12, 8, 1e-4
+_MIN_S, _MAX_S, _RIDGE = 1e-12, 1e9, 1e-12
 _ANCHORS = ((0, 128), (0, 1024), (0, 8192), (0, 65536), (8192, 128), (8192, 1024), (32768, 128), (32768, 2048))
 """Sizes, as (tokens before, new tokens), where a fit uses the prior cost."""
 _ANCHOR_WEIGHT, _NEAREST = 0.3, 5
@@ -167,15 +167,15 @@ class PrefillCost:
         rows = list(timings)
         least = "three timings" if prior is None else "one timing"
         if len(rows) < (3 if prior is None else 1) or any(
-            before < 0 or new <= 0 or not 0 < seconds <= _MOST_S for before, new, seconds in rows
+            before < 0 or new <= 0 or not 0 < seconds <= _MAX_S for before, new, seconds in rows
         ):
             raise UsageError(f"fitting a prefill cost takes at least {least} of at least one token each")
         before, new, seconds = np.array(rows, np.float64).T
         weights, start = np.ones(len(rows)), seconds
         if prior is not None:
-            known = np.maximum(prior.seconds_many(before, new), _LEAST_S)
+            known = np.maximum(prior.seconds_many(before, new), _MIN_S)
             first, more = np.array(_ANCHORS, np.float64).T
-            anchors = np.maximum(prior.seconds_many(first, more), _LEAST_S)
+            anchors = np.maximum(prior.seconds_many(first, more), _MIN_S)
             apart = np.abs(np.log(np.concatenate([known, anchors])[:, None] / known))
             nearest = np.argsort(apart, axis=1, kind="stable")[:, :_NEAREST]
             # The lower median: outliers are usually late, since other work only adds time.
@@ -212,7 +212,7 @@ class _Fit:
         plain = self._robust(nothing)
         found, least = plain, self._misfit(plain)
         work = np.argsort(plain.seconds_many(self._before, self._new), kind="stable")
-        for last in sorted({round(each) for each in np.linspace(1, len(work) - 1, _MOST_SPLITS)} - {len(work), 0}):
+        for last in sorted({round(each) for each in np.linspace(1, len(work) - 1, _MAX_SPLITS)} - {len(work), 0}):
             floored = nothing.copy()
             floored[work[:last]] = True
             one = self._robust(floored)
@@ -237,7 +237,7 @@ class _Fit:
             weighted = self._design[~floored] * rows[~floored, None]
             constant, linear, attention, behind = _least_squares(weighted, (rows * self._seconds)[~floored]).tolist()
             found = PrefillCost(constant, linear, attention, behind, floor if floor > constant else 0.0)
-            before, expected = expected, np.maximum(found.seconds_many(self._before, self._new), _LEAST_S)
+            before, expected = expected, np.maximum(found.seconds_many(self._before, self._new), _MIN_S)
             if np.abs(expected / before - 1).max() < _SAME:
                 break
             if floored.any() and (again := expected <= floor).any() and not again.all():
@@ -248,7 +248,7 @@ class _Fit:
         """Return the misfit of a cost, approximately minus twice the log-likelihood of the timings."""
         import numpy as np  # noqa: PLC0415
 
-        off = np.log(self._seconds / np.maximum(cost.seconds_many(self._before, self._new), _LEAST_S)) / _FAR
+        off = np.log(self._seconds / np.maximum(cost.seconds_many(self._before, self._new), _MIN_S)) / _FAR
         return float((self._weights * np.log1p(off * off)).sum())
 
 

@@ -107,7 +107,7 @@ def test_a_file_that_is_not_ours_or_damaged_is_told_once_and_ignored(tmp_path, s
 
 def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl", reason="there is no fcntl: on Linux, tools/test")
-    monkeypatch.setattr("kvabr.client.machine_file._LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr("kvabr.client.machine_file._MAX_WAIT_S", 0.05)
     path = tmp_path / "p.json"
     priors = PeerHistory(path)
     priors.heard("a:443", 1e6, 0.01, NOW)

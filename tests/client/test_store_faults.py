@@ -267,7 +267,7 @@ async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
 
 async def test_what_is_urgent_after_cancelled_gets_needs_no_new_connection(stored, short, monkeypatch):
     monkeypatch.setattr(lanes, "KEEP_BYTES", 0)
-    monkeypatch.setattr(lanes, "LEAST_BYTES", 1)
+    monkeypatch.setattr(lanes, "MIN_BYTES", 1)
     url, keys = stored
     size, silent = short.by_name["FP16"].bytes, True
     async with (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from kvabr.codec.base import GroupContext
-from kvabr.codec.calibration_fingerprint import MOST_MARKS, RUN, WINDOW, Seen, marks_of
+from kvabr.codec.calibration_fingerprint import MAX_MARKS, RUN, WINDOW, Seen, marks_of
 from kvabr.codec.fit import fit
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.codec.profile import Profile
@@ -248,7 +248,7 @@ def test_a_profile_keeps_it(seen):
     [
         *({"texts": bad} for bad in (3, [["a"]], [["a", "00", 1]], [["a" * 100, "00" * 32, 1]])),
         *({"texts": bad} for bad in ([["a", "00" * 32, -1]], [["a", "00" * 32, 1]] * 300)),
-        *({"marks": base64.b64encode(bad).decode()} for bad in (b"1234567", bytes(8 * (MOST_MARKS + 1)))),
+        *({"marks": base64.b64encode(bad).decode()} for bad in (b"1234567", bytes(8 * (MAX_MARKS + 1)))),
         *({"marks": bad} for bad in ("!", 7)),
     ],
 )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvabr.codec.native.coder_model import MOST_RADIUS, Quantiser
+from kvabr.codec.native.coder_model import MAX_RADIUS, Quantiser
 from kvabr.codec.native.references import TILE
 from kvabr.codec.quantiser import SymbolCounts, count
 from tests.codec.native import oracle
@@ -30,5 +30,5 @@ def test_every_path_counts_the_same():
             assert np.array_equal(own.flags, other[track].flags)
             assert int(own.flags.sum()) == 2 * 3 * rows  # loudnesses, tiles
         # Values that are counted apart from those near zero, and those that have no symbol.
-        assert every[-1]["AC-5x"].symbols[:, :, MOST_RADIUS + 33 : -1].any()
+        assert every[-1]["AC-5x"].symbols[:, :, MAX_RADIUS + 33 : -1].any()
         assert every[-1]["AC-5x"].symbols[:, :, -1].any()

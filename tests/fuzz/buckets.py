@@ -34,7 +34,7 @@ T = TypeVar("T")
 _NOW_S = 1e9
 _SILENT_AGE_S = 60.0 * 255
 """Reads of objects that are as old are never answered while a player looks for something."""
-_MOST_OBJECTS = 60
+_MAX_OBJECTS = 60
 _OWN = (CATALOGS, GROUPS, PAGES, PRIVATE_PREFIX, PROFILES)
 """What managing may remove."""
 
@@ -79,7 +79,7 @@ class _Objects(Store):
 
 def _objects(parts: Sequence[bytes]) -> dict[str, tuple[bytes, float]]:
     found: dict[str, tuple[bytes, float]] = {}
-    for part in parts[:_MOST_OBJECTS]:
+    for part in parts[:_MAX_OBJECTS]:
         name, _, rest = part.partition(b"\0")
         key, data = name.decode("utf-8", "replace"), rest[1:]
         if key.startswith(PAGES) and data.startswith(b"{"):

@@ -24,7 +24,7 @@ from tests.fuzz.target import SEPARATOR
 NATIVE: dict[str, tuple[str, ...]] = {"coder": sanitized.PATHS, "place": (), "analysis": sanitized.ANALYSIS}
 """Harnesses in C, ``native/NAME.c``, and the sources of kvabr that each is linked with."""
 _HARNESSES = Path(__file__).parent / "native"
-_MOST_NATIVE_BYTES = 1024
+_MAX_NATIVE_BYTES = 1024
 _MEMORY_MB = 3072
 _STUCK_S = 1800
 """Seconds on the clock after which libFuzzer itself gives up on an input; `in_time` counts the processor's time."""
@@ -87,7 +87,7 @@ class Campaign:
         options = [f"-seed={seed}", f"-dict={self._dictionary(name)}", "-print_final_stats=1"]
         options += [f"-timeout={_STUCK_S}", f"-report_slow_units={_STUCK_S}"]
         options += [f"-artifact_prefix={self._failures}/{name}-", f"-rss_limit_mb={_MEMORY_MB}", "-len_control=20"]
-        options.append(f"-max_len={TARGETS[name].most_bytes if name in TARGETS else _MOST_NATIVE_BYTES}")
+        options.append(f"-max_len={TARGETS[name].most_bytes if name in TARGETS else _MAX_NATIVE_BYTES}")
         command, environment = self._command(name)
         before = set(self._failures.iterdir())
         child = subprocess.Popen(  # noqa: S603

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "corpus"
-MOST_BYTES = 72 << 10
+MAX_BYTES = 72 << 10
 """Of one file. The shortest inputs are kept; all files together stay below a megabyte."""
 _FAILED, _FOUND = (
     "# These failed once.",
@@ -48,7 +48,7 @@ def write(name: str, found: Iterable[bytes], failed: Sequence[bytes] = ()) -> in
     kept = tuple(dict.fromkeys((*before.failed, *failed)))
     lines = [_FAILED, *map(_line, kept)] if kept else []
     lines.append(_FOUND)
-    room, left_out = MOST_BYTES - sum(len(line) + 1 for line in lines), 0
+    room, left_out = MAX_BYTES - sum(len(line) + 1 for line in lines), 0
     for data in sorted(set(found) - set(kept), key=lambda data: (len(data), data)):
         line = _line(data)
         room -= len(line) + 1

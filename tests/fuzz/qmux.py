@@ -9,7 +9,7 @@ from kvabr.qmux.frames import MAX_FRAME_BYTES, FrameType, QuicCode, frame
 from tests.fuzz.target import Target, chunks
 from tests.qmux.ends import PARAMETERS, begun, end, record, stream
 
-_MOST_STREAMS = 2 * (PARAMETERS.max_streams_bidi + PARAMETERS.max_streams_uni)
+_MAX_STREAMS = 2 * (PARAMETERS.max_streams_bidi + PARAMETERS.max_streams_uni)
 
 
 def _fed(data: bytes, cut: int, *, client: bool, direct: bool) -> QmuxConnection:
@@ -29,7 +29,7 @@ def _fed(data: bytes, cut: int, *, client: bool, direct: bool) -> QmuxConnection
             assert len(this._rest) < left
         assert this._empty <= _MAX_EMPTY_FRAMES + 1
         assert len(this._head) <= MAX_FRAME_BYTES + 32
-        assert len(this._streams) <= _MOST_STREAMS + 2
+        assert len(this._streams) <= _MAX_STREAMS + 2
         if this.peer is not None and this.terminated is None:
             for number in (0 if client else 1, 2 if client else 3):
                 if this.may_open(number) and not this._opened[number >> 1 & 1]:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from kvabr.store import cloud
 from kvabr.store.cloud import CloudStore
-from kvabr.store.direct import _MOST_HEAD_BYTES, DirectReader
+from kvabr.store.direct import _MAX_HEAD_BYTES, DirectReader
 from kvabr.store.failures import _KINDS_BY_TYPE, Failure
 from kvabr.store.store import exists
 from kvabr.types.errors import ConnectionLostError, StoreError, TransportError
@@ -137,7 +137,7 @@ def _check(answer: bytes, came: bytes, why: type[Exception] | None) -> None:
     if came or why is None:
         begin, end = _RANGES[0]
         assert body.startswith(came)
-        assert len(head) < _MOST_HEAD_BYTES
+        assert len(head) < _MAX_HEAD_BYTES
         assert re.match(rb"HTTP/1\.1 206\b", head)
         assert re.search(rb"\ncontent-length:[ \t]*0*%d[ \t]*(\r\n|$)" % (end - begin), head, re.IGNORECASE)
         assert re.search(

@@ -28,8 +28,8 @@ _RECEIVE, _FIN, _RESET, _STOP = 0, 5, 6, 7
 """Kinds of steps; 1 to 4 receive as well."""
 _REFUSES, _SENT = 1, 2
 """What the owner does, bits: refuses requests; says that objects were sent."""
-_MOST_STEPS = 60
-_MOST_HELD = session_module._MAX_PARTIAL_BYTES + MAX_EARLY_OBJECTS_BYTES + MAX_PARTIAL_BYTES + (1 << 18) + 8 * (1 << 17)
+_MAX_STEPS = 60
+_MAX_HELD = session_module._MAX_PARTIAL_BYTES + MAX_EARLY_OBJECTS_BYTES + MAX_PARTIAL_BYTES + (1 << 18) + 8 * (1 << 17)
 _SCRIPTS = 30
 
 
@@ -80,7 +80,7 @@ def _step(session: MoqtSession, streams: list[int], step: bytes) -> None:
         if kind == _FIN and stream != streams[0]:
             session.receive(stream, b"", fin=True)
     _own(session, what >> 3)
-    assert held(session) <= _MOST_HELD, held(session)
+    assert held(session) <= _MAX_HELD, held(session)
 
 
 def _own(session: MoqtSession, how: int) -> None:
@@ -156,7 +156,7 @@ def _session(draft: Draft, *, client: bool) -> Target:
     def take(data: bytes) -> bool:
         first, *steps = data.split(SEPARATOR)
         session, streams = _begun(draft, first[0] if first else 0, client=client), _streams(client=client)
-        for step in steps[:_MOST_STEPS]:
+        for step in steps[:_MAX_STEPS]:
             _step(session, streams, step)
         if session.closed is not None:
             assert session.take_commands() == []

@@ -21,7 +21,7 @@ from tests.moqt.raw import Raw
 from tests.scripts import run_tool
 
 ROUNDS = {"sessions": 400, "groups": 300, "traces": 150, "buckets": 150, "listings": 200, "stored": 400}
-MOST_MEMORY = 96 << 20
+MAX_MEMORY = 96 << 20
 """Bytes that Python may take for one input of a few kilobytes; reading a file takes its bound, 64 MB, for a moment."""
 
 
@@ -62,7 +62,7 @@ def test_valid_inputs_are_accepted(name):
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
             target.take(data)
-            assert tracemalloc.get_traced_memory()[1] - before < MOST_MEMORY
+            assert tracemalloc.get_traced_memory()[1] - before < MAX_MEMORY
     finally:
         tracemalloc.stop()
 

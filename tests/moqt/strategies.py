@@ -75,7 +75,7 @@ def parameters(allowed: frozenset[Param]) -> st.SearchStrategy[Parameters]:
         Param.RENDEZVOUS_TIMEOUT: ("rendezvous_timeout", number),
         Param.SUBGROUP_DELIVERY_TIMEOUT: ("subgroup_delivery_timeout", number),
         Param.EXPIRES: ("expires", number),
-        Param.LARGEST_OBJECT: ("largest", locations()),
+        Param.MAX_OBJECT: ("largest", locations()),
         Param.FILL_TIMEOUT: ("fill_timeout", number),
         Param.FORWARD: ("forward", st.integers(0, 1)),
         Param.SUBSCRIBER_PRIORITY: ("priority", st.integers(0, 255)),

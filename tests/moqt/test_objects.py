@@ -8,7 +8,7 @@ from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.objects import (
     DEFAULT_PRIORITY,
     FREE_OBJECTS,
-    LEAST_MEAN_BYTES,
+    MIN_MEAN_BYTES,
     FetchWriter,
     Item,
     ObjectHeader,
@@ -218,7 +218,7 @@ def test_properties_that_a_track_may_have():
     assert unknown == [ObjectHeader(5, 0, 3, 128, 0, ((0x3FFE, 1), (0x8000, 5)))]
 
 
-@table(("size", "good"), [(0, FREE_OBJECTS), (1, 1040), (LEAST_MEAN_BYTES // 2, 2047), (LEAST_MEAN_BYTES, None)])
+@table(("size", "good"), [(0, FREE_OBJECTS), (1, 1040), (MIN_MEAN_BYTES // 2, 2047), (MIN_MEAN_BYTES, None)])
 def test_small_objects_without_end_are_refused(size, good):
     """Else a peer could keep this end busy for 4 microseconds with each two bytes."""
     writer, parser = FetchWriter(), ObjectParser()

@@ -21,7 +21,7 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 
-_MOST_EVENTS = 600
+_MAX_EVENTS = 600
 _STEPS_S = (0.0, 0.0, 1e-4, 1e-3, 0.01, 0.05, 0.2)
 
 
@@ -45,7 +45,7 @@ class World:
     def run(self) -> Session:
         self.play.start(0.0)
         self.obey()
-        for _ in range(_MOST_EVENTS):
+        for _ in range(_MAX_EVENTS):
             if self.ended is not None:
                 break
             self.step()

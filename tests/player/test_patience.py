@@ -9,7 +9,7 @@ from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
-from kvabr.player.session_types import MOST_REQUESTS, Decode, FetchGroup, GiveUp, PlayerConfig, Recompute
+from kvabr.player.session_types import MAX_REQUESTS, Decode, FetchGroup, GiveUp, PlayerConfig, Recompute
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 from tests.player.sessions import bring, of, session, wait_for
@@ -145,4 +145,4 @@ def test_a_play_asks_for_no_more_groups_than_a_connection_can_use_however_small_
     play.start(0.0)
     while play.next_timer() == play.view.now:  # not all is asked for in one step
         play.timer(play.view.now)
-    assert len(of(play.actions(), FetchGroup)) == MOST_REQUESTS
+    assert len(of(play.actions(), FetchGroup)) == MAX_REQUESTS

@@ -10,7 +10,7 @@ from kvabr.abr.policy import Decision, Policy
 from kvabr.player.goals.whole import WholeAim
 from kvabr.player.requests import (
     DEARER,
-    LEAST_URGENT,
+    UPGRADE_PRIORITY,
     RequestPriorities,
     choose_hopeless,
     choose_late,
@@ -33,7 +33,7 @@ SIZES = st.integers(1, 1 << 40)
 @given(WORTH, WORTH, SIZES)
 def test_what_saves_more_with_the_same_bytes_is_more_urgent(less, more, nbytes):
     less, more = sorted((less, more))
-    assert LEAST_URGENT <= upgrade_priority(more, nbytes) <= upgrade_priority(less, nbytes) <= 255
+    assert UPGRADE_PRIORITY <= upgrade_priority(more, nbytes) <= upgrade_priority(less, nbytes) <= 255
 
 
 def test_the_cheapest_track_of_every_group_goes_before_others():
@@ -45,7 +45,7 @@ def test_the_cheapest_track_of_every_group_goes_before_others():
     assert cheap == sorted(cheap)
     assert given_.required(3, dearer=True) == dear[0]
     assert given_.required(3, dearer=False) < cheap[0]  # it was wanted first
-    assert max(dear) < LEAST_URGENT
+    assert max(dear) < UPGRADE_PRIORITY
 
 
 def test_an_upgrade_overtakes_an_older_one_under_way_only_if_it_saves_far_more():

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from kvabr.server.budgets import IDLE_READ_S, LEAST_IN_FLIGHT_BYTES, Budgets, site_of
+from kvabr.server.budgets import IDLE_READ_S, MIN_IN_FLIGHT_BYTES, Budgets, site_of
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.limits import ServerLimits
 from kvabr.server.publication import LevelPublication
@@ -126,7 +126,7 @@ def test_data_on_the_way_has_a_bound_and_everybody_gets_a_part():
     assert one.allowance() == other.allowance() - (1 << 20) == (3 << 20) - (5 << 20)
     assert elsewhere.allowance() == 3 << 20
     more = [kept.enter("10.0.0.1") for _ in range(100)]
-    assert more[0].allowance() == LEAST_IN_FLIGHT_BYTES
+    assert more[0].allowance() == MIN_IN_FLIGHT_BYTES
     one.note(1 << 20)
     assert more[0].allowance() == 5 << 20
     for room in (one, other, elsewhere, *more):

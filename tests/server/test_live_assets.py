@@ -201,7 +201,7 @@ async def test_of_two_producers_of_one_name_the_first_is_heard_until_it_ends(roo
 
 
 async def test_there_is_a_bound_on_assets_that_grow(root, monkeypatch):
-    monkeypatch.setattr(live_assets, "MOST_LIVE", 1)
+    monkeypatch.setattr(live_assets, "MAX_LIVE", 1)
     source = LiveAssets(StoreTree(root), QUIET)
     with written(root) as one, written(root) as two:
         one.begin_live(live("1" * 16))

@@ -228,6 +228,6 @@ async def test_an_asset_that_nobody_asks_for_is_forgotten(root, tls, monkeypatch
             await until(lambda: len(relay.source.live) == 0)
             monkeypatch.setattr(relay_live, "IDLE_S", 60.0)
             assert (await player.news(0)).group == 0
-            monkeypatch.setattr(relay_live, "MOST_LIVE", 0)
+            monkeypatch.setattr(relay_live, "MAX_LIVE", 0)
             other = type(SPACE)(SPACE.model, "1" * 64)
             assert (await player.get(EDGE_TRACK, namespace=other)).code == RequestCode.EXCESSIVE_LOAD

@@ -3,7 +3,7 @@
 import pytest
 
 from kvabr.codec.container import ObjectSpan
-from kvabr.link.transport import MOST_AHEAD_BYTES
+from kvabr.link.transport import MAX_AHEAD_BYTES
 from kvabr.moqt.messages import Fetch
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
 from kvabr.moqt.parameters import Parameters
@@ -56,7 +56,7 @@ class Quic:
         return True
 
     def feed(self, box, most=64 << 10):
-        return box.feed(MOST_AHEAD_BYTES - self.queued, most)
+        return box.feed(MAX_AHEAD_BYTES - self.queued, most)
 
 
 WHOLE = (GroupRange(0, 0, None),)
@@ -106,14 +106,14 @@ def test_ranges_of_groups_either_way_and_of_objects():
 def test_the_most_urgent_first_and_no_more_than_quic_can_use():
     quic = Quic()
     box = SendQueue(quic.send)
-    size = 3 * MOST_AHEAD_BYTES
+    size = 3 * MAX_AHEAD_BYTES
     for number, priority in ((1, 5), (2, 9), (3, 5)):
         box.add(sending(number, Track(size), priority=priority))
     order = []
     while len(box):
         done, _ = quic.feed(box)
         order += [job.request.number for job in done]
-        assert quic.queued < 2 * MOST_AHEAD_BYTES
+        assert quic.queued < 2 * MAX_AHEAD_BYTES
         quic.queued = 0
     assert order == [1, 3, 2]
 

@@ -70,9 +70,9 @@ ROWS = {
     "`requests-per-connection`, `requests`": [f"{DEFAULTS.requests_per_connection:,}, {DEFAULTS.requests:,}"],
     "streams that a peer may have open": [f"{tcp.STREAMS}, 100 with qh3"],  # see `test_streams`
     "over TCP": [size(frames.MAX_FRAME_BYTES), f"{tcp.RECORD_BYTES:,} bytes"],
-    "origin: assets that grow": [f"{live_assets.MOST_LIVE}; {live_assets.MOST_LIVE}, for {live_assets.LINGER_S:g} s"],
+    "origin: assets that grow": [f"{live_assets.MAX_LIVE}; {live_assets.MAX_LIVE}, for {live_assets.LINGER_S:g} s"],
     "origin: news of one asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
-    "groups of one subscription": [f"{subscriptions.MOST_STREAMS}"],
+    "groups of one subscription": [f"{subscriptions.MAX_STREAMS}"],
     "streams of a subscription": [sizes(requester.MAX_EARLY_OBJECTS_BYTES), sizes(requester.MAX_PARTIAL_BYTES)],
     "`requests-per-s`": [f"{DEFAULTS.requests_per_s:,.0f}"],
     "`memory-per-connection`": [
@@ -81,13 +81,13 @@ ROWS = {
     ],
     "`in-flight-per-connection`": [
         sizes(DEFAULTS.in_flight_per_connection, DEFAULTS.in_flight_per_address, DEFAULTS.in_flight),
-        f"at least {size(budgets.LEAST_IN_FLIGHT_BYTES)}",
+        f"at least {size(budgets.MIN_IN_FLIGHT_BYTES)}",
     ],
     "received of a connection": [
         size(backend.REQUESTS_CONNECTION_WINDOW), f"{size(backend.REQUESTS_STREAM_WINDOW)} a stream",
     ],
     "answers of one control stream": [size(endpoint.Endpoint.most_unread)],
-    "streams of ours that wait": [f"{endpoint._MOST_HELD:,}"],
+    "streams of ours that wait": [f"{endpoint._MAX_HELD:,}"],
     "a message, an object's header": [size(messages.MAX_MESSAGE_BYTES + 1), f"{wire.MAX_NAME_BYTES:,} bytes"],
     "bytes before SETUP": [size(session._MAX_EARLY_BYTES), size(session._MAX_PARTIAL_BYTES)],
     "digests in the name of a lookup": [f"{naming.MAX_PREFIX_DIGESTS}"],
@@ -99,12 +99,12 @@ ROWS = {
     "what was taken back": [f"{changes._MAX_MARKS:,}", size(changes.MAX_CHANGES_BYTES)],
     "relay: groups kept": [f"{round(1 / relay._TRANSIT_SHARE - 1)}/4, {share(relay._TRANSIT_SHARE)} of `--memory`"],
     "relay: catalogs and lookups": [
-        f"{share(relay._CATALOGS_SHARE)} of `--memory`, at least {size(relay_catalogs.LEAST_BYTES)}",
+        f"{share(relay._CATALOGS_SHARE)} of `--memory`, at least {size(relay_catalogs.MIN_BYTES)}",
     ],
     "relay: `--memory`": [size(relay.MEMORY_BYTES)],
-    "relay: assets that grow": [f"{relay_live.MOST_LIVE}; after {relay_live.IDLE_S:g} s"],
+    "relay: assets that grow": [f"{relay_live.MAX_LIVE}; after {relay_live.IDLE_S:g} s"],
     "relay: groups that it waits for": [
-        f"{relay_live._AHEAD_GROUPS}; {relay_groups.MOST_EXPECTED}, a quarter",
+        f"{relay_live._AHEAD_GROUPS}; {relay_groups.MAX_EXPECTED}, a quarter",
         "a quarter" if relay_groups._EXPECTED_SHARE == 1 / 4 else "another share",
     ],
     "relay: lookups asked": [f"{relay_catalogs._MAX_REQUESTS:,}"],
@@ -115,7 +115,7 @@ ROWS = {
     "origin: frames that are read at once": [size(asset.LOADED_BYTES)],
     "catalog asked for with a prompt": [
         size(lookup._HEAD_BYTES), f"{(lookup.MAX_TRACKS + 1) * lookup._ENTRY_BYTES:,} bytes x groups",
-        f"counted as {lookup._LEAST_GROUPS:,} at least",
+        f"counted as {lookup._MIN_GROUPS:,} at least",
     ],
     "every catalog": [size(catalog.MAX_CATALOG_BYTES), f"{catalog.MAX_TRACKS} tracks", "2^20 groups"],
     "of a catalog": [
@@ -130,7 +130,7 @@ ROWS = {
         f"{size(publisher._MAX_REQUEST_BYTES)}; {1 / publisher._REPLAY_EVERY_S:g} a second",
     ],
     "KV events heard": [
-        f"{size(events.MAX_MESSAGE_BYTES)}; {feed.MOST_WAITING:,}, {size(feed.MOST_WAITING_BYTES)}",
+        f"{size(events.MAX_MESSAGE_BYTES)}; {feed.MAX_WAITING:,}, {size(feed.MAX_WAITING_BYTES)}",
         f"{subscriber.REPLAY_S:g} s; 2^{HELD['max_blocks'].default.bit_length() - 1}",
     ],
     "relay, node: tokens and assets": [
@@ -153,7 +153,7 @@ ROWS = {
     "client: requests in flight": [f"{requests.MAX_IN_FLIGHT}"],
     "client: base of a group whose size": [
         f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}",
-        f"{live_feed._MOST_AHEAD} groups of a play",
+        f"{live_feed._MAX_AHEAD} groups of a play",
     ],
     "client: plays": [f"{CLIENT.plays}, {CLIENT.waiting}"],
     "client: groups kept": [sizes(CLIENT.memory_bytes, CLIENT.disk_bytes)],

@@ -18,7 +18,7 @@ FINEST: tl.constexpr = tl.constexpr(227)
 TOP: tl.constexpr = tl.constexpr(32767.0)
 ENERGY_BITS: tl.constexpr = tl.constexpr(13)
 LENGTH: tl.constexpr = tl.constexpr(65400**2 >> 13)
-MOST_HALVINGS: tl.constexpr = tl.constexpr(6)
+MAX_HALVINGS: tl.constexpr = tl.constexpr(6)
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds magnitudes below 2^22 to the nearest whole number, halves to even."""
 
@@ -165,7 +165,7 @@ def to_words(
         one = _word(even, unit)
         two = _word(odd, unit)
         energy += tl.sum((one * one + two * two) >> ENERGY_BITS, 0).to(tl.int64)
-    for step in tl.static_range(MOST_HALVINGS):
+    for step in tl.static_range(MAX_HALVINGS):
         exponent -= (energy >= (LENGTH << (2 * step))).to(tl.int32)
     unit = (exponent << 23).to(tl.float32, bitcast=True)
     total = tl.zeros((TOKENS,), tl.int64)

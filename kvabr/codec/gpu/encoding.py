@@ -83,6 +83,6 @@ def error_sums(
     for (rows, _), coded in zip(groups, torch.split(every, [len(coded) for _, coded in groups]), strict=True):
         exact = (rows[at] / step).clamp_(-32767, 32767)
         index = (exact - exact.clamp(-quantiser.dead, quantiser.dead)).round_()
-        error = exact.sub_(index.mul_(factor[:, None])).clamp_(-float(coder.MOST_ERROR), float(coder.MOST_ERROR))
+        error = exact.sub_(index.mul_(factor[:, None])).clamp_(-float(coder.MAX_ERROR), float(coder.MAX_ERROR))
         sums.append((error.mul_(coder.ERROR_UNIT).round_() * coded).to(torch.int64).sum(dim=1))
     return list(torch.stack(sums).cpu().numpy())

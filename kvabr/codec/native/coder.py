@@ -41,13 +41,13 @@ try:
 except ImportError:
     _kvcoder = None
 
-MOST_DEPTHS = 16
+MAX_DEPTHS = 16
 _BYTES_PER_THREAD = 1 << 22
 """Minimum bytes to copy per thread."""
 VARIABLE = "KVABR_CODER"
 ERROR_UNIT = 1024
 """Errors are summed as integers, in units of a step over this, exact in any order."""
-MOST_ERROR = np.float32(4095)
+MAX_ERROR = np.float32(4095)
 """Largest summed error of an element, in steps."""
 
 
@@ -290,8 +290,8 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
     with equal results. Needs little more memory than the smaller of one group and 128 tokens, in 16-bit numbers.
     """
     path = active_path()
-    if len(job.models) > MOST_DEPTHS:
-        raise FormatError(f"{len(job.models)} depths, at most {MOST_DEPTHS}")
+    if len(job.models) > MAX_DEPTHS:
+        raise FormatError(f"{len(job.models)} depths, at most {MAX_DEPTHS}")
     depths, transform, mean = tuple(map(_depth, job.models)), _transform(job.transform, path), mean_of(job)
     with (
         _target(job.transform, job.transform.scale(job.step, job.gains), job.first_token, job.out) as target,

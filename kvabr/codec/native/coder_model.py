@@ -22,9 +22,9 @@ from kvabr.types.errors import FormatError
 PROBABILITY_BITS = 12
 TOTAL = 1 << PROBABILITY_BITS
 """Sum of the frequencies of a table."""
-MOST_RADIUS = 126
-MOST_DELTA = 7
-MOST_NEAR = 8
+MAX_RADIUS = 126
+MAX_DELTA = 7
+MAX_NEAR = 8
 """Maximum contexts of tokens with references."""
 BUCKETS = 16
 _USUAL_ROWS = 2048
@@ -102,7 +102,7 @@ class CoderModel:
         need(0 < classes <= 256, f"{classes} classes, must be 1 to 256")
         need(int(self.row_class.max()) < classes, "a coefficient is of a class that does not exist")
         widest = int(self.radius.max())
-        need(widest <= MOST_RADIUS, f"a radius of {widest}, must be at most {MOST_RADIUS}")
+        need(widest <= MAX_RADIUS, f"a radius of {widest}, must be at most {MAX_RADIUS}")
         keep(self, "freqs", np.uint16, classes, -1, 2 * widest + 2)
         contexts = self.contexts
         need(contexts in (1, 3), f"{contexts} contexts, must be 1 or 3")
@@ -111,14 +111,14 @@ class CoderModel:
             keep(self.near, "bucket", np.uint8, contexts, BUCKETS)
             keep(self.near, "freqs", np.uint16, classes, -1, 2 * widest + 2)
             count = self.near.freqs.shape[1]
-            need(1 <= count <= MOST_NEAR, f"{count} contexts of references, must be 1 to {MOST_NEAR}")
+            need(1 <= count <= MAX_NEAR, f"{count} contexts of references, must be 1 to {MAX_NEAR}")
             need(int(self.near.bucket.max()) < count, "a context of references that does not exist")
             self._check_tables(self.near.freqs)
         keep(self, "flag_freq", np.uint16, 1 if contexts == 1 else 2, rows)
         lowest, highest = int(self.flag_freq.min()), int(self.flag_freq.max())
         need(lowest >= 1 and highest < TOTAL, f"a flag's probability must be 1 to {TOTAL - 1} of {TOTAL}")
         keep(self, "delta", np.uint8, classes)
-        need(int(self.delta.max()) <= MOST_DELTA, f"a delta of {int(self.delta.max())}, must be at most {MOST_DELTA}")
+        need(int(self.delta.max()) <= MAX_DELTA, f"a delta of {int(self.delta.max())}, must be at most {MAX_DELTA}")
         order = np.argsort(self.row_class, kind="stable").astype(np.uint32)
         order.flags.writeable = False
         object.__setattr__(self, "order", order)

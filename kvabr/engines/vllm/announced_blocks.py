@@ -18,7 +18,7 @@ from typing import Any
 
 from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksRemoved, KVBlocksStored, KVEvent
 
-MOST_BLOCKS = 1 << 19
+MAX_BLOCKS = 1 << 19
 """Blocks remembered for their removal."""
 _MAX_PENDING = 1024
 
@@ -26,7 +26,7 @@ _MAX_PENDING = 1024
 class AnnouncedBlocks:
     """Announced blocks and pending events; requests are vLLM's own objects."""
 
-    def __init__(self, block: int, ranks: int = 1, most: int = MOST_BLOCKS) -> None:
+    def __init__(self, block: int, ranks: int = 1, most: int = MAX_BLOCKS) -> None:
         """Start; a block has ``block`` tokens, and ``ranks`` workers publish a part each."""
         self._block, self._ranks, self._most = block, ranks, most
         self._announced: OrderedDict[bytes, None] = OrderedDict()

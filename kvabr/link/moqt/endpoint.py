@@ -14,7 +14,7 @@ from kvabr.moqt.events import Close, Event, Reset, Stop, Write
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, by_alpn
 
-_MOST_HELD = 1024
+_MAX_HELD = 1024
 """Most streams that wait for the peer's stream limit; a peer that causes more and allows none is hostile."""
 
 
@@ -153,8 +153,8 @@ class Endpoint(ABC):
             # The data is obsolete, but the stream must be opened: stream numbers have no gaps.
             waiting[:] = [Write(stream, b""), *(one for one in waiting if not isinstance(one, Write))]
         waiting.append(command)
-        if len(self._held) > _MOST_HELD:
-            session.close(SessionCode.INTERNAL_ERROR, f"more than {_MOST_HELD} streams wait for the stream limit")
+        if len(self._held) > _MAX_HELD:
+            session.close(SessionCode.INTERNAL_ERROR, f"more than {_MAX_HELD} streams wait for the stream limit")
 
     def safely(self, work: Callable[..., None], *arguments: Any) -> None:
         """Run ``work``; log an unexpected error and end the connection, so that it is never left half alive."""

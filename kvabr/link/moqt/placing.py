@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from kvabr.moqt.requester import NextPayload
 from kvabr.transfer.transfer import GroupTransfer
 
-_MOST_BUFFERS = 64
+_MAX_BUFFERS = 64
 """Buffers that are filled at a time; Linux allows 1,024."""
 
 
@@ -21,10 +21,10 @@ def place(payload: NextPayload, transfer: GroupTransfer, most: int) -> list[memo
     if allowed <= 0:
         return []
     whole, step = transfer.room(allowed), len(payload.follower)
-    headers = memoryview(bytearray(step * (_MOST_BUFFERS // 2)))
+    headers = memoryview(bytearray(step * (_MAX_BUFFERS // 2)))
     buffers = [whole[: payload.left]]
     at, left = len(buffers[0]), most - len(buffers[0])
-    while step and left > step and at < len(whole) and len(buffers) < _MOST_BUFFERS:
+    while step and left > step and at < len(whole) and len(buffers) < _MAX_BUFFERS:
         number = len(buffers) // 2
         part = whole[at : at + min(payload.size, left - step)]
         buffers += headers[number * step : (number + 1) * step], part

@@ -43,7 +43,7 @@ _MOVED_SHARE = 0.1
 """Share of such a time after which received bytes extend it, to save timer updates."""
 _TRIES, _PAUSE_S = 3, 0.05
 """GETs for the same bytes, and the pause before the next if the store is busy; doubled each time."""
-_PART_S, _MOST_PART_BYTES = 0.005, 1 << 20
+_PART_S, _MAX_PART_BYTES = 0.005, 1 << 20
 """Progress is reported at most every this many seconds or bytes: reports take processor time, but estimators need the
 times of bytes."""
 _LATE_S, _LATE_SHARE = 0.05, 2.0
@@ -242,7 +242,7 @@ class StoreConnection(PeerConnection):
 
     async def _receive(self, transfer: RangeTransfer, arriving: Arriving) -> None:
         begun_s = time.monotonic()
-        part_bytes = int(min(_MOST_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
+        part_bytes = int(min(_MAX_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
         span = transfer.key, transfer.begin, transfer.end
         if self._direct is not None:
             await self._direct.receive(*span, arriving, part_bytes=part_bytes, urgent=not transfer.kind)

@@ -3,7 +3,7 @@
 No I/O, no clock. Rules:
 
 1. A lane carries one GET at a time. Few lanes fill a link; more would only fill its queue, where urgent bytes wait.
-2. The most urgent piece goes first. Waiting pieces that adjoin it in the object join its GET, up to `MOST_BYTES`, if
+2. The most urgent piece goes first. Waiting pieces that adjoin it in the object join its GET, up to `MAX_BYTES`, if
    they are of the same kind: needed, needed on a dearer track, or an upgrade (`kvabr.player.requests`).
 3. Waiting pieces are divided among the free lanes: one GET for all would leave lanes idle.
 4. The spare lane is for needed pieces while the others carry less needed ones. After a cancelled GET, bytes are still
@@ -16,19 +16,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvabr.player.requests import DEARER, LEAST_URGENT
+from kvabr.player.requests import DEARER, UPGRADE_PRIORITY
 
 LANES, SPARE_LANES = 4, 1
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Most bytes of a GET of several pieces."""
-LEAST_BYTES = 64 << 10
+MIN_BYTES = 64 << 10
 """Pieces of up to this size together are not divided among lanes."""
 KEEP_BYTES = 256 << 10
 """Most unwanted bytes that are received so that the connection survives. About as many arrive after a GET is cancelled
 at 100 Mbit/s."""
 _UNWANTED = 3
 """Kind of a GET without a wanted piece."""
-_MOST_RESTS = 4
+_MAX_RESTS = 4
 """Most GETs without a wanted piece that are received to their end."""
 
 
@@ -50,7 +50,7 @@ class Piece:
     @property
     def kind(self) -> int:
         """Purpose: 0 is needed, 1 is needed on a dearer track, 2 is an upgrade."""
-        return (self.priority >= DEARER) + (self.priority >= LEAST_URGENT)
+        return (self.priority >= DEARER) + (self.priority >= UPGRADE_PRIORITY)
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +127,7 @@ class Lanes:
             return transfer
         self._busy.discard(transfer)
         self._rests[transfer] = None
-        return next(iter(self._rests)) if len(self._rests) > _MOST_RESTS else None
+        return next(iter(self._rests)) if len(self._rests) > _MAX_RESTS else None
 
     def prioritise(self, piece: Piece, priority: int) -> None:
         """Change a piece's priority. A running GET is unaffected: HTTP/1.1 has no priorities."""
@@ -173,7 +173,7 @@ class Lanes:
                 return None
         alike = [piece for piece in self._waiting if piece.kind == first.kind]
         total = sum(piece.end - piece.begin for piece in alike)
-        room = min(MOST_BYTES, max(LEAST_BYTES, -(-total // max(1, free))))
+        room = min(MAX_BYTES, max(MIN_BYTES, -(-total // max(1, free))))
         pieces = _adjoining(first, alike, room)
         transfer = RangeTransfer(first.key, pieces[0].begin, pieces[-1].end, pieces, spare, pieces[0].begin)
         for piece in pieces:

@@ -21,7 +21,7 @@ from kvabr.types.errors import TransportError
 from kvabr.types.installing import WHERE, extra
 from kvabr.types.peer import Quic
 
-_MOST_GAPS = 1024
+_MAX_GAPS = 1024
 """Most gaps in the received data of a stream, with aioquic, which scans all of them for each frame. Only a window with
 losses above 14 % has more."""
 
@@ -110,14 +110,14 @@ def _quiet_goodbye(record: logging.LogRecord) -> bool:
 
 @cache
 def _limit_gaps() -> None:
-    """Let aioquic end connections with more than `_MOST_GAPS` gaps in a stream."""
+    """Let aioquic end connections with more than `_MAX_GAPS` gaps in a stream."""
     receiver: Any = import_module("aioquic.quic.stream").QuicStreamReceiver
     failed: Any = import_module("aioquic.quic.connection").QuicConnectionError
     handle = receiver.handle_frame
 
     def handle_frame(self: Any, frame: Any) -> Any:
-        if len(self._ranges) > _MOST_GAPS:
-            raise failed(error_code=_INTERNAL_ERROR, frame_type=0x8, reason_phrase=f"more than {_MOST_GAPS} gaps")
+        if len(self._ranges) > _MAX_GAPS:
+            raise failed(error_code=_INTERNAL_ERROR, frame_type=0x8, reason_phrase=f"more than {_MAX_GAPS} gaps")
         return handle(self, frame)
 
     receiver.handle_frame = handle_frame

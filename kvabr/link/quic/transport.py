@@ -13,7 +13,7 @@ from typing import Any
 
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.link.quic.backend import QuicLibrary
-from kvabr.link.transport import LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES, StreamTransport
+from kvabr.link.transport import MAX_AHEAD_BYTES, MIN_AHEAD_BYTES, StreamTransport
 from kvabr.moqt.codes import SessionCode, name_of
 
 _CRYPTO_ERROR = 0x100
@@ -85,7 +85,7 @@ class QuicTransport(StreamTransport):
 
     def ahead(self) -> int:
         """Return one congestion window, within bounds: the bytes that the library can send now."""
-        return min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, int(self._path.congestion_window)))
+        return min(MAX_AHEAD_BYTES, max(MIN_AHEAD_BYTES, int(self._path.congestion_window)))
 
     def in_flight(self) -> int:
         return 0 if self._path is None else int(self._path.bytes_in_flight)

@@ -17,7 +17,7 @@ _RECORD = 16 << 10
 """Most bytes in a TLS record."""
 _SEALED_BYTES = 7 * _RECORD
 """Bytes encrypted at a time: malloc still reuses memory of this size."""
-_MOST_RECORD = 5 + _RECORD + 256
+_MAX_RECORD = 5 + _RECORD + 256
 """Most bytes in an encrypted record with its header (RFC 8446, section 5.2)."""
 _CIPHER_BYTES = 256 << 10
 """Bytes that a client reads at a time."""
@@ -51,7 +51,7 @@ class TlsChannel:
         self.sock = sock
         self._incoming, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._sealed, server_side=server, server_hostname=host)
-        self._cipher = memoryview(bytearray(_MOST_RECORD if server else _CIPHER_BYTES))
+        self._cipher = memoryview(bytearray(_MAX_RECORD if server else _CIPHER_BYTES))
         self._begin = self._end = 0
         """Range of ``_cipher`` that was received and not yet given to TLS."""
         self._empty_records = self._empty_bytes = 0
@@ -191,7 +191,7 @@ class TlsChannel:
         most = at + (_RECORD if self._empty_bytes else _SLICE_BYTES)
         while end - at >= 5 and at < most and records < _SLICE_RECORDS:
             size = 5 + (cipher[at + 3] << 8) + cipher[at + 4]
-            if cipher[at] not in _RECORD_TYPES or size > _MOST_RECORD:
+            if cipher[at] not in _RECORD_TYPES or size > _MAX_RECORD:
                 return records + 1, end
             if size > end - at:
                 break

@@ -27,7 +27,7 @@ from functools import cache
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.link.tcp.channel import EmptyRecordsError, TlsChannel
 from kvabr.link.tcp.tls import PREFIX
-from kvabr.link.transport import LEAST_AHEAD_BYTES, StreamTransport
+from kvabr.link.transport import MIN_AHEAD_BYTES, StreamTransport
 from kvabr.moqt.codes import SessionCode, name_of
 from kvabr.qmux.connection import (
     Buffer,
@@ -42,8 +42,8 @@ from kvabr.qmux.connection import (
 )
 from kvabr.qmux.frames import QuicCode, TransportParameters
 
-MOST_AHEAD_BYTES = 1 << 20
-RECORD_BYTES = MOST_AHEAD_BYTES + 64
+MAX_AHEAD_BYTES = 1 << 20
+RECORD_BYTES = MAX_AHEAD_BYTES + 64
 """The longest accepted record. Records are not buffered: their data is passed on as it arrives."""
 AHEAD_S = 0.004
 """Seconds of the path's rate that may wait in this process, and as much in the kernel: urgent data waits for them."""
@@ -166,7 +166,7 @@ class QmuxTransport(StreamTransport):
         """Start of the current rate measurement, and the bytes received since."""
         self._busy = self._again = False
         """Whether `flush` is running, and was called again meanwhile."""
-        self._ahead = LEAST_AHEAD_BYTES
+        self._ahead = MIN_AHEAD_BYTES
         self._low_water = 0
         self._active_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -540,7 +540,7 @@ class QmuxTransport(StreamTransport):
     def _adapt(self) -> None:
         """Adapt the unsent bytes, here and in the kernel, to a few milliseconds of the path's rate."""
         self._info.read(self._loop.time())
-        ahead = min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, int(self._info.rate * AHEAD_S)))
+        ahead = min(MAX_AHEAD_BYTES, max(MIN_AHEAD_BYTES, int(self._info.rate * AHEAD_S)))
         if not self._low_water or not 0.5 < ahead / self._ahead < 2:
             self._ahead = ahead
             with contextlib.suppress(OSError, AttributeError):

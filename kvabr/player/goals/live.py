@@ -14,9 +14,9 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 from kvabr.types.events import GroupsPublished, ProducerStopped, SoonerAlone
 
-_MOST_PACE = 4.0
+_MAX_PACE = 4.0
 """Maximum factor between observed and expected pace in extrapolations."""
-_LEAST_LOOK_S = 0.01
+_MIN_LOOK_S = 0.01
 """Minimum seconds between checks for layers worth the wait."""
 _LATE, _LATE_S = 4.0, 0.25
 """Layers are too late after this multiple of the announced time plus this many seconds."""
@@ -106,7 +106,7 @@ class LiveEdge:
             return expected[group] + max(0.0, now - expected[0])
         pace, since_s = 1.0, expected[self.edge - 1]
         if (planned_s := since_s - expected[self._firsts - 1]) > 0:
-            pace = min(max((self._last_s - self._first_s) / planned_s, 1.0 / _MOST_PACE), _MOST_PACE)
+            pace = min(max((self._last_s - self._first_s) / planned_s, 1.0 / _MAX_PACE), _MAX_PACE)
         late_s = max(0.0, now - self._last_s - pace * (expected[self.edge] - since_s))
         return self._last_s + pace * (expected[group] - since_s) + late_s
 
@@ -208,7 +208,7 @@ class LivePlay:
                     best = max(best, gain - view.time_price * carried_s)
             saved += best
         if saved > 0.0 and saved > view.time_price * (soonest_s + view.ttfb_s):
-            self.look_s = now + max(soonest_s, _LEAST_LOOK_S)
+            self.look_s = now + max(soonest_s, _MIN_LOOK_S)
             return True
         return False
 

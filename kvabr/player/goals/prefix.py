@@ -10,7 +10,7 @@ from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.loss import predicted_loss
 
-_MOST_CUTS = 64
+_MAX_CUTS = 64
 """Number of possible cuts for a prefix with too much loss; half as many make the cut twice as coarse."""
 
 
@@ -51,7 +51,7 @@ class PrefixAim(WholeAim):
             here = used = play.view.solid if play.record.used is None else play.record.used
             tracks, groups = [play.record.groups[group].track or "" for group in range(used)], play.catalog.groups
             while used and predicted_loss(play.catalog, [*tracks[:used], *(RECOMPUTED,) * (groups - used)]) > most:
-                used = play.catalog.cut(max(0, used - 1 - here // _MOST_CUTS))
+                used = play.catalog.cut(max(0, used - 1 - here // _MAX_CUTS))
             if used < here:
                 play.record.used = used
                 cut = f"more of it would lose more than max_loss, {most:g} nats per token"

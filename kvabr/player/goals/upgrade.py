@@ -18,7 +18,7 @@ from kvabr.player.session_types import UpgradeGoal
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 
-_MOST_WAITING = 4
+_MAX_WAITING = 4
 """Maximum groups waiting for decoding or admission before requests pause."""
 _SILENT = 5.0
 """Deadline lengths of silence that end the play."""
@@ -100,7 +100,7 @@ class UpgradeAim(WholeAim):
 
     def has_room(self) -> bool:
         """See `WholeAim.has_room`."""
-        return self.play.undecoded() < _MOST_WAITING
+        return self.play.undecoded() < _MAX_WAITING
 
     def _done(self) -> bool:
         while self._best < self.play.view.groups and self._is_best(self._best):

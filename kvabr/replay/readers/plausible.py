@@ -13,8 +13,8 @@ from kvabr.replay.trace import Trace
 
 FASTEST, SLOWEST = 1e12 / 8, 1e3 / 8
 """Range of a file's mean rate, bytes per second."""
-LONGEST_STEP_S = 600.0
-LONGEST_S = 366 * 86400.0
+MAX_STEP_S = 600.0
+MAX_S = 366 * 86400.0
 _SINCE_BOOT_S = 1e9
 
 
@@ -71,7 +71,7 @@ def check(source: TraceFile, traces: Sequence[Trace], *, rate_option: str, time_
     if not time_option:
         return
     step = statistics.median(end - start for trace in traces for start, end, _ in trace.segments())
-    if step > LONGEST_STEP_S:
+    if step > MAX_STEP_S:
         raise source.question(f"samples of {step:.4g} s are unlikely", time_option, value or "UNIT")
-    if total > LONGEST_S:
+    if total > MAX_S:
         raise source.question(f"a length of {total / 86400:.4g} days is unlikely", time_option, value or "UNIT")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVEvent
 
-MOST_WAITING = 4096
-MOST_WAITING_BYTES = 64 << 20
+MAX_WAITING = 4096
+MAX_WAITING_BYTES = 64 << 20
 
 
 class EventFeed:
@@ -52,7 +52,7 @@ class EventFeed:
             self.wanted = self._next or 0
         self._waiting.append((number, topic, events, nbytes))
         self._waiting_bytes += nbytes
-        if len(self._waiting) > MOST_WAITING or self._waiting_bytes > MOST_WAITING_BYTES:
+        if len(self._waiting) > MAX_WAITING or self._waiting_bytes > MAX_WAITING_BYTES:
             self.replay_ended()
 
     def replayed(self, number: int, topic: str, events: Sequence[KVEvent]) -> None:

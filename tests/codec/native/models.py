@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import MOST_NEAR, CoderModel, DecodeJob, Index, NearTables, frequencies
+from kvabr.codec.native.coder_model import MAX_NEAR, CoderModel, DecodeJob, Index, NearTables, frequencies
 from kvabr.codec.native.references import References, join_references, tiles
 from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.kv import KVSpec, RopeSpec
@@ -23,7 +23,7 @@ def coder_model(dice: np.random.Generator, rows: int, *, refines: bool) -> Coder
     radius = dice.choice(_RADII, classes).astype(np.uint8)
     freqs = np.zeros((classes, contexts, 2 * int(radius.max()) + 2), np.uint16)
     _fill(dice, freqs, radius)
-    count = int(dice.integers(1, MOST_NEAR + 1))
+    count = int(dice.integers(1, MAX_NEAR + 1))
     near = NearTables(
         dice.integers(0, count, (contexts, 16)).astype(np.uint8), np.zeros((classes, count, freqs.shape[2]), np.uint16)
     )

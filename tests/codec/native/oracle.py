@@ -20,7 +20,7 @@ from kvabr.codec.coefficients import Coefficients
 from kvabr.codec.gpu.tables import lookup
 from kvabr.codec.inverse import BIGGEST, Inverse
 from kvabr.codec.native import coder, placing
-from kvabr.codec.native.coder import ERROR_UNIT, MOST_ERROR
+from kvabr.codec.native.coder import ERROR_UNIT, MAX_ERROR
 from kvabr.codec.native.coder_model import (
     PROBABILITY_BITS,
     TOTAL,
@@ -282,7 +282,7 @@ def error_sums(
     exact, dead = rows[which][:, coded] / np.float32(quantiser.step), np.float32(quantiser.dead)
     exact = exact.clip(-32767, 32767)
     error = exact - gains[:, None] * np.rint(exact - exact.clip(-dead, dead))
-    units = np.rint(error.clip(-MOST_ERROR, MOST_ERROR) * np.float32(ERROR_UNIT))
+    units = np.rint(error.clip(-MAX_ERROR, MAX_ERROR) * np.float32(ERROR_UNIT))
     sums: NDArray[np.int64] = units.astype(np.int64).sum(axis=1)
     return sums
 
@@ -474,7 +474,7 @@ _ENERGY_BITS = 13
 """Squares are summed in units of 2 to the power of this."""
 _LENGTH = 65400**2 >> _ENERGY_BITS
 """Energy of the longest vector; rounding may add 136 to its length."""
-_MOST_HALVINGS = 6
+_MAX_HALVINGS = 6
 
 
 def _power(exponent: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -492,6 +492,6 @@ def _halvings(whole: NDArray[np.float32]) -> NDArray[np.int32]:
     squares = np.pad(whole.astype(np.int64) ** 2, ((0, len(whole) % 2), (0, 0)))
     # Two by two, as processors multiply; what rounding down leaves out is at most one for each pair.
     energy = ((squares[::2] + squares[1::2]) >> _ENERGY_BITS).sum(axis=0) + len(squares) // 2
-    steps = _LENGTH << 2 * np.arange(_MOST_HALVINGS)
+    steps = _LENGTH << 2 * np.arange(_MAX_HALVINGS)
     out: NDArray[np.int32] = (energy >= steps[:, None]).sum(axis=0).astype(np.int32)
     return out

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvabr.link.objects.lanes import KEEP_BYTES, MOST_BYTES, Lanes
+from kvabr.link.objects.lanes import KEEP_BYTES, MAX_BYTES, Lanes
 
 K = 1 << 10
 NEEDED, DEARER, UPGRADE = 10, 70, 200
@@ -39,7 +39,7 @@ def test_a_merged_get_has_at_most_a_megabyte():
     want(lanes, [300 * K] * 16)
     begun = lanes.due()
     assert ranges(begun) == [("s", first * K, (first + 900) * K) for first in (0, 900, 1800, 2700)]
-    assert all(one.end - one.begin <= MOST_BYTES for one in begun)
+    assert all(one.end - one.begin <= MAX_BYTES for one in begun)
     lanes.ended(begun[1])
     assert ranges(lanes.due()) == [("s", 3600 * K, 4500 * K)]
     lanes = Lanes()
@@ -111,7 +111,7 @@ def test_what_is_needed_never_carries_what_is_needed_less(one, other):
 
 def test_the_spare_lane_is_for_what_is_needed_more_than_something_under_way():
     lanes = Lanes()
-    want(lanes, [MOST_BYTES] * 6, priority=UPGRADE)
+    want(lanes, [MAX_BYTES] * 6, priority=UPGRADE)
     assert [one.spare for one in lanes.due()] == [False] * 4
     want(lanes, [K], key="urgent")
     (urgent,) = lanes.due()
@@ -134,7 +134,7 @@ def test_bytes_are_given_to_the_pieces_that_they_belong_to():
 
 def test_a_get_of_which_nobody_wants_much_of_the_rest_is_ended_and_frees_its_lane():
     lanes = Lanes(lanes=1, spare=0)
-    first, second = want(lanes, [MOST_BYTES // 2] * 2)
+    first, second = want(lanes, [MAX_BYTES // 2] * 2)
     (transfer,) = lanes.due()
     assert lanes.cancel(second) is None
     want(lanes, [K], key="next")

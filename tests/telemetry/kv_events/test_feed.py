@@ -90,9 +90,9 @@ def test_a_number_that_is_not_higher_begins_anew(again):
 
 
 def test_what_waits_is_bounded(monkeypatch):
-    monkeypatch.setattr(feeds, "MOST_WAITING", 3)
+    monkeypatch.setattr(feeds, "MAX_WAITING", 3)
     assert Heard().publish(0, 5, 6, 7, 8).log == [0, "forgotten", 5, 6, 7, 8]
-    monkeypatch.setattr(feeds, "MOST_WAITING_BYTES", 10)
+    monkeypatch.setattr(feeds, "MAX_WAITING_BYTES", 10)
     heard = Heard().publish(0)
     for number in (5, 6):
         heard.feed.receive(number, "t", events(number), 6)

@@ -36,7 +36,7 @@ _RAMP_START = 1 / 64
 """Initial rate of a slow start, as a share of the plateau."""
 _TAIL = 1.5
 """Exponent of the tail of flow sizes: the mean exists, the variance does not."""
-_LARGEST_FLOW = 1000.0
+_MAX_FLOW = 1000.0
 """Largest flow relative to the smallest; otherwise one flow could outlast the trace."""
 _KBIT = 125.0
 _MAX_MBPS = 1e7
@@ -118,9 +118,9 @@ class Dice:
         return math.exp(sigma * normal)
 
     def pareto(self, mean: float) -> float:
-        """Return a number with a Pareto tail, bounded at `_LARGEST_FLOW` times the least."""
+        """Return a number with a Pareto tail, bounded at `_MAX_FLOW` times the least."""
         least = mean * (_TAIL - 1) / _TAIL
-        return least * min(_LARGEST_FLOW, math.pow(self.positive(), -1 / _TAIL))
+        return least * min(_MAX_FLOW, math.pow(self.positive(), -1 / _TAIL))
 
     def other(self, state: int) -> int:
         """Return one of the other states, all equally likely."""
