@@ -14,14 +14,11 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-from urllib.parse import quote, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from kvabr.store.failures import UNREADABLE, Failure, strange
 from kvabr.store.names import PROBES
-from kvabr.store.obstore_clients import endpoint_of, load_obstore, make_client
+from kvabr.store.obstore_clients import load_obstore, make_client
 from kvabr.store.store import PART_BYTES, Store, StoredObject
 from kvabr.store.url import WEB, StoreUrl
 from kvabr.types.backoff import scattered
@@ -54,7 +51,6 @@ _TRIES, _BACKOFF_S = 3, 0.1
 _RENEW_S = 1.0
 """Seconds for which credentials are not read again."""
 _DELETED_AT_ONCE = 1000
-_SIGNED_FOR = timedelta(hours=1)
 IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {"a": "public, max-age=5", "i": "public, max-age=5", "probe": "no-store"}
 """`Cache-Control` by the first part of a name; `IMMUTABLE` for the others."""
@@ -178,29 +174,6 @@ class CloudStore(Store):
                 yield StoredObject(name, meta["size"], meta["last_modified"].timestamp())
         if after is None:
             await self._check_answers()
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether `address` may be asked: the store needs neither TLS nor a proxy."""
-        direct = urlsplit(self._plain())
-        return bool(direct.hostname) and ("http" not in getproxies() or bool(proxy_bypass(str(direct.hostname))))
-
-    async def address(self, key: str) -> str:
-        """Return the URL of an object on plain HTTP, signed for GETs within an hour if we have credentials."""
-        path = self._path(key)
-        if self.parsed.scheme in WEB or self.parsed.anonymous:
-            return f"{self._plain()}/{quote(path)}"
-        sign = load_obstore().sign_async
-        return await self._tried(key, "cannot be read", lambda: sign(self._reader(), "GET", path, _SIGNED_FOR), tries=1)
-
-    def _plain(self) -> str:
-        """Return the URL without TLS that keys are below; empty if there is none."""
-        where = self.parsed
-        if where.scheme == "http":
-            return f"http://{where.bucket}"
-        endpoint = endpoint_of(where)
-        plain = where.scheme == "s3" and endpoint.startswith("http:")
-        return f"{endpoint.rstrip('/')}/{where.bucket}" if plain else ""
 
     # ------------------------------------------------------- writing
 

@@ -138,11 +138,6 @@ class Failure:
             cause = next((cause for word, cause in _CAUSES.items() if word in account[:8000]), "")
         return cls(kind, status, code, cause)
 
-    @classmethod
-    def of_status(cls, status: int) -> Failure:
-        """Classify the status of an unsuccessful HTTP answer."""
-        return cls(_kind(ValueError(), "", status, ""), status)
-
     def error(self, where: str, what: str) -> TransportError:
         """Return the error to raise: ``what`` failed, such as "cannot be read", at the URL ``where``."""
         details = f" ({self.details})" if self.details else ""

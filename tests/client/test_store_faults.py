@@ -10,7 +10,6 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.link.objects import connection as store_connection
-from kvabr.link.objects import lanes
 from kvabr.store.locations import open_asset, open_objects
 from kvabr.store.store import listing
 from kvabr.transfer.interface import read_all
@@ -19,7 +18,6 @@ from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, Re
 from tests.client.served import LIMIT_S
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
-from tests.server.relays import until
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
@@ -263,39 +261,3 @@ async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
         store_of(connection)._soonest = (0.02, time.monotonic())
         assert await limits() == {"publisher"}
-
-
-async def test_what_is_urgent_after_cancelled_gets_needs_no_new_connection(stored, short, monkeypatch):
-    monkeypatch.setattr(lanes, "KEEP_BYTES", 0)
-    monkeypatch.setattr(lanes, "MIN_BYTES", 1)
-    url, keys = stored
-    size, silent = short.by_name["FP16"].bytes, True
-    async with (
-        WebServer(url, [lambda asked, _: Fault(silent=True) if asked in keys and silent else None]) as server,
-        dialling(server.url) as connection,
-    ):
-        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
-        store = store_of(connection)
-        direct = store._direct
-        dial = direct._dial
-
-        async def fail(*_):
-            raise ConnectionLostError("a new connection")
-
-        for _ in range(3):
-            silent = True
-            await store._warming
-            downloads = [
-                connection.fetch(short.namespace, "FP16", group, limit=size[group], exact=True, priority=200)
-                for group in range(lanes.LANES)
-            ]
-            await until(lambda: len(store._transfers) == lanes.LANES and len(next(iter(direct._idle.values()))) == 1)
-            silent = False
-            monkeypatch.setattr(direct, "_dial", fail)
-            for download in downloads:
-                download.cancel()
-            urgent = connection.fetch(short.namespace, "FP16", 0, limit=size[0], exact=True, priority=0)
-            assert len(await read_all(urgent)) == size[0]
-            await store._warming
-            monkeypatch.setattr(direct, "_dial", dial)
-            store._warm()

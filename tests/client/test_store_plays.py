@@ -9,9 +9,7 @@ from kvabr.client.lookup import fetch_catalog, find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import NothingCached, Played
-from kvabr.store.cloud import CloudStore
 from kvabr.store.locations import open_asset
-from kvabr.transfer.transfer import ReceiveBuffer
 from kvabr.types.errors import NotFoundError, UsageError
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.peer import PeerOptions
@@ -173,20 +171,3 @@ def test_wrong_urls_and_options_are_refused_before_anything_is_asked(url, option
     with pytest.raises(UsageError, match=why) as caught:
         AsyncClient(url, PeerOptions(**options))
     assert "secret" not in str(caught.value)
-
-
-async def test_groups_of_a_plain_web_server_are_received_in_place(store, monkeypatch):
-    copied, append = [], ReceiveBuffer.append
-
-    def counting(buffer, part):
-        if buffer._exact:
-            copied.append(len(part))
-        append(buffer, part)
-
-    monkeypatch.setattr(ReceiveBuffer, "append", counting)
-    monkeypatch.setattr(CloudStore, "stream", None)  # nothing comes through obstore but what is small
-    async with WebServer(store) as server:
-        got = await played(server.url, policy="fixed:FP16")
-    assert set(got.coverage) == {"FP16"}
-    assert close(got.kv, LONG, error=1e-5)
-    assert copied == []

@@ -1,149 +1,32 @@
-"""Answers of stores and caches over HTTP: to the requests that are sent and read here, and to those of obstore.
+"""Answers of stores and caches over HTTP, as obstore reads them.
 
 An input is a list of parts with `SEPARATOR` between them. The first byte of the first part says how answers are cut.
 Each other part is what comes behind one request, from its status line on; after the last one the server has gone.
 """
 
-import asyncio
 import contextlib
 import re
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from unittest.mock import patch
 
 from kvabr.store import cloud
 from kvabr.store.cloud import CloudStore
-from kvabr.store.direct import _MAX_HEAD_BYTES, DirectReader
 from kvabr.store.failures import _KINDS_BY_TYPE, Failure
 from kvabr.store.store import exists
-from kvabr.types.errors import ConnectionLostError, StoreError, TransportError
-from tests.fuzz.target import SEPARATOR, Target, chunks, family
+from kvabr.types.errors import StoreError, TransportError
+from tests.fuzz.target import SEPARATOR, Target, family
 
-_RANGES = ((5, 25), (0, 20), (5, 25))
-"""What is asked for, one after the other."""
+_RANGE = (5, 25)
 _BODY = bytes(range(100, 120))
 _HANGS_S = 60.0
-_TURNS = 60
-"""Turns of the event loop within which an answer is read to its end."""
-
-
-class _Taken:
-    """A sink that lends a few bytes at a time."""
-
-    def __init__(self, step: int, size: int) -> None:
-        self.data, self._step, self._left = bytearray(), step, size
-        self._room = memoryview(b"")
-
-    def room(self) -> memoryview:
-        assert self._left > 0, "room for more than was asked for"
-        self._room = memoryview(bytearray(min(self._step, self._left)))
-        return self._room
-
-    def took(self, count: int) -> None:
-        assert 0 < count <= len(self._room)
-        self.data += self._room[:count]
-        self._left -= count
-
-
-class _Reader(DirectReader):
-    """A reader whose connections are pairs of sockets; a task at the other end answers."""
-
-    def __init__(self, answers: Sequence[bytes], cut: int) -> None:
-        super().__init__(CloudStore("http://store.example/below"))
-        self._answers, self._cut = list(answers), cut
-        self.peers: list[asyncio.Task[None]] = []
-        self.over = 0
-        """Requests that have ended."""
-
-    async def _dial(self, _host: str, _port: int) -> socket.socket:
-        if not self._answers:
-            raise ConnectionLostError("nobody listens")
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setblocking(False)
-        self.peers.append(asyncio.get_running_loop().create_task(self._answer(theirs)))
-        return ours
-
-    async def _answer(self, link: socket.socket) -> None:
-        loop, heard = asyncio.get_running_loop(), b""
-        with link, contextlib.suppress(ConnectionError):
-            while self._answers:
-                while b"\r\n\r\n" not in heard:
-                    if not (came := await loop.sock_recv(link, 4096)):
-                        return
-                    heard += came
-                _, _, heard = heard.partition(b"\r\n\r\n")
-                over = self.over
-                for piece in chunks(self._answers.pop(0), self._cut):
-                    await loop.sock_sendall(link, piece)
-                    await asyncio.sleep(0)
-                for _ in range(_TURNS):
-                    await asyncio.sleep(0)
-                if self.over == over:
-                    return  # it waits for more; who waits for how long is its caller's business
-
-
-async def _received(answers: Sequence[bytes], cut: int) -> list[tuple[bytes, type[Exception] | None]]:
-    """Return what came of each range, and how its request failed."""
-    reader, found = _Reader(answers, cut), list[tuple[bytes, type[Exception] | None]]()
-    try:
-        for begin, end in _RANGES:
-            sink, why = _Taken((7, 1 << 16)[cut & 1], end - begin), None
-            try:
-                async with asyncio.timeout(_HANGS_S):
-                    await reader.receive("s/key", begin, end, sink, part_bytes=1 + cut % 9)
-                assert len(sink.data) == end - begin
-            except TransportError as error:
-                why = type(error)
-                _told(error)
-            reader.over += 1
-            found.append((bytes(sink.data), why))
-            assert sum(map(len, reader._idle.values())) <= 1
-    finally:
-        await reader.close()
-        for peer in reader.peers:
-            peer.cancel()
-        await asyncio.gather(*reader.peers, return_exceptions=True)
-    return found
 
 
 def _told(error: Exception) -> None:
     assert len(str(error)) < 600
     assert str(error).isprintable()
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.new_event_loop()
-
-
-def _direct(data: bytes) -> bool:
-    how, *answers = data.split(SEPARATOR)
-    answers = answers[:6]
-    whole = _loop().run_until_complete(_received(answers, 0))
-    cut = _loop().run_until_complete(_received(answers, how[0])) if how and how[0] else whole
-    for found in (whole[0], cut[0]):
-        _check(answers[0] if answers else b"", *found)
-    # Bytes behind the answer are noticed if they come with it.
-    assert whole[0][1] is not None or cut[0] == whole[0]
-    return any(why is None for _, why in whole)
-
-
-def _check(answer: bytes, came: bytes, why: type[Exception] | None) -> None:
-    """Only the range that was asked for is taken, whatever the rest of the head says."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    if came or why is None:
-        begin, end = _RANGES[0]
-        assert body.startswith(came)
-        assert len(head) < _MAX_HEAD_BYTES
-        assert re.match(rb"HTTP/1\.1 206\b", head)
-        assert re.search(rb"\ncontent-length:[ \t]*0*%d[ \t]*(\r\n|$)" % (end - begin), head, re.IGNORECASE)
-        assert re.search(
-            rb"\ncontent-range:[ \t]*bytes 0*%d-0*%d/" % (begin, end - 1), head, re.IGNORECASE
-        )  # fmt: skip
-        assert not re.search(rb"\ntransfer-encoding:", head, re.IGNORECASE)
 
 
 def _failure(data: bytes) -> bool:
@@ -218,7 +101,7 @@ def _listed(bucket: CloudStore) -> bool:
 
 
 def _read(bucket: CloudStore) -> bool:
-    begin, end = _RANGES[0]
+    begin, end = _RANGE
     return len(bucket.blocked(bucket.get("a/x", begin, end, limit=end - begin))) <= end - begin
 
 
@@ -228,19 +111,6 @@ def _there(bucket: CloudStore) -> bool:
 
 def _written(bucket: CloudStore) -> bool:
     return bucket.blocked(bucket.put_new("m/x", b"data"))
-
-
-def _valid_answers() -> list[bytes]:
-    length = b"Content-Length: 20\r\n"
-    first = b"HTTP/1.1 206 Partial Content\r\ncontent-range: bytes 5-24/300\r\n" + length + b"\r\n" + _BODY
-    second = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-19/*\r\nConnection: keep-alive\r\n" + length + b"\r\n" + _BODY
-    whole = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Encoding: identity\r\n" + length + b"\r\n" + _BODY
-    busy = b"HTTP/1.1 503 Slow Down\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-    coded = first.replace(b"content-range", b"Transfer-Encoding: chunked\r\ncontent-range")
-    return [
-        SEPARATOR.join(parts)
-        for parts in ((b"\0", first, second, first), (b"\x03", first, whole, busy), (b"\x30", coded, second))
-    ]
 
 
 def _page(inner: bytes, more: bytes = b"") -> bytes:
@@ -269,7 +139,6 @@ def _valid_head(content_range: bytes, size: int) -> bytes:
 
 
 RESPONSES = family(
-    Target(_direct, _valid_answers),
     Target(
         _failure,
         lambda: [b"\x06Server returned non-2xx status code: 503 Slow: <Code>SlowDown</Code>", b"\x00gone"],

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 from kvabr.link.objects.index import StoreIndex
-from kvabr.link.objects.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
-from kvabr.store.direct import DirectReader
+from kvabr.link.objects.lanes import Lanes, Piece, RangeTransfer
 from kvabr.store.names import FramePlace, profile_name
 from kvabr.store.store import PART_BYTES, Store
 from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection
@@ -49,8 +48,6 @@ times of bytes."""
 _LATE_S, _LATE_SHARE = 0.05, 2.0
 """A first byte is late if it takes this many seconds and this factor longer than the fastest ones, and no other byte
 arrived meanwhile: then the store was slow, not the link."""
-_DROPPED_BYTES = 64 << 10
-"""Unwanted bytes that are received at a time."""
 _FORGET_S = 30.0
 """Seconds after which the fastest first byte is forgotten: the path may have changed."""
 
@@ -67,8 +64,7 @@ class StoreConnection(PeerConnection):
         self.closed = False
         self.trouble: str | None = None
         self.index = self.finder = StoreIndex(store, self._answered)
-        self._store, self._direct = store, DirectReader.of(store)
-        self._warming: asyncio.Task[None] | None = None
+        self._store = store
         self._lanes = Lanes()
         self._finding: dict[GroupTransfer, asyncio.Task[None]] = {}
         """Tasks that locate a group, or read it as a whole."""
@@ -89,7 +85,6 @@ class StoreConnection(PeerConnection):
 
     async def open(self) -> None:
         """Check that the store can be read; raise `TransportError` if not."""
-        self._warm()  # so that the first ranges need not wait for connections
         await self.index.open()
 
     def carry(self, transfer: GroupTransfer) -> None:
@@ -133,8 +128,6 @@ class StoreConnection(PeerConnection):
 
     def relieve(self) -> None:
         self._store.close()
-        if self._direct is not None:
-            self._direct.relieve()
 
     async def answers(self, within_s: float) -> bool:
         try:
@@ -149,16 +142,12 @@ class StoreConnection(PeerConnection):
             return
         self.closed = True
         tasks = {*self._finding.values(), *self._ending, *self._transfers.values()}
-        if self._warming is not None:
-            tasks.add(self._warming)
         for transfer in [*self._pieces, *self._finding]:
             transfer.reject(ConnectionLostError(CLOSED))
         if self._starting is not None:
             self._starting.cancel()
         await cancel_all(tasks)
         await self.index.close()
-        if self._direct is not None:
-            await self._direct.close()
         self._store.close()
 
     # ---------------------------------------------------------- places of groups
@@ -244,12 +233,9 @@ class StoreConnection(PeerConnection):
         begun_s = time.monotonic()
         part_bytes = int(min(_MAX_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
         span = transfer.key, transfer.begin, transfer.end
-        if self._direct is not None:
-            await self._direct.receive(*span, arriving, part_bytes=part_bytes, urgent=not transfer.kind)
-        else:
-            async with contextlib.aclosing(self._store.stream(*span, part_bytes=part_bytes)) as parts:
-                async for part in parts:
-                    arriving.push(part)
+        async with contextlib.aclosing(self._store.stream(*span, part_bytes=part_bytes)) as parts:
+            async for part in parts:
+                arriving.push(part)
         if (seconds := time.monotonic() - begun_s) > 0:
             self._rate = (transfer.end - transfer.begin) / seconds
 
@@ -298,13 +284,7 @@ class StoreConnection(PeerConnection):
         task = self._transfers.pop(transfer, None)
         if task is not None:
             task.cancel()
-            self._warm()  # its connection is closed
         self._start_soon()
-
-    def _warm(self) -> None:
-        if self._direct is not None and not self.closed and (self._warming is None or self._warming.done()):
-            warm = self._direct.warm(LANES + SPARE_LANES - len(self._transfers))
-            self._warming = asyncio.get_running_loop().create_task(warm)
 
     def _forget(self, piece: Piece) -> None:
         if (transfer := self._wanted.pop(piece, None)) is not None:
@@ -346,7 +326,7 @@ class StoreConnection(PeerConnection):
 
 
 class Arriving:
-    """Delivers the bytes of a transfer to its pieces: a `Sink` of a `DirectReader`, or for parts of a stream."""
+    """Delivers the bytes of a transfer to its pieces."""
 
     def __init__(
         self, owner: StoreConnection, transfer: RangeTransfer, silence: asyncio.Timeout, further_s: float
@@ -355,19 +335,9 @@ class Arriving:
         self._owner, self._transfer, self.silence, self._further_s = owner, transfer, silence, further_s
         self.begun = False
         self._begun_s, self._late_until_s = time.monotonic(), -math.inf
-        self._room = memoryview(b"")
 
-    def room(self) -> memoryview:
-        """See `Sink.room`; unwanted bytes are received and dropped."""
-        piece, at = self._transfer.pieces[0], self._transfer.at
-        wanted = self._owner.wanting(piece)
-        if wanted is not None:
-            self._room = wanted.room(piece.end - at)
-        else:
-            self._room = memoryview(bytearray(min(piece.end - at, _DROPPED_BYTES)))
-        return self._room
-
-    def took(self, count: int) -> None:
+    def push(self, part: memoryview) -> None:
+        """Deliver received bytes; unwanted ones are dropped."""
         now, owner = time.monotonic(), self._owner
         due_s = asyncio.get_running_loop().time() + self._further_s
         if not self.silence.expired() and due_s - (self.silence.when() or due_s) > _MOVED_SHARE * self._further_s:
@@ -375,18 +345,9 @@ class Arriving:
         if not self.begun:
             self.begun = True
             self._late_until_s = owner.first_byte(self._begun_s, now)
-        limit = owner.received(count, late=now < self._late_until_s)
-        for piece, own in self._transfer.take(self._room[:count]):
+        limit = owner.received(len(part), late=now < self._late_until_s)
+        for piece, own in self._transfer.take(part):
             wanted = owner.wanting(piece)
             if wanted is not None:
-                wanted.took(len(own), limit)
+                wanted.push(own, limit)
                 owner.advanced(piece, wanted)
-
-    def push(self, part: memoryview) -> None:
-        """Deliver bytes from other memory."""
-        while part:
-            room = self.room()
-            count = min(len(room), len(part))
-            room[:count] = part[:count]
-            self.took(count)
-            part = part[count:]
