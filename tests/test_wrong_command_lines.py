@@ -202,7 +202,7 @@ class Place:
 
         said = printable(said)
         for form in sorted(map(printable, forms), key=len, reverse=True):
-            if form.strip(" -."):
+            if form in said and form.strip(" -."):
                 said = re.sub(rf"(?<![\w.]){re.escape(form)}(?![\w.]|:\d)", "VALUE", said)
         if not value.strip(" -"):
             said = re.sub(rf"'{re.escape(value)}'|(?<=kvabr: ){re.escape(str(Path(value)))}(?=:)", "VALUE", said)

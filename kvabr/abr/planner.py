@@ -174,7 +174,9 @@ class ComputePlanner:
         return self._target > self.reserved.start
 
     def _horizon_s(self, view: View) -> float:
-        return view.deadline_s if self.division is None else min(view.deadline_s, self.division.compute_s)
+        if self.division is None:
+            return view.deadline_s
+        return min(view.deadline_s, max(self.division.compute_s, view.now))
 
     def outside(self, view: View) -> bool:
         """Return whether the network must deliver any missing groups."""

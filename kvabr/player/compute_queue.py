@@ -22,7 +22,7 @@ class ComputeQueue:
     """The groups that the engine is computing, and those left to it."""
 
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
-        self._cost, self._mode, self._view, self._tick_s = cost, mode, view, tick_s
+        self._cost, self._mode, self._view, self.tick_s = cost, mode, view, tick_s
         self.planned: range = range(0)
         """Groups that the planner leaves to the engine until the next event."""
         self.chosen = GroupSet(view.groups, ())
@@ -110,7 +110,7 @@ class ComputeQueue:
             self._found, self._kept = None, 0
         elif dead or not self._kept or now >= self._kept_s:
             self._found = rest.plan(self._mode)
-            self._kept, self._kept_s = self._view.keeps, now + self._tick_s
+            self._kept, self._kept_s = self._view.keeps, now + self.tick_s
         else:
             self._kept -= 1
         found, before = self._found, self.planned
@@ -206,7 +206,7 @@ class ComputeQueue:
             view = self._view
             alive = view.rate > 0 or view.settled or any(one.received for one in view.in_flight.values())
             return now >= (deadline_s if alive else _PATIENCE * deadline_s)
-        return now + 1.5 * self._tick_s >= deadline_s - seconds
+        return now + 1.5 * self.tick_s >= deadline_s - seconds
 
 
 def _without(groups: range, others: range) -> Iterable[int]:

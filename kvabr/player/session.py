@@ -390,6 +390,10 @@ class Session:
         if self._more_s < math.inf and now < self.next_tick_s:
             self.advance(now)
             return
+        # A play that outlasts what was expected is looked at less often.
+        self.tick_s = max(self.tick_s, min(now / self.config.ticks, MAX_TICK_S))
+        if self.engine is not None:
+            self.engine.tick_s = self.tick_s
         self.next_tick_s = now + self.tick_s
         self._sampler.tick(now, self.view.in_flight)
         if now - self._store_s >= MIN_SILENCE_S:  # an engine may be faster than a slow store
