@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests run in parallel, and threads that wait for each other spin.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
 os.environ["KVABR_CONFIG"] = ""  # the developer's own file is not for the tests
 _HOME = tempfile.TemporaryDirectory(prefix="kvabr-tests-")
 os.environ["XDG_STATE_HOME"] = _HOME.name  # development certificates: one for all tests of a process
@@ -55,7 +58,6 @@ def pytest_configure(config: pytest.Config) -> None:
             ".venv/bin/python -m pytest)"
         ) from error
 
-    # Tests run in parallel, and threads that wait for each other spin.
     torch.set_num_threads(1)
     from tests.examples import PROFILE, of_profile
 

@@ -125,8 +125,7 @@ def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> C
     inner = symbols[:, 0, :-1]
     inner += inner[:, ::-1].copy()
     inner /= 2
-    of_row = _sorted(symbols, classes)
-    summed = _summed(of_row, symbols)
+    of_row, summed = _sorted(symbols, classes)
     radius = _radius(summed)
     widest = int(radius.max())
     tables = np.zeros((*summed.shape[:2], 2 * widest + 2))
@@ -149,8 +148,8 @@ def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> C
     )
 
 
-def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
-    """Return the class of every row."""
+def _sorted(symbols: Counted, classes: int) -> tuple[NDArray[np.intp], Counted]:
+    """Return the class of every row, and the sums by class, [class, context, symbol]; no class is empty."""
     rows = len(symbols)
     values = np.abs(np.arange(symbols.shape[2]) - MAX_RADIUS)
     seen = symbols.sum(axis=(1, 2))
@@ -159,9 +158,16 @@ def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
     of_row = rank * min(classes, rows) // rows
     used = np.flatnonzero(symbols.sum(axis=0).reshape(-1))
     flat = symbols.reshape(rows, -1)[:, used]
+
+    def summed() -> Counted:
+        member = (of_row == np.arange(of_row.max() + 1)[:, None]).astype(np.float64)
+        sums = np.zeros((len(member), symbols[0].size))
+        sums[:, used] = member @ flat  # exact: halves, below 2**52
+        return sums.reshape(-1, *symbols.shape[1:])
+
     for _ in range(_ROUNDS):
         of_row = np.unique(of_row, return_inverse=True)[1]
-        table = _smooth(_summed(of_row, symbols))
+        table = _smooth(summed())
         share = table / table.sum(axis=2, keepdims=True)
         lengths = flat @ -np.log2(share.reshape(len(share), -1)[:, used]).T
         lengths[np.arange(rows), of_row] -= 1e-9  # ties stay in their class
@@ -169,14 +175,8 @@ def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
         if (nearest == of_row).all():
             break
         of_row = nearest
-    return np.unique(of_row, return_inverse=True)[1]
-
-
-def _summed(of_row: NDArray[np.intp], symbols: Counted) -> Counted:
-    """Return the sums by class, [class, context, symbol]; no class is empty."""
-    member = (of_row == np.arange(of_row.max() + 1)[:, None]).astype(np.float64)
-    out: Counted = member @ symbols.reshape(len(symbols), -1)  # exact: halves, below 2**52
-    return out.reshape(-1, *symbols.shape[1:])
+    of_row = np.unique(of_row, return_inverse=True)[1]
+    return of_row, summed()
 
 
 def _smooth(summed: Counted) -> Counted:
