@@ -171,7 +171,7 @@ class PlayedPrefix:
     coverage: tuple[str, ...]
     """Track of each of them."""
     loss: float
-    """Expected loss of these groups, nats per generated token."""
+    """Expected loss if the engine computes the other groups, nats per generated token."""
     bytes_fetched: int
     bytes_wasted: int
     """Bytes of these unused by `groups`."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvabr.types.catalog import Catalog
-from kvabr.types.loss import promised_loss
+from kvabr.types.catalog import RECOMPUTED, Catalog
+from kvabr.types.loss import predicted_loss, promised_loss
 from kvabr.types.units import Span, groups_needed
 
 
@@ -71,10 +71,12 @@ def _at(catalog: Catalog, there: dict[tuple[int, int], int], end: int) -> Placed
 
 
 def prefix_loss(catalog: Catalog, found: PlacedPrefix, tracks: Sequence[str]) -> float:
-    """Return the expected loss of a prefix with its groups fetched on these tracks."""
-    if catalog.every_token or not found.groups:
-        added = sum(catalog.track(track).loss[group] for group, track in zip(found.groups, tracks, strict=True))
-        return promised_loss(catalog, tracks, added)
+    """Return the expected loss of a prefix with its groups on these tracks, if the engine computes the others."""
+    if not found.groups:
+        return 0.0
+    if catalog.every_token:
+        whole = [*tracks, *(RECOMPUTED,) * (catalog.groups - len(tracks))]
+        return promised_loss(catalog, whole, predicted_loss(catalog, whole))
     units = (catalog.unit(group) for group in found.groups)
     track_of = {(unit.part, unit.group): track for unit, track in zip(units, tracks, strict=True)}
     shorter = catalog.prefix(catalog.spec.groups(found.tokens))

@@ -9,7 +9,7 @@ from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
-from tests.replay.worlds import world
+from tests.replay.worlds import world, worlds
 
 OFFER = catalog(16, layered=True)
 ENGINE = PrefillCost(0.02, 0.5 / OFFER.tokens)
@@ -42,6 +42,25 @@ def test_an_engine_computes_what_would_lose_too_much(mode, prefix, max_loss):
     run = played(0.05, max_loss, ENGINE, mode=mode, prefix=prefix)
     assert run["met"]
     assert run["loss"] <= max_loss
+
+
+LINKS = [world for world in worlds() if world.name != "test/dies"]
+
+
+@pytest.mark.parametrize("link", LINKS, ids=lambda link: link.name)
+@pytest.mark.parametrize(("mode", "prefix"), [("hole", False), ("suffix", True)])
+@pytest.mark.parametrize("max_loss", [0.001, 0.01])
+@pytest.mark.parametrize("engine_s", [0.3, 30.0])
+def test_no_play_promises_more_on_any_link(link, mode, prefix, max_loss, engine_s):
+    """``engine_s``: seconds to compute everything."""
+    options = ReplayOptions(
+        2.0, 0.02, None, PrefillCost(0.02, engine_s / OFFER.tokens), mode, prefix=prefix,
+        config=PlayerConfig(max_loss=max_loss),
+    )  # fmt: skip
+    for load in (0.03, 0.3, 3.0):
+        scaled = link.scaled(load * OFFER.fp16_bytes / 2.0 / link.mean_rate)
+        run = Experiment(OFFER, options).play(scaled, 0.0, "anytime").run
+        assert run["loss"] <= max_loss
 
 
 def test_a_policy_that_cannot_do_better_is_given_up_or_has_everything_computed():

@@ -47,8 +47,9 @@ class VllmSettings(EngineSettings):
     queue: ClassVar[int] = 4
     deadline_s: Seconds = 2.0
     """TTFT deadline of a request, seconds. A request may set its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
-    other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish), ``live`` (false:
-    publish only at the end), ``keep_s`` and ``back`` (`kvabr.engines.vllm.hints`).
+    other keys there are ``max_loss`` (maximum expected loss, nats per generated token), ``play`` (false: compute
+    everything), ``publish`` (false: do not publish), ``live`` (false: publish only at the end), ``keep_s`` and ``back``
+    (`kvabr.engines.vllm.hints`).
     """
     host_mib: Count = 4096
     """Memory in each worker for compressed groups of plays before their promise, MiB. When it is short, plays skip

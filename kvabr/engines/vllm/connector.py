@@ -154,7 +154,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             _log.info("kvabr: %s", _description(settings, model, consumes=consumes, produces=produces))
             announced = _announced(vllm_config, kv_cache_config, model)
-            how = {"produces": produces, "evict": self._evict, "announced": announced}
+            _, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+            how = {"produces": produces, "evict": self._evict, "announced": announced, "hashed": hashed}
             self._scheduler_of = partial(SchedulerHalf, settings, client=self._client, **how)
             self._scheduler = self._scheduler_of(model=model)
         else:

@@ -5,17 +5,19 @@ them all. If a play loses more than `VllmSettings.keep_loss`, its blocks and tho
 its request ends.
 
 Until then, requests whose own play would have the same deadline or a shorter one may share its blocks. They are
-counted, their clients are informed, and their blocks are evicted too. For any other request, the blocks are evicted at
-once, and vLLM asks again.
+counted, their clients are informed, and their blocks are evicted too. For any other request, and for one with a lower
+limit of its own, the blocks are evicted at once, and vLLM asks again.
 
 A play within the limit counts with its own loss and the loss of the blocks before it, such as those of the
-conversation's previous turn.
+conversation's previous turn. A request with a lower limit than that uses no blocks of vLLM's prefix cache, because
+later requests have computed more after them.
 
 Pure: no vLLM, no clock, no threads.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,16 +75,20 @@ class KeptLosses:
         blocks: Sequence[int],
         evict: Callable[[set[int]], None],
         counts: ConnectorCounts,
+        hashed: int | None = None,
     ) -> None:
         """Start without requests.
 
         ``limit`` is the maximum loss in the prefix cache, nats per generated token; ``blocks`` the tokens in a block of
-        each table; ``evict`` takes block ids.
+        each table; ``evict`` takes block ids; ``hashed`` is the number of tokens in a block with a hash of its own, by
+        default the same as in a block of the first table.
         """
         self._limit, self._sizes, self._evict, self._counts = limit, tuple(blocks), evict, counts
+        self._hashed = hashed or self._sizes[0]
         self._served: dict[str, _Served] = {}
         self._left: OrderedDict[object, float] = OrderedDict()
-        """Loss of requests that begin with a block, by vLLM's hash; of recent plays within the limit."""
+        """Loss of requests whose tokens include a block, by vLLM's hash of the first block of recent plays within the
+        limit."""
         self._lossy: dict[str, _Served] = {}
 
     def begin(self, request: Any, deadline_s: float, first: int, loaded: int, tables: Sequence[Sequence[int]]) -> None:
@@ -91,10 +97,8 @@ class KeptLosses:
         served.first, served.deadline_s = min(first, served.first), min(deadline_s, served.deadline_s)
         served.loaded, served.hidden = loaded, False
         served.blocks |= self._ids(served, tables)
-        hashes, at = getattr(request, "block_hashes", ()), first // min(self._sizes)
-        if len(set(self._sizes)) == 1 and at < len(hashes):  # otherwise a hash may cover several blocks
-            served.before = max((self._left.get(each, 0.0) for each in hashes[:at]), default=0.0)
-            served.begins = hashes[at]
+        served.before = self._left_before(request, first)
+        served.begins = next(iter(_hashes(request)[first // self._hashed :][:1]), None)
 
     def lost(self, name: str, loss: float, worst: float) -> None:
         """Record the expected loss of a request's play.
@@ -105,20 +109,35 @@ class KeptLosses:
         if served is None:
             return
         served.loss, served.worst = max(loss, served.loss), max(worst, served.worst)
-        if served.before + served.worst > self._limit and served.worst > 0 and name not in self._lossy:
-            self._lossy[name] = served
-            self._counts.add("plays_not_kept")
+        if served.before + served.worst > self._limit and served.worst > 0:
+            if name not in self._lossy:
+                self._lossy[name] = served
+                self._counts.add("plays_not_kept")
+        elif served.worst > 0 and served.begins is not None:
+            self._left[served.begins] = served.before + served.worst
+            self._left.move_to_end(served.begins)
+            if len(self._left) > _MAX_REMEMBERED:
+                self._left.popitem(last=False)
 
-    def may_share(self, request: Any, computed: int, deadline_s: float) -> bool:
+    def loss_before(self, request: Any, computed: int) -> float:
+        """Return the expected loss of vLLM's first ``computed`` tokens, which a request may use."""
+        own = self._served.get(request.request_id)
+        return self._left_before(request, computed) + (0.0 if own is None else own.shared)
+
+    def _left_before(self, request: Any, tokens: int) -> float:
+        hashes = _hashes(request)[: tokens // self._hashed]
+        return max((self._left.get(each, 0.0) for each in hashes), default=0.0)
+
+    def may_share(self, request: Any, computed: int, deadline_s: float, most: float = math.inf) -> bool:
         """Return True if a request may use vLLM's first ``computed`` tokens; otherwise evict lossy blocks.
 
-        ``deadline_s`` is that of its own play, infinite without one.
+        ``deadline_s`` is that of its own play, infinite without one; ``most`` is the maximum loss of these tokens.
         """
         name, spared, shared = request.request_id, False, None
         for other, lossy in self._lossy.items() if unfit(request) is None else ():  # otherwise it has its own blocks
             if other == name or lossy.hidden or not self._reaches(request, computed, lossy):
                 continue
-            if deadline_s > lossy.deadline_s:
+            if deadline_s > lossy.deadline_s or lossy.leaves > most:
                 self._evict(lossy.blocks)
                 lossy.hidden = spared = True
             elif shared is None or lossy.leaves > shared.leaves:
@@ -160,11 +179,6 @@ class KeptLosses:
             return None
         if name in self._lossy:
             self._evict(served.blocks | self._ids(served, tables))
-        elif served.worst > 0 and served.begins is not None:
-            self._left[served.begins] = served.before + served.worst
-            self._left.move_to_end(served.begins)
-            if len(self._left) > _MAX_REMEMBERED:
-                self._left.popitem(last=False)
         self._forget(name)
         if served.shared:
             self._counts.add("requests_shared_lossy")
@@ -191,6 +205,12 @@ class KeptLosses:
     def _ids(self, lossy: _Served, tables: Sequence[Sequence[int]]) -> set[int]:
         pairs = zip(tables, self._sizes, strict=True)
         return {block for table, size in pairs for block in table[lossy.first // size :]} - {ABSENT_BLOCK}
+
+
+def _hashes(request: Any) -> Sequence[object]:
+    """Return vLLM's hashes of a request's blocks, each covering all tokens before."""
+    found: Sequence[object] = getattr(request, "block_hashes", ())
+    return found
 
 
 def _new(request: Any, deadline_s: float, first: int) -> _Served:

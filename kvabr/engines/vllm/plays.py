@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ class LoadRequest:
     """Digest of the request's LoRA adapter."""
     engine_price: float = GPU_PRICE
     """Price of an engine second, which other requests may need, in nats per generated token."""
+    max_loss: float = math.inf
+    """Maximum expected loss, nats per generated token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +184,19 @@ def cut(found: Found, last: int) -> Found:
     return replace(found, catalog=catalog.prefix(groups) if catalog.every_token else catalog.prefix(groups, end=last))
 
 
-def sizes(catalog: Catalog, only: str | None) -> tuple[int, ...]:
-    """Return a play's maximum bytes for each of its tracks as the largest, descending.
+def usable(catalog: Catalog, only: str | None, max_loss: float) -> Sequence[Track]:
+    """Return the tracks that a play may end on.
 
-    ``only`` is the track of a policy that plays a single one.
+    ``only`` is the track of a policy that plays a single one. If no track is within ``max_loss``, all are returned: the
+    play is cut.
     """
     chosen = [track for track in catalog.tracks if track.name == only] or catalog.tracks
-    return tuple(sorted({_with_lower(catalog, track) for track in chosen}, reverse=True))
+    return [track for track in chosen if track.total_loss <= max_loss] or chosen
+
+
+def sizes(catalog: Catalog, tracks: Sequence[Track]) -> tuple[int, ...]:
+    """Return a play's maximum bytes for each of its tracks as the largest, descending."""
+    return tuple(sorted({_with_lower(catalog, track) for track in tracks}, reverse=True))
 
 
 def within(found: Found, skip: int, most: int) -> Found:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 OWN = "kvabr"
 """Key of the served losses in the ``kv_transfer_params`` of an answer."""
 _SWITCHES = frozenset({"play", "publish", "live", "back"})
-_KEYS = _SWITCHES | {"deadline_s", "keep_s", OWN}
+_KEYS = _SWITCHES | {"deadline_s", "keep_s", "max_loss", OWN}
 _OTHERS = ("do_remote_", "remote_")
 """Prefixes of keys of vLLM's own connectors."""
 _MAX_KEYS = 64
@@ -32,6 +34,16 @@ def wants(request: Any, key: str) -> bool:
 def wants_back(request: Any) -> bool:
     """Return True if the session continues, see `kvabr.engines.vllm.hints`."""
     return params(request).get("back") is True
+
+
+def most_loss(request: Any) -> float | None:
+    """Return a request's bound on its expected loss, infinite without one; None if it is no number of zero or more."""
+    given = params(request).get("max_loss")
+    if given is None:
+        return math.inf
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
+        return None
+    return float(given) if given <= sys.float_info.max else math.inf
 
 
 def faults(request: Any) -> Iterator[tuple[str, str]]:

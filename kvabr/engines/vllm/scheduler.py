@@ -46,11 +46,13 @@ from kvabr.engines.vllm.plays import (
     cut,
     find_cache,
     sizes,
+    usable,
     within,
 )
 from kvabr.engines.vllm.promises import Promises, Terms
 from kvabr.engines.vllm.requests import (
     faults,
+    most_loss,
     params,
     salt_of,
     unfit,
@@ -72,6 +74,8 @@ _MIN_PLAY_SHARE = 0.25
 _MIN_LOOKUP_SHARE = 0.25
 """Minimum share of the deadline for a lookup."""
 _MIN_LEFT_S = 1e-3
+_ROUNDING = 1e-12
+"""Tolerance of sums of losses, nats per token."""
 _LINK_S = 0.05
 """Seconds between queries of the link's speed."""
 _LOOK_S = 1.0
@@ -116,6 +120,10 @@ class _Lookup:
     loss: float = 0.0
     """See `PlacedPlay`."""
     worst: float = 0.0
+    max_loss: float = math.inf
+    """Maximum expected loss of the request, nats per generated token."""
+    before: float = 0.0
+    """Part of it in vLLM's own tokens."""
     held: int | None = None
     """Tokens of the prompt at the origin, once known."""
 
@@ -136,10 +144,12 @@ class SchedulerHalf:
         produces: bool,
         evict: Callable[[set[int]], None],
         announced: AnnouncedBlocks | None = None,
+        hashed: int | None = None,
     ) -> None:
         """Start; without a client nothing is looked up.
 
-        ``evict`` removes blocks from vLLM's prefix cache; ``announced`` collects KV events, if enabled.
+        ``evict`` removes blocks from vLLM's prefix cache; ``announced`` collects KV events, if enabled; ``hashed`` is
+        the number of tokens in a block with a hash of its own.
         """
         self.announced = announced
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
@@ -172,7 +182,7 @@ class SchedulerHalf:
         self.counts = ConnectorCounts()
         self.publishing = False
         most = settings.keep_loss if model.prefix_caching else math.inf  # without prefix caching nothing is reused
-        self._kept = KeptLosses(most, model.caches.blocks, evict, self.counts)
+        self._kept = KeptLosses(most, model.caches.blocks, evict, self.counts, hashed)
         self._cost: PrefillCost | None = None
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._rtt_s = 0.0
@@ -211,12 +221,10 @@ class SchedulerHalf:
         if self.announced is not None:
             self.announced.reset()
         for name, lookup in list(self._lookups.items()):
-            if lookup.handle is not None:
-                lookup.handle.cancel()
-            self._promises.drop(name)
             if lookup.handle is not None or lookup.last:
-                del self._lookups[name]  # looked up again under its new name
+                self._forget_lookup(name, lookup)  # looked up again under its new name
             else:
+                self._promises.drop(name)
                 lookup.over()
         self._old |= self._arrived
         for name in sorted(self._arrived):
@@ -240,8 +248,7 @@ class SchedulerHalf:
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
             return 0, False
-        # Also without vLLM's own tokens: they may have been shared a step ago.
-        if not self._kept.may_share(request, computed, lookup.deadline_s if wants(request, "play") else math.inf):
+        if not self._may_share(request, lookup, computed):
             return None, False
         if lookup.handle is not None and not self._settle(request, lookup, lookup.handle):
             return None, False
@@ -252,6 +259,32 @@ class SchedulerHalf:
             return None, False
         promised = self._promised(request.request_id, lookup, lookup.found, computed)
         return promised, bool(promised)
+
+    def _may_share(self, request: Any, lookup: _Lookup, computed: int) -> bool:
+        """Return True if a request may use vLLM's first ``computed`` tokens; otherwise vLLM must ask again.
+
+        Called also without such tokens, as they may have been shared a step ago.
+        """
+        deadline_s, most = lookup.deadline_s if wants(request, "play") else math.inf, lookup.max_loss - lookup.loss
+        if not self._kept.may_share(request, computed, deadline_s, most):
+            return False
+        if math.isinf(most):
+            return True
+        lookup.before = self._kept.loss_before(request, computed)
+        if lookup.before <= most + _ROUNDING or getattr(request, "skip_reading_prefix_cache", False):
+            return True
+        # vLLM then computes the whole prompt.
+        request.skip_reading_prefix_cache = True
+        self.counts.add("requests_spared")
+        self._forget_lookup(request.request_id, lookup)
+        return False
+
+    def _forget_lookup(self, name: str, lookup: _Lookup) -> None:
+        """End a lookup and its play; the request's next arrival begins another."""
+        if lookup.handle is not None:
+            lookup.handle.cancel()
+        self._promises.drop(name)
+        del self._lookups[name]
 
     def _comes(self, found: Found, computed: int) -> bool:
         """Return True if another request is loading the next group."""
@@ -436,16 +469,16 @@ class SchedulerHalf:
         """Return a request's costs after its first tokens, ``skip`` whole groups."""
         left, prompt, last = catalog.suffix(skip), len(lookup.tokens), lookup.last
         cost = self._prefill_of(catalog)
-        roots = [track for track in left.tracks if track.refines is None]
-        cheapest = min(roots, key=lambda track: track.total_bytes)
-        whole = catalog.by_name[cheapest.name].total_bytes
+        tracks = usable(left, self._settings.only_track, lookup.max_loss - lookup.before)
+        largest_first = sizes(left, tracks)
+        base = min(track.total_bytes for track in catalog.tracks if track.refines is None)
         return Terms(
-            sizes=sizes(left, self._settings.only_track),
-            link_bytes=round(lookup.lacks * cheapest.total_bytes / whole) if whole else 0,
+            sizes=largest_first,
+            link_bytes=round(lookup.lacks * largest_first[-1] / base) if base else 0,
             # Steps compute several prompts, so the fixed cost of a call is not counted.
             played_s=cost.added_s(last, prompt - last),
             computed_s=cost.added_s(first, prompt - first),
-            loss=cheapest.total_loss,
+            loss=max(track.total_loss for track in tracks),
             chunks=left.chunks,
         )
 
@@ -481,6 +514,7 @@ class SchedulerHalf:
             tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart or self._produces else (),
             salt=lookup.salt,
             adapter=lookup.adapter,
+            max_loss=max(0.0, lookup.max_loss - lookup.before),
         )
 
     def _tail(self, behind: int) -> int:
@@ -518,7 +552,7 @@ class SchedulerHalf:
         return cut(found, end)
 
     def _ask(self, request: Any) -> _Lookup:
-        lookup = _Lookup(self._deadline_of(request), time.monotonic())
+        lookup = _Lookup(self._deadline_of(request), time.monotonic(), max_loss=self._max_loss_of(request))
         # vLLM ignores the cache for requests with prompt log-probabilities.
         unread = getattr(request, "skip_reading_prefix_cache", False)
         if not wants(request, "play") or unread:
@@ -695,3 +729,10 @@ class SchedulerHalf:
             self._trouble.tell(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}", f"{WHERE} applies")
             return self._settings.deadline_s
         return float(given)
+
+    def _max_loss_of(self, request: Any) -> float:
+        if (given := most_loss(request)) is not None:
+            return given
+        self.counts.add("params_ignored")
+        self._trouble.tell("kv_transfer_params: max_loss is not a number of zero or more", "it counts as 0")
+        return 0.0

@@ -277,6 +277,7 @@ class WorkerHalf:
                 options=PlayOptions(
                     policy=settings.policy,
                     gpu_price=load.engine_price,
+                    max_loss=load.max_loss,
                     salt=load.salt,
                     dtype=None if self._model.quantised or self._model.caches.states else self._model.dtype,
                     patience=1.0,
@@ -302,7 +303,8 @@ class WorkerHalf:
             for name in ("damaged", "failed"):
                 if count := getattr(prefix, name):
                     self.counts.add(f"groups_{name}", count)
-            if self._most_loss < math.inf and _worst(load, prefix) > self._most_loss:
+            worst = _worst(load, prefix) if self._most_loss < math.inf else 0.0
+            if worst > self._most_loss or prefix.loss > load.max_loss:
                 _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
                 return None, load.first
             return prefix, max(

@@ -57,6 +57,10 @@ class PrefixAim(WholeAim):
                 cut = f"more of it would lose more than max_loss, {most:g} nats per token"
         super().deliver(now, cut=cut)
 
+    def exceed(self, now: float) -> None:
+        """See `WholeAim.exceed`."""
+        self.deliver(now)
+
     def wait(self, now: float, *, complete: bool, stopped: bool) -> None:
         """See `WholeAim.wait`; the play may only have to wait until the engine would start."""
         play = self.play

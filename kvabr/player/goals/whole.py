@@ -151,8 +151,7 @@ class WholeAim:
             if complete and self._within(now):
                 self.deliver(now)
             elif complete:
-                if not play.compute_all(now):
-                    play.give_up(now, self._excess())
+                self.exceed(now)
             elif stopped and not play.view.missing:
                 self.fall_short(now)
             else:
@@ -160,6 +159,11 @@ class WholeAim:
                 raise play.guard.invalid(f"waits while {left} groups are missing and nothing is in flight")
         else:
             self.wait(now, complete=complete, stopped=stopped)
+
+    def exceed(self, now: float) -> None:
+        """Continue with a complete cache above the loss limit that no request can improve."""
+        if not self.play.compute_all(now):
+            self.play.give_up(now, self._excess())
 
     def wait(self, now: float, *, complete: bool, stopped: bool) -> None:
         """End the play if it is late and silent; otherwise wait."""

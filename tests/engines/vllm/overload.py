@@ -5,13 +5,14 @@ The engine asks in steps, as vLLM does, and computes one prompt after the other,
 
 import asyncio
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from itertools import product
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.codec.container import pack, unpack
-from kvabr.engines.vllm.plays import sizes, within
+from kvabr.engines.vllm.plays import sizes, usable, within
 from kvabr.engines.vllm.promises import Promises, Terms
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_store
@@ -35,7 +36,9 @@ class Asked:
     tokens: tuple[int, ...]
     deadline_s: float
     catalog: object
+    max_loss: float = math.inf
     loaded: int = 0
+    loss: float = 0.0
     ttft_s: float = 0.0
 
     @property
@@ -106,7 +109,7 @@ class _Engine:
                 self.promises.link(seen.rate or 0.8 * self.rate * known, RTT_S)
                 begun, dropped, *_ = self.promises.take(now)
                 for play in begun:
-                    work = self._play(client, found[play.request], play)
+                    work = self._play(client, found[play.request], play, by_name[play.request])
                     self.plays[play.play] = loop.create_task(work)
                 for number in dropped:
                     self.plays[number].cancel()
@@ -115,21 +118,23 @@ class _Engine:
         assert not self.promises.held_bytes
         return by_name
 
-    async def _play(self, client, found, play):
+    async def _play(self, client, found, play, one):
         prefix = await client.play_prefix(
             within(found, 0, play.bytes),
             deadline=max(1e-3, play.due_s - asyncio.get_running_loop().time()),
             cost=self.cost,
             behind=OWN,
             block=BLOCK,
-            options=PlayOptions(gpu_price=play.engine_price, patience=1.0, tail=0),
+            options=PlayOptions(gpu_price=play.engine_price, max_loss=one.max_loss, patience=1.0, tail=0),
         )
+        one.loss = prefix.loss
         self.promises.report(play.play, prefix.tokens // BLOCK * BLOCK, prefix.nbytes)
 
     def _terms(self, one):
-        cheapest = min(one.catalog.tracks, key=lambda track: track.total_bytes)
+        tracks = usable(one.catalog, None, one.max_loss)
+        every = sizes(one.catalog, tracks)
         played_s, computed_s = (self.cost.added_s(first, _all(one) - first) for first in (_last(one), 0))
-        return Terms(sizes(one.catalog, None), cheapest.total_bytes, played_s, computed_s, cheapest.total_loss)
+        return Terms(every, every[-1], played_s, computed_s, max(track.total_loss for track in tracks))
 
 
 def feasible(asked, rate, cost):

@@ -117,19 +117,23 @@ def test_an_asset_of_another_dtype_is_played(tmp_path):
         ({"deadline": 2.0}, "unknown key: 'deadline'; did you mean 'deadline_s'?"),
         (
             {"zzz": None},
-            "unknown key: 'zzz'; known keys: back, deadline_s, keep_s, live, play, publish",
+            "unknown key: 'zzz'; known keys: back, deadline_s, keep_s, live, max_loss, play, publish",
         ),
         ({"deadline_s": 0}, "deadline_s is not a number up to 300"),
         ({"deadline_s": float("nan")}, "deadline_s is not a number up to 300"),
         ({"deadline_s": 1e9}, "deadline_s is not a number up to 300"),
         ({"deadline_s": True}, "deadline_s is not a number up to 300"),
         ({"deadline_s": "1"}, "deadline_s is not a number up to 300"),
+        ({"max_loss": -1.0}, "max_loss is not a number of zero or more"),
+        ({"max_loss": float("nan")}, "max_loss is not a number of zero or more"),
+        ({"max_loss": True}, "max_loss is not a number of zero or more"),
+        ({"max_loss": "0.001"}, "max_loss is not a number of zero or more"),
     ],
 )
 def test_parameters_that_make_no_sense_are_told_once(bench, caplog, given, says):
     with caplog.at_level("WARNING"):
         played = [bench.matched(request(name, kv_transfer_params=given))[0] for name in ("a", "b")]
-    assert played == ([0, 0] if "play" in given else [64, 64])
+    assert played == ([0, 0] if given.keys() & {"play", "max_loss"} else [64, 64])
     (told,) = [each for each in caplog.messages if "kv_transfer_params" in each]
     assert says in told
     assert bench.scheduler.counts.take()["params_ignored"] == 2

@@ -12,6 +12,13 @@ from tests.engines.vllm.halves import TOKENS, Bench, lora, request
 BLOCK, LIMIT = 8, 0.001
 
 
+def hashed(asked):
+    """A request with vLLM's hashes of its blocks."""
+    tokens = asked.prompt_token_ids
+    asked.block_hashes = [hash(tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+    return asked
+
+
 class Engine:
     """One table of blocks: a request's are numbered from a hundred of its own."""
 
@@ -21,14 +28,16 @@ class Engine:
 
     def load(self, name, loss, *, blocks, first=0, last=64, deadline_s=2.0, tokens=TOKENS, **more):
         self.tables[name] = [list(blocks)]
-        asked = request(name, tokens, **more)
-        asked.block_hashes = [hash(tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+        asked = hashed(request(name, tokens, **more))
         self.kept.begin(asked, deadline_s, first, last - first, self.tables[name])
         self.kept.lost(name, loss, loss)
         return asked
 
-    def shares(self, name, computed, deadline_s=2.0, tokens=TOKENS, **more):
-        return self.kept.may_share(request(name, tokens, **more), computed, deadline_s)
+    def shares(self, name, computed, deadline_s=2.0, tokens=TOKENS, most=math.inf, **more):
+        return self.kept.may_share(request(name, tokens, **more), computed, deadline_s, most)
+
+    def loss_before(self, name, computed, tokens=TOKENS):
+        return self.kept.loss_before(hashed(request(name, tokens)), computed)
 
     def over(self, name):
         return self.kept.over(name, self.tables[name])
@@ -92,15 +101,27 @@ def test_who_would_be_played_as_well_shares_and_is_told(engine):
     assert engine.counts.take()["requests_shared_lossy"] == 1
 
 
-@pytest.mark.parametrize("deadline_s", [2.5, math.inf])
-def test_who_wants_better_does_not_get_them(engine, deadline_s):
+@pytest.mark.parametrize("wanted", [{"deadline_s": 2.5}, {"deadline_s": math.inf}, {"most": 0.09}])
+def test_who_wants_better_does_not_get_them(engine, wanted):
     engine.load("a", 0.1, blocks=range(100, 109))
-    assert not engine.shares("b", 64, deadline_s)
+    assert not engine.shares("b", 64, **wanted)
     assert engine.evicted == set(range(100, 109))
-    assert engine.shares("b", 64, deadline_s)  # somebody has computed the same tokens since
+    assert engine.shares("b", 64, **wanted)  # somebody has computed the same tokens since
     engine.tables["b"] = [[]]
     assert engine.over("b") is None
     assert engine.counts.take() == {"plays_not_kept": 1, "requests_spared": 1}
+
+
+def test_the_loss_of_tokens_that_a_request_may_use_is_known_while_they_are_kept_and_shared(engine):
+    engine.load("a", LIMIT, blocks=range(100, 109), first=16)
+    for _ in range(2):
+        assert [engine.loss_before("b", computed) for computed in (0, 16, 24, 64)] == [0.0, 0.0, LIMIT, LIMIT]
+        if "a" in engine.kept._served:
+            engine.over("a")  # its blocks stay
+    assert engine.loss_before("b", 64, tuple(reversed(TOKENS))) == 0.0
+    engine.load("c", 0.1, blocks=range(200, 209))
+    assert engine.shares("d", 64, most=0.1)
+    assert engine.loss_before("d", 64) == pytest.approx(0.1 + LIMIT)
 
 
 def test_what_is_computed_behind_blocks_that_were_taken_out_is_not_shared_either(engine):
