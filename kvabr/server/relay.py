@@ -269,7 +269,7 @@ class Relay:
         self._log.warning("groups are kept in memory only for a while", error=why)
 
     def _show(self) -> None:
-        self._metrics.buffered_bytes.set(self.store.memory.total_bytes)
+        self._metrics.buffered_bytes.set(self.store.memory.currsize)
         self._client_metrics.show_store(self.store)
 
 

@@ -7,7 +7,6 @@ for the first byte and between two pieces; a caller with less time cancels them.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import secrets
 import threading
@@ -37,11 +36,10 @@ if TYPE_CHECKING:
 
     from kvabr.store.obstore_clients import ObstoreClient
 
-LOG = logging.getLogger("kvabr.store")
-
 T = TypeVar("T")
 
 _AT_ONCE = 1000
+"""Objects that one request lists or deletes."""
 WAIT_S = 30
 """Seconds that a read waits for the first byte, and for each further one."""
 _CONNECT_S = 5
@@ -50,7 +48,6 @@ _WRITE_BYTES_PER_S = 1 << 20
 _TRIES, _BACKOFF_S = 3, 0.1
 _RENEW_S = 1.0
 """Seconds for which credentials are not read again."""
-_DELETED_AT_ONCE = 1000
 IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {"a": "public, max-age=5", "i": "public, max-age=5", "probe": "no-store"}
 """`Cache-Control` by the first part of a name; `IMMUTABLE` for the others."""
@@ -148,24 +145,19 @@ class CloudStore(Store):
 
     async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
         after: str | None = None
-        at_once, pages = _AT_ONCE, None
+        pages = None
 
         async def more() -> Sequence[ObjectMeta]:
-            nonlocal at_once, pages
-            while True:
-                try:
-                    if pages is None:  # begin, or continue after the last key
-                        paths = self._path(prefix)
-                        pages = aiter(load_obstore().list(self._reader(), paths, offset=after, chunk_size=at_once))
-                    return await anext(pages, None) or ()
-                except UNREADABLE:
-                    if at_once == 1:
-                        LOG.warning("a store lists an object with an impossible date; it is left out")
-                    else:  # it fails its whole page: list one object at a time
-                        at_once, pages = 1, None
-                except Exception:
-                    pages = None
-                    raise
+            nonlocal pages
+            try:
+                if pages is None:  # begin, or continue after the last key
+                    pages = aiter(
+                        load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=_AT_ONCE)
+                    )
+                return await anext(pages, None) or ()
+            except Exception:
+                pages = None
+                raise
 
         while page := await self._tried(prefix, "cannot be listed", more):
             after = page[-1]["path"]
@@ -182,8 +174,8 @@ class CloudStore(Store):
 
     async def delete(self, names: Collection[str]) -> None:
         every = list(names)
-        for first in range(0, len(every), _DELETED_AT_ONCE):
-            paths = [self._path(name) for name in every[first : first + _DELETED_AT_ONCE]]
+        for first in range(0, len(every), _AT_ONCE):
+            paths = [self._path(name) for name in every[first : first + _AT_ONCE]]
             with suppress(NotFoundError):  # an object that is gone
                 await self._tried(
                     every[first],

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 from kvabr.store.local import LocalStore
 from kvabr.store.locations import Location, open_objects
@@ -24,7 +24,6 @@ from kvabr.types.digests import has_digest, is_digest
 from kvabr.types.errors import AssetError, NotFoundError, TransportError, UsageError
 from kvabr.types.home import HomeProcess
 
-V = TypeVar("V")
 Tier = Literal["memory", "disk"]
 
 _MAX_UNWRITTEN_BYTES = 64 << 20
@@ -38,38 +37,8 @@ _LOCK = ".kvabr.lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class CacheTier(Generic[V]):
-    """The groups of one tier; belongs to one event loop."""
-
-    def __init__(self, kept: ByteLru[str, V]) -> None:
-        self.kept = kept
-        self.damaged = 0
-        """Number of groups that had a wrong digest when they were read."""
-
-    def __contains__(self, digest: str) -> bool:
-        return digest in self.kept
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all groups."""
-        return int(self.kept.currsize)
-
-    @property
-    def evicted(self) -> int:
-        """Number of evicted groups."""
-        return self.kept.evicted
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of groups that are evicted last."""
-        return self.kept.kept_bytes
-
-
-class StoreTier(CacheTier[int]):
-    """Groups in a store. For a bucket, ``digest in tier`` covers only groups that this process has seen."""
+class StoreTier:
+    """Groups in a store; belongs to one event loop."""
 
     def __init__(
         self, location: Location, max_bytes: int, on_failure: Callable[[str], object] = lambda _why: None
@@ -85,7 +54,8 @@ class StoreTier(CacheTier[int]):
         """
         if max_bytes < 0:
             raise UsageError(f"disk_bytes must not be negative, got {max_bytes}")
-        super().__init__(ByteLru(max_bytes, lambda size: size, self._evict))
+        self.kept: ByteLru[str, int] = ByteLru(max_bytes, lambda size: size, self._evict)
+        """Bytes of each group; of a bucket, those that this process has seen."""
         store = open_objects(location, encrypted=False)
         self.store: Store = LocalStore(store.folder, sync=False) if isinstance(store, LocalStore) else store
         self._on_failure, self._again_s = on_failure, 0.0
@@ -217,31 +187,34 @@ class GroupCache:
         ``executor`` computes digests (None: the event loop's threads); ``on_change`` is called when counters may have
         changed.
         """
-        self.memory = CacheTier[memoryview](ByteLru(max_bytes, len))
+        self.memory: ByteLru[str, memoryview] = ByteLru(max_bytes, len)
         self.disk = disk
+        self.damaged: dict[Tier, int] = {"memory": 0, "disk": 0}
+        """Number of groups that had a wrong digest when they were read."""
         self._executor, self._on_change = executor, on_change
         self._unwritten_bytes = 0
         self._writes: dict[str, asyncio.Task[None]] = {}
         """Groups that are being written to the disk, by digest."""
 
     @property
-    def _tiers(self) -> list[CacheTier[memoryview] | StoreTier]:
-        return [self.memory] if self.disk is None else [self.memory, self.disk]
+    def tiers(self) -> dict[Tier, ByteLru[str, memoryview] | ByteLru[str, int]]:
+        """The groups in memory, and in the lower tier if there is one."""
+        return {"memory": self.memory} if self.disk is None else {"memory": self.memory, "disk": self.disk.kept}
 
     def __contains__(self, digest: str) -> bool:
-        return any(digest in tier for tier in self._tiers)
+        return any(digest in tier for tier in self.tiers.values())
 
     def present(self, digests: Sequence[str]) -> set[str]:
         """Return the digests of cached groups among many."""
-        return {digest for tier in self._tiers if len(tier) for digest in digests if digest in tier}
+        return {digest for tier in self.tiers.values() if tier for digest in digests if digest in tier}
 
     def held(self, digest: str) -> memoryview | None:
         """Return a group from memory, which was checked when it was put; None if it is not there."""
-        return self.memory.kept.get(digest)
+        return self.memory.get(digest)
 
     async def keep(self, digests: Sequence[str], until_s: float) -> None:
         """Evict these groups last, see `ByteLru.keep`; waits until they are written to the disk."""
-        self.memory.kept.keep(digests, until_s)
+        self.memory.keep(digests, until_s)
         if self.disk is not None:
             if writes := [self._writes[digest] for digest in digests if digest in self._writes]:
                 await asyncio.wait(writes)
@@ -250,30 +223,25 @@ class GroupCache:
 
     def __len__(self) -> int:
         """Return the number of groups; here and in all counters, a group in both tiers counts twice."""
-        return sum(map(len, self._tiers))
+        return sum(map(len, self.tiers.values()))
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all groups."""
-        return sum(tier.total_bytes for tier in self._tiers)
-
-    @property
-    def damaged(self) -> int:
-        """Number of groups that had a wrong digest when they were read."""
-        return sum(tier.damaged for tier in self._tiers)
+        return int(sum(tier.currsize for tier in self.tiers.values()))
 
     async def find(self, digest: str) -> tuple[memoryview, Tier] | None:
         """Return a group and its tier; None if it is not here.
 
         Its digest is checked; a damaged group is deleted and counts as absent.
         """
-        if (data := self.memory.kept.get(digest)) is not None and await self._sound(self.memory, digest, data):
+        if (data := self.memory.get(digest)) is not None and await self._sound("memory", digest, data):
             return data, "memory"
         if self.disk is None or (data := await self.disk.get(digest)) is None:
             return None
-        if not await self._sound(self.disk, digest, data):
+        if not await self._sound("disk", digest, data):
             return None
-        self.memory.kept.add(digest, data)
+        self.memory.add(digest, data)
         self._on_change()
         return data, "disk"
 
@@ -287,11 +255,11 @@ class GroupCache:
 
         It is in memory at once, without a copy, and written to the disk in the background.
         """
-        added = self.memory.kept.add(digest, data.toreadonly())
+        added = self.memory.add(digest, data.toreadonly())
         disk, size = self.disk, len(data)
         if (
             disk is not None
-            and digest not in disk
+            and digest not in disk.kept
             and digest not in self._writes
             and self._unwritten_bytes + size <= _MAX_UNWRITTEN_BYTES
         ):
@@ -302,13 +270,13 @@ class GroupCache:
         return added
 
     def __iter__(self) -> Iterator[str]:
-        return iter({digest for tier in self._tiers for digest in tier.kept})
+        return iter({digest for tier in self.tiers.values() for digest in tier})
 
     async def delete(self, digest: str) -> bool:
         """Delete a group from both tiers; return whether it was here."""
         if digest in self._writes:
             await asyncio.wait({self._writes[digest]})
-        found = self.memory.kept.pop(digest, None) is not None
+        found = self.memory.pop(digest, None) is not None
         if self.disk is not None:
             found |= await self.disk.delete(digest)
         self._on_change()
@@ -318,15 +286,15 @@ class GroupCache:
         """Wait for running writes, and clear the cache."""
         if self._writes:
             await asyncio.wait(set(self._writes.values()))
-        self.memory.kept.clear()
+        self.memory.clear()
         if self.disk is not None:
             await self.disk.close()
         self._on_change()
 
-    async def _sound(self, tier: CacheTier[V], digest: str, data: memoryview) -> bool:
+    async def _sound(self, tier: Tier, digest: str, data: memoryview) -> bool:
         if await asyncio.get_running_loop().run_in_executor(self._executor, has_digest, digest, data):
             return True
-        tier.damaged += 1
+        self.damaged[tier] += 1
         await self.delete(digest)
         return False
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
 
-from kvabr.store.group_cache import CacheTier, GroupCache, Tier
+from kvabr.store.group_cache import GroupCache, Tier
 from kvabr.telemetry.prometheus import MetricSet
 
 _SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -59,7 +58,7 @@ class ClientMetrics(MetricSet):
         self.store_kept_bytes = self.gauge(
             "kvabr_client_store_kept_bytes", "Bytes of groups protected from eviction by hints, by tier.", "tier"
         )
-        self._seen: WeakKeyDictionary[CacheTier[Any], tuple[int, int]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[GroupCache, dict[Tier, tuple[int, int]]] = WeakKeyDictionary()
         self.peers = self.gauge("kvabr_client_peers", "Connected peers.")
         self.dials_failed_total = self.counter("kvabr_client_dials_failed_total", "Peers that could not be reached.")
         self.wrong_answers_total = self.counter(
@@ -69,13 +68,12 @@ class ClientMetrics(MetricSet):
 
     def show_store(self, store: GroupCache) -> None:
         """Copy a store's counters, by tier."""
-        tiers: list[tuple[Tier, CacheTier[Any] | None]] = [("memory", store.memory), ("disk", store.disk)]
-        for name, tier in tiers:
-            if tier is not None:
-                self.store_bytes.labels(name).set(tier.total_bytes)
-                self.store_groups.labels(name).set(len(tier))
-                self.store_kept_bytes.labels(name).set(tier.kept_bytes)
-                evicted, damaged = self._seen.get(tier, (0, 0))
-                self.store_evicted_total.labels(name).inc(tier.evicted - evicted)
-                self.store_damaged_total.labels(name).inc(tier.damaged - damaged)
-                self._seen[tier] = tier.evicted, tier.damaged
+        seen = self._seen.setdefault(store, {})
+        for name, tier in store.tiers.items():
+            self.store_bytes.labels(name).set(tier.currsize)
+            self.store_groups.labels(name).set(len(tier))
+            self.store_kept_bytes.labels(name).set(tier.kept_bytes)
+            evicted, damaged = seen.get(name, (0, 0))
+            self.store_evicted_total.labels(name).inc(tier.evicted - evicted)
+            self.store_damaged_total.labels(name).inc(store.damaged[name] - damaged)
+            seen[name] = tier.evicted, store.damaged[name]

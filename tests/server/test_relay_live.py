@@ -166,7 +166,7 @@ async def test_what_the_origin_takes_back_is_taken_back_here(root, tls, how):
             for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):
                 assert (await player.get(track)).code == RequestCode.DOES_NOT_EXIST
             assert len(relay.source.live) == 0
-            await until(lambda: not relay.source.store.memory.total_bytes)
+            await until(lambda: not relay.source.store.memory.currsize)
 
 
 async def test_a_group_that_is_not_what_the_news_say_is_passed_to_nobody(root, tls):

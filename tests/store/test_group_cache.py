@@ -58,7 +58,7 @@ async def test_every_store_keeps_the_contract(store):
     assert digest not in store
     assert await store.get(digest) is None
     assert not list(store)
-    assert (len(store), store.total_bytes, store.damaged) == (0, 0, 0)
+    assert (len(store), store.total_bytes, sum(store.damaged.values())) == (0, 0, 0)
 
 
 async def test_digests_of_two_kinds_are_two_groups(store):
@@ -121,7 +121,7 @@ async def test_what_changed_in_memory_is_not_given_out():
     assert store.held(digest) == data
     assert await store.get(digest) is None
     assert digest not in store
-    assert (store.total_bytes, store.damaged) == (0, 1)
+    assert (store.total_bytes, store.damaged["memory"]) == (0, 1)
 
 
 async def test_the_disk_outlives_the_process(tmp_path):
@@ -138,7 +138,7 @@ async def test_the_disk_outlives_the_process(tmp_path):
     assert changes
     store = tiers()
     assert all(digest in store for digest, _ in groups)
-    assert (len(store.memory), len(store.disk), len(store)) == (0, 3, 3)
+    assert (len(store.memory), len(store.disk.kept), len(store)) == (0, 3, 3)
     assert await store.find(groups[0][0]) == (groups[0][1], "disk")
     assert (await store.find(groups[0][0]))[1] == "memory"
     assert len(list(store)) == 3
@@ -201,7 +201,7 @@ async def test_a_damaged_file_is_found_out(tmp_path, damage, monkeypatch):
         elif damage == "pipe":
             os.mkfifo(path)
     assert await store.get(digest) is None
-    assert store.damaged == (damage in {"flipped", "cut", "longer"})
+    assert store.damaged["disk"] == (damage in {"flipped", "cut", "longer"})
     if damage in {"link", "pipe"}:
         path.unlink()
         monkeypatch.setattr(store.disk, "_again_s", 0.0)
@@ -221,7 +221,7 @@ async def test_a_folder_keeps_to_its_bound_and_to_its_own_files(tmp_path):
     assert not await store.put(*groups[2])
     await store.put(*group(251))
     await written(store)
-    assert (store.total_bytes, len(store), store.disk.evicted) == (200, 2, 1)
+    assert (store.total_bytes, len(store), store.disk.kept.evicted) == (200, 2, 1)
     assert await store.get(groups[0][0]) is None
     await store.close()
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
@@ -250,7 +250,7 @@ async def test_processes_share_a_bucket():
     url, (digest, data) = f"memory://groups-{DICE.randrange(1 << 60)}", group()
     one, other = StoreTier(url, 1000), StoreTier(url, 1000)
     assert await one.put(digest, data)
-    assert digest not in other
+    assert digest not in other.kept
     assert await other.get(digest) == data
     assert digest in other
     assert not await other.put(digest, data)

@@ -108,17 +108,17 @@ async def test_a_storm_of_refusals_ends_after_three_tries(flaky, status):
 
 
 @pytest.mark.parametrize("year", [0, 22026])
-async def test_a_date_that_is_none_does_not_keep_an_object_from_being_read_or_others_from_being_listed(flaky, year):
+async def test_an_object_with_an_impossible_date_can_be_read(flaky, year):
     server = flaky()
     bucket = CloudStore(server.url)
-    for name in "abcde":
-        await bucket.put_new(f"s/{name}", b"0123")
-    server.years["s/b"] = server.years["s/d"] = year
+    await bucket.put_new("s/b", b"0123")
+    server.years["s/b"] = year
     assert bytes(await bucket.get("s/b", limit=9)) == b"0123"
     assert bytes(await bucket.get("s/b", 1, 3, limit=9)) == b"12"
     assert bytes(bucket.blocked(bucket.get("s/b", limit=9))) == b"0123"
     assert [bytes(part) async for part in bucket.stream("s/b", 0, 4)] == [b"0123"]
-    assert list(await listing(bucket, "s/")) == ["s/a", "s/c", "s/e"]
+    with pytest.raises(RequestError, match="impossible date"):
+        await listing(bucket, "s/")
 
 
 @pytest.mark.parametrize("kind", ["/a/", "/i/", "/g/", "/m/", ""])

@@ -51,7 +51,7 @@ def test_the_cache_of_a_session_that_goes_on_is_kept(bench, said):
     bench.scheduler.finished(asked, [[]])  # aborted, say, before anything was played
     assert until(bench)["tokens_kept"] == 70
     store = store_of(bench)
-    assert store.memory.kept_bytes == store.memory.total_bytes > 0
+    assert store.memory.kept_bytes == store.memory.currsize > 0
 
 
 def test_what_is_published_of_a_request_is_kept_once_it_is(tmp_path):
@@ -96,7 +96,7 @@ def test_what_was_played_with_a_loss_is_fetched_again_while_the_link_is_idle(ser
     with closing(Bench(served, policy="anytime", prefill_rate=1.0)) as bench:
         asked = request()
         assert bench.matched(asked) == (64, True)
-        had, lookup = store_of(bench).memory.total_bytes, bench.scheduler._lookups["r"]
+        had, lookup = store_of(bench).memory.currsize, bench.scheduler._lookups["r"]
         assert lookup.worst > bench.options.keep_loss
         bench.scheduler.finished(asked, [[]])
         end_s, counted = time.monotonic() + LIMIT_S, {}
@@ -104,7 +104,7 @@ def test_what_was_played_with_a_loss_is_fetched_again_while_the_link_is_idle(ser
             assert time.monotonic() < end_s
             counted = bench.scheduler.counts.take()
             time.sleep(0.005)
-        assert store_of(bench).memory.total_bytes > 1.5 * had
+        assert store_of(bench).memory.currsize > 1.5 * had
         again = request("again")
         assert bench.matched(again) == (64, True)
         assert bench.scheduler._lookups["again"].worst < 0.1 * lookup.worst
