@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _LOAD = 0.3
 """The links carry this share of FP16 within the deadline, on average."""
 _STARTS = 2
-_PLAIN = ("fixed:Int8", "fixed:FP16")
-_POLICIES = (DEFAULT, "mpc", "rate", *_PLAIN)
-_NOTICEABLE = 0.001
+_FIXED_POLICIES = ("fixed:Int8", "fixed:FP16")
+_POLICIES = (DEFAULT, "mpc", "rate", *_FIXED_POLICIES)
+_NOTICEABLE_LOSS = 0.001
 """Loss in nats per token at which greedy texts of a few dozen tokens begin to differ."""
 
 Runs = list[dict[str, Any]]
@@ -127,12 +127,12 @@ def _verdict(by_policy: dict[str, Runs], deadline_s: float) -> str:
     mine = by_policy[DEFAULT]
     if not mine:
         return f"No link could deliver the cache within {deadline_s:g} s, at any quality. Try a later --deadline."
-    int8, fp16 = (by_policy[policy] for policy in _PLAIN)
+    int8, fp16 = (by_policy[policy] for policy in _FIXED_POLICIES)
     met = sum(line["met"] for line in mine)
     loss = fmean(line["loss"] for line in mine)
     quality = (
         "That is too little to notice: at 0.0005 nats, 64 greedy tokens were those of the exact cache."
-        if loss < _NOTICEABLE
+        if loss < _NOTICEABLE_LOSS
         else "From about 0.001 nats on, greedy texts begin to differ in places; 1 is about as bad as no cache."
     )
     return (

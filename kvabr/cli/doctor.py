@@ -23,10 +23,10 @@ from kvabr.types.installing import LAB, extra
 from kvabr.types.peer import PeerOptions
 
 State = Literal["ok", "missing", "failed"]
-_OVER: tuple[Literal["quic", "tcp"], ...] = ("quic", "tcp")
+_TRANSPORTS: tuple[Literal["quic", "tcp"], ...] = ("quic", "tcp")
 _MARKS: dict[State, str] = {"ok": "green", "missing": "yellow", "failed": "red"}
 
-_BEFORE_FIX: dict[State, str] = {"ok": "", "missing": "add: ", "failed": "fix: "}
+_FIX_PREFIX: dict[State, str] = {"ok": "", "missing": "add: ", "failed": "fix: "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def run(args: DoctorCommand) -> int:
     for _ in ("what", "state", "detail"):
         table.add_column(overflow="fold")
     for finding in findings:
-        fix = f"\n{_BEFORE_FIX[finding.state]}{finding.fix}" if finding.fix else ""
+        fix = f"\n{_FIX_PREFIX[finding.state]}{finding.fix}" if finding.fix else ""
         detail = escape(f"{finding.detail}{fix}")  # names of extras have brackets
         table.add_row(escape(finding.what), f"[{_MARKS[finding.state]}]{finding.state}[/]", detail)
     out = output()
@@ -255,7 +255,7 @@ async def _transports(url: str, how: PeerOptions) -> list[Finding]:
     if how.transport != "auto" or how.quic != "auto":
         return found
     history = history_at(user_cache_path("kvabr", appauthor=False) / "peers.json")
-    for over in _OVER:
+    for over in _TRANSPORTS:
         began, by = time.monotonic(), replace(how, transport=over)
         try:
             async with connect(url, by) as connection:

@@ -36,7 +36,7 @@ _HOW = (
     "name the cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --name MODEL/DIGEST (`kvabr inspect ASSET` shows both "
     "parts), or give the prompt: --text FILE --model smollm2"
 )
-_UNKEPT = 3
+_NOT_KEPT_STATUS = 3
 """Exit status of a complete play with groups or a profile that could not be kept on disk."""
 _METRIC = "kvabr_client_unkept_total"
 
@@ -140,7 +140,7 @@ def run(args: FetchCommand) -> int:
             producer = ", and no producer has started to prefill it" if args.play.wait_for_producer_s else ""
             why = f"nothing of this prompt is cached there{producer}"
         raise PlayError(f"{why} ({result['lookup_s']:.2f} s){unwritten}")
-    return _UNKEPT if result["unkept"] else 0
+    return _NOT_KEPT_STATUS if result["unkept"] else 0
 
 
 add = command(FetchCommand, run)

@@ -29,7 +29,7 @@ from kvabr.types.home import HomeProcess
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_CLEAR_S = 5.0
+_CLEANUP_S = 5.0
 """Seconds to clean up after a cancelled call, or at the end."""
 
 
@@ -77,7 +77,7 @@ class LoopThread:
             if not over.is_set():
                 # Interrupted: end the call before returning. One turn of the loop later, a starting task has started.
                 self._loop.call_soon_threadsafe(self._loop.call_soon, stop)
-                over.wait(_CLEAR_S)
+                over.wait(_CLEANUP_S)
             raise
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -103,14 +103,14 @@ class LoopThread:
             for task in tasks:
                 task.cancel()
             if tasks:
-                await asyncio.wait(tasks, timeout=_CLEAR_S)
+                await asyncio.wait(tasks, timeout=_CLEANUP_S)
             await self._loop.shutdown_asyncgens()
             await self._loop.shutdown_default_executor()
 
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(clear(), self._loop).result(2 * _CLEAR_S)
+            asyncio.run_coroutine_threadsafe(clear(), self._loop).result(2 * _CLEANUP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLEAR_S)
+        self._thread.join(_CLEANUP_S)
         if not self._thread.is_alive():
             self._loop.close()
 

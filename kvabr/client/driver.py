@@ -101,14 +101,14 @@ _PAUSE_SHARE = 1 / 50
 """Share of the deadline to wait before repeating a refused request, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
 """Longest such wait as a share of the deadline, even if the peer names more."""
-_FEW = 64
+_MAX_THREADED_GROUPS = 64
 """Prompts of at most this many groups are always decoded in threads."""
-_MOMENT_S = 0.01
+_MAX_DECODE_TURN_S = 0.01
 """Seconds of decoding small groups before the event loop runs again."""
-_READS = 96
+_MAX_READS = 96
 """Groups read at once. A connection sends fewer requests at a time anyway."""
 
-_AWAY_S = 1.0
+_UNREACHABLE_S = 1.0
 """Seconds without a reachable source before the engine computes the rest; a relay restarts faster."""
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
@@ -172,7 +172,7 @@ class Driver:
         self._frames: dict[int, GroupReader] = {}
         """By request, downloads to decode."""
         # An engine's hook decides when a group is written.
-        largest, many = self._catalog.spec.largest, self._catalog.groups > _FEW
+        largest, many = self._catalog.spec.largest, self._catalog.groups > _MAX_THREADED_GROUPS
         self._small = hook is None and many and 2 * largest.rows * largest.elements_per_token <= SMALL_BYTES
         """True if this thread decodes the groups, small and numerous."""
         self._together = hook is None and assembler.together
@@ -292,7 +292,7 @@ class Driver:
             if self.session.groups.complete:
                 self._tell(partial(self.session.stop, reason=reason))
                 return
-            if self.now() - self._away_s >= _AWAY_S:
+            if self.now() - self._away_s >= _UNREACHABLE_S:
                 self._tell(partial(self.session.cut_off, reason))
         else:
             self._away_s = None
@@ -319,14 +319,14 @@ class Driver:
     # ------------------------------------------------------------- downloads
 
     def _fetch(self, action: FetchGroup) -> None:
-        if len(self._reads) < _READS or action.pushed:
+        if len(self._reads) < _MAX_READS or action.pushed:
             self._fetch_now(action)
         else:
             heappush(self._later, (action.priority, action.request, action))
 
     def _ended(self, request: int) -> None:
         self._reads.pop(request, None)
-        while self._later and len(self._reads) < _READS and not self._over.done():
+        while self._later and len(self._reads) < _MAX_READS and not self._over.done():
             _, _, action = heappop(self._later)
             if action.request in self._unwanted:
                 self._unwanted.discard(action.request)
@@ -485,8 +485,8 @@ class Driver:
         damaged.append((group, track, why))
 
     def _decode_small(self) -> None:
-        """Decode small groups here for at most `_MOMENT_S`, and the others after the loop has run."""
-        until_s = self._loop.time() + _MOMENT_S
+        """Decode small groups here for at most `_MAX_DECODE_TURN_S`, and the others after the loop has run."""
+        until_s = self._loop.time() + _MAX_DECODE_TURN_S
         while self._waiting and not self._over.done():
             action = self._waiting[0]
             try:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kvabr.client.lookup import fetch_catalog
 from kvabr.player.goals.live import EdgeChanges
-from kvabr.player.requests import DEARER
+from kvabr.player.requests import DEARER_PRIORITY
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.news import News, Retries
 from kvabr.transfer.transfer import GroupReader, GroupRequest
@@ -216,6 +216,6 @@ class LiveFeed:
             track, number = catalog.address(group, self._base.name)
             limit = _TIMES_EXPECTED * self._base.bytes[group] + _SLACK_BYTES
             request = GroupRequest(catalog.namespace, track, number, limit, live=True)
-            self._ahead[group] = _Ahead(self.connection, request, group * DEARER // catalog.groups)
+            self._ahead[group] = _Ahead(self.connection, request, group * DEARER_PRIORITY // catalog.groups)
             group += 1
         self._asked = group

@@ -58,7 +58,7 @@ _MIN_GROUPS = 1024
 """Least groups to allow for: a short prompt's longest cached prefix may belong to a long asset."""
 _LONG = 1 << 16
 """Longer prompts are hashed in a thread: a million tokens take 20 ms."""
-_URGENT = 0
+_TOP_PRIORITY = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,11 @@ def catalog_limit(groups: int) -> int:
 async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> memoryview:
     """Fetch a track of one group of at most ``limit`` bytes; concurrent calls share the download."""
     try:
-        return await read_view(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
+        return await read_view(origin.fetch(namespace, track, priority=_TOP_PRIORITY, limit=limit))
     except ConnectionLostError:  # a dead connection may show only at this request
         if origin.closed:
             raise
-        return await read_view(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
+        return await read_view(origin.fetch(namespace, track, priority=_TOP_PRIORITY, limit=limit))
 
 
 async def fetch_models(origin: Connection) -> list[KVSpec]:

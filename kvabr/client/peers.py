@@ -25,9 +25,9 @@ _MODELS_S = 5.0
 """Seconds for which a peer's list of models is reused; a failed lookup fetches it anew."""
 _MAX_SHAPES = 4
 """Most group sizes and shapes of one model to look up."""
-_PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
+_OTHER_SIZES_FACTOR, _MIN_OTHER_SIZES_S = 4.0, 0.25
 """Time for lookups in other group sizes than the engine's: a multiple of the first lookup's time, with a floor."""
-_SAID_SHARE = 0.9
+_REPORT_SHARE = 0.9
 """Share of a lookup's time until silent sources are ignored."""
 _MIN_WAIT_S = 0.02
 """Least wait for other sources after the first answer."""
@@ -150,7 +150,9 @@ class ClientPeer:
             found = await lookup([model])
             if _tokens(found) < len(tokens):
                 with contextlib.suppress(TimeoutError):
-                    other = await asyncio.wait_for(others, max(_MIN_PATIENCE_S, _PATIENCE * (clock() - begun_s)))
+                    other = await asyncio.wait_for(
+                        others, max(_MIN_OTHER_SIZES_S, _OTHER_SIZES_FACTOR * (clock() - begun_s))
+                    )
                     if _tokens(other) > _tokens(found):
                         return other
         finally:
@@ -207,7 +209,7 @@ async def first_found(
     try:
         round_trip_s = max((each or 0.0 for each in connection.round_trips), default=0.0)
         doubted = {task for task, source in zip(asked, connection.sources, strict=True) if source.unreachable}
-        found = await _found_by(asked, doubted, tokens, round_trip_s, _SAID_SHARE * within_s)
+        found = await _found_by(asked, doubted, tokens, round_trip_s, _REPORT_SHARE * within_s)
     except BaseException:
         for task in asked:
             task.cancel()
@@ -287,7 +289,7 @@ async def _found_by(
             end_s = min(end_s, clock() + max(_MIN_WAIT_S, took_s / 2))
         elif found and not waits:
             waits = True
-            end_s = min(end_s, clock() + max(_MIN_PATIENCE_S, _PATIENCE * max(took_s, round_trip_s)))
+            end_s = min(end_s, clock() + max(_MIN_OTHER_SIZES_S, _OTHER_SIZES_FACTOR * max(took_s, round_trip_s)))
     return found
 
 

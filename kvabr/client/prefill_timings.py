@@ -22,21 +22,21 @@ Timing = tuple[int, int, float]
 
 MOST = 96
 """Most timings kept."""
-_MAX_ALIKE = 5
+_MAX_PER_SIZE = 5
 _MAX_S, _MAX_TOKENS = 1e5, 1 << 24
-_FEW, _FEW_TIMES = 4, 4.0
+_MIN_TIMINGS, _MAX_FIRST_FACTOR = 4, 4.0
 """With fewer timings than the first, slowness is capped at the second times the expectation: a first call also loads
 and compiles, and a busy machine is not recognisable yet."""
-_CREDIBLE = 30.0
+_MAX_COST_FACTOR = 30.0
 """Larger factors between a publisher's cost and the guess make it implausible."""
-_TYPICAL = 2048
+_TYPICAL_TOKENS = 2048
 _CPU_WEIGHT_S, _GPU_WEIGHT_S = 1e-11, 6e-15
 """Seconds per token and weight of a prefill: on a few cores, and on an accelerator at 330 TFLOPS."""
 _GPU_FLOOR_S = 0.02
 _MIN_WEIGHTS = 10_000
 _PER_ELEMENT = 2.0
 """Cost of a token pair per element of a token's cache, relative to a token's cost per weight."""
-_LIKE = (8e9, 65536.0, 2.35)
+_REFERENCE_MODEL = (8e9, 65536.0, 2.35)
 """A model's weights, its cache elements per token, and the exponent of weights in elements."""
 
 
@@ -50,7 +50,7 @@ def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> Pref
     """
     each = sum(part.elements_per_token for part in spec.parts if part.only.kind != "state")
     if weights is None:
-        usual, elements, power = _LIKE
+        usual, elements, power = _REFERENCE_MODEL
         weights = int(usual * (each / elements) ** power)
     on_cpu = device == "cpu"
     weight_s = _CPU_WEIGHT_S if on_cpu else _GPU_WEIGHT_S
@@ -123,19 +123,19 @@ class PrefillTimings:
                 self._prior, self._cost = said, None
             if self._cost is None:
                 rows = [row for alike in self._alike.values() for row in alike]
-                if len(rows) < _FEW:
-                    rows = [(b, n, min(s, _FEW_TIMES * self._prior.seconds(b, n))) for b, n, s in rows]
+                if len(rows) < _MIN_TIMINGS:
+                    rows = [(b, n, min(s, _MAX_FIRST_FACTOR * self._prior.seconds(b, n))) for b, n, s in rows]
                 self._cost = PrefillCost.fit(rows, self._prior) if rows else self._prior
             return self._cost
 
     def _credible(self, said: PrefillCost) -> bool:
-        times = said.seconds(0, _TYPICAL) / self._guess.seconds(0, _TYPICAL)
-        return 1 / _CREDIBLE <= times <= _CREDIBLE
+        times = said.seconds(0, _TYPICAL_TOKENS) / self._guess.seconds(0, _TYPICAL_TOKENS)
+        return 1 / _MAX_COST_FACTOR <= times <= _MAX_COST_FACTOR
 
     def _add(self, row: Timing) -> None:
         before, tokens, _ = row
         size = (before.bit_length() + 1) // 2, round(2 * math.log2(tokens))
-        self._alike.setdefault(size, deque(maxlen=_MAX_ALIKE)).append(row)
+        self._alike.setdefault(size, deque(maxlen=_MAX_PER_SIZE)).append(row)
         self._alike.move_to_end(size)
         while sum(map(len, self._alike.values())) > MOST:
             self._alike.popitem(last=False)

@@ -26,7 +26,7 @@ from kvabr.client.peers import ClientPeer
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.sources import PlaySources
 from kvabr.client.upgrades import Upgrades
-from kvabr.player.requests import DEARER, UPGRADE_PRIORITY
+from kvabr.player.requests import DEARER_PRIORITY, UPGRADE_PRIORITY
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
@@ -134,9 +134,9 @@ def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
     """
     if priority >= UPGRADE_PRIORITY:
         return priority
-    span = DEARER // LEVELS
-    half, within = divmod(priority, DEARER)
-    return (0 if late else half * DEARER) + level * span + within * span // DEARER
+    span = DEARER_PRIORITY // LEVELS
+    half, within = divmod(priority, DEARER_PRIORITY)
+    return (0 if late else half * DEARER_PRIORITY) + level * span + within * span // DEARER_PRIORITY
 
 
 class EdfScheduler(Generic[K]):
@@ -200,7 +200,7 @@ class EdfScheduler(Generic[K]):
 R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 
 _MIN_LEFT_S = 1e-3
-_LAST = 255
+_LOWEST_PRIORITY = 255
 """Priority of upgrades of caches in use, and of hints' upgrades, while there are plays."""
 
 
@@ -385,9 +385,13 @@ class PlayRunner:
         if len(self._schedule) < 2:
             return priority
         if connection.kept:
-            return _LAST
+            return _LOWEST_PRIORITY
         if connection in self._hints:
-            return _LAST if priority >= UPGRADE_PRIORITY else wire_priority(LEVELS - 1, DEARER + priority // 2)
+            return (
+                _LOWEST_PRIORITY
+                if priority >= UPGRADE_PRIORITY
+                else wire_priority(LEVELS - 1, DEARER_PRIORITY + priority // 2)
+            )
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:

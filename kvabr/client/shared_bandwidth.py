@@ -39,9 +39,9 @@ _HALF_LIFE_S = 3600.0
 """Seconds until a record counts half."""
 _MAX_S = 7 * 86400.0
 """Seconds until a record is ignored."""
-_NEWEST = 0.5
+_LAST_PLAY_WEIGHT = 0.5
 """Weight of the last play against all earlier ones."""
-_CAUTION, _MIN_WEIGHT = 0.8, 0.5
+_RATE_SHARE, _MIN_WEIGHT = 0.8, 0.5
 """Share of the recorded rate to count on, and least `Prior.weight` (freshness) of a usable record."""
 
 
@@ -71,8 +71,10 @@ class PeerRecord:
 
     def heard(self, last: PeerRecord) -> PeerRecord:
         """Return the record with one play added."""
-        rate = math.exp((1 - _NEWEST) * math.log(self.rate) + _NEWEST * math.log(last.rate))
-        return PeerRecord(rate, (1 - _NEWEST) * self.ttfb_s + _NEWEST * last.ttfb_s, last.at, self.plays + 1)
+        rate = math.exp((1 - _LAST_PLAY_WEIGHT) * math.log(self.rate) + _LAST_PLAY_WEIGHT * math.log(last.rate))
+        return PeerRecord(
+            rate, (1 - _LAST_PLAY_WEIGHT) * self.ttfb_s + _LAST_PLAY_WEIGHT * last.ttfb_s, last.at, self.plays + 1
+        )
 
     def prior(self, now: float) -> Prior | None:
         """Return the prior for a play that begins now; None if too old."""
@@ -117,7 +119,7 @@ class PeerHistory(MachineFile[PeerRecord]):
         prior = None if peer is None else self.of(peer)
         if prior is None or prior.weight < _MIN_WEIGHT:
             return KnownLink(0.0, 0.0)
-        return KnownLink(_CAUTION * prior.rate, prior.ttfb_s)
+        return KnownLink(_RATE_SHARE * prior.rate, prior.ttfb_s)
 
     def rate(self, peer: str) -> float:
         """Return the recent rate to a peer, bytes per second; 0.0 if unknown."""
@@ -174,13 +176,13 @@ def _record(plain: Any) -> PeerRecord:
 
 V = TypeVar("V")
 
-_ACTIVE_S = 0.5
+_MAX_QUIET_S = 0.5
 """Seconds without bytes or waiting until a play counts as inactive."""
 _STEP_S = 1e-3
 """Bytes within this time are counted together."""
 _MAX_STEPS = 1 << 15
 """Most steps kept, at least half of them: those of the last 16 seconds."""
-_FEW, _KEPT_S = 32, 0.05
+_MAX_FRESH_PLAYS, _REUSE_S = 32, 0.05
 """With more plays than this, values of all plays are reused for this many seconds: reading every play at each tick
 would take all the time."""
 
@@ -267,11 +269,11 @@ class SharedLink:
 
     def _of_many(self, find: Callable[[list[LinkShare]], V]) -> V | None:
         """Return ``find`` of all plays, cached for a moment; None if there are few."""
-        if len(self._members) <= _FEW:
+        if len(self._members) <= _MAX_FRESH_PLAYS:
             return None
         now = self.clock()
         kept = self._kept.get(find)
-        if kept is None or not 0 <= now - kept[0] < _KEPT_S:
+        if kept is None or not 0 <= now - kept[0] < _REUSE_S:
             kept = self._kept[find] = now, find(self._all())
         found: V = kept[1]
         return found
@@ -315,7 +317,7 @@ class LinkShare(Estimator):
 
     def active(self) -> bool:
         """Return whether the play recently received bytes, or waited for other plays."""
-        return self._link.clock() - self._active_at <= _ACTIVE_S
+        return self._link.clock() - self._active_at <= _MAX_QUIET_S
 
     def link_rate(self, *, lower: bool = False) -> float:
         """Return the link's rate or its lower bound, bytes per second; 0 if the estimator fails.

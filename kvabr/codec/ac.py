@@ -548,7 +548,7 @@ def _sinks(profile: ClassProfile, context: GroupContext) -> int:
 
 
 _COUNT = struct.Struct("<I")
-_FAR = 1 << 31
+_FP16_FLAG = 1 << 31
 """Flag in the offset of a token stored as FP16."""
 _HAS_BIASES = 1 << 31
 """Flag in the number of listed tokens, which stays below the markers of `kvabr.codec.unusual`."""
@@ -654,7 +654,7 @@ def join_payload(
     The offsets ascend; the first ``sinks`` of them are sinks, and never far. A layer refines ``base``. Also return the
     stored tokens that layers above this payload may refine.
     """
-    listed = (tokens + np.where(far, _FAR, 0))[sinks:].astype("<u4")
+    listed = (tokens + np.where(far, _FP16_FLAG, 0))[sinks:].astype("<u4")
     biased = biases is not None and bool(biases.any())
     parts = [head, _COUNT.pack(len(listed) | (_HAS_BIASES if biased else 0)), listed.tobytes()]
     near: NearTokens | None = None
@@ -738,8 +738,8 @@ def _split_head(payload: memoryview | bytes, context: GroupContext, sinks: int, 
     if listed > context.tokens - sinks:
         raise FormatError(f"{what}: {listed} listed tokens in a group of {context.tokens}; the payload is corrupt")
     offsets = np.frombuffer(reader.bytes(4 * listed), dtype="<u4").astype(np.int64)
-    tokens = np.concatenate([np.arange(sinks), offsets % _FAR])
-    far = torch.from_numpy(np.concatenate([np.zeros(sinks, dtype=bool), offsets >= _FAR]))
+    tokens = np.concatenate([np.arange(sinks), offsets % _FP16_FLAG])
+    far = torch.from_numpy(np.concatenate([np.zeros(sinks, dtype=bool), offsets >= _FP16_FLAG]))
     if listed and (bool((np.diff(tokens) <= 0).any()) or int(tokens[-1]) >= context.tokens):
         raise FormatError(f"{what}: the listed tokens are not in ascending order; the payload is corrupt")
     return _Head(reader, references, listed, tokens, far, biased, streamed, parted)

@@ -32,7 +32,7 @@ try:
 except ImportError:
     _kvanalysis = None
 
-_LONGEST = 8191
+_MAX_ELEMENT = 8191
 """Largest element of a group over norm and step for which 32 bits hold all sums: 2**31 over `ONE` and `FINE`."""
 _TOKENS_PER_QUIET = 64
 """At most one in this many tokens, plus one, is stored separately as quiet, or as an outstanding column of a state."""
@@ -65,7 +65,7 @@ class Analysis:
     @cached_property
     def _scale(self) -> NDArray[np.float32]:
         """[layer, K/V]: factors from elements to units of the norm."""
-        with np.errstate(over="ignore"):  # of a hostile norm; `BIGGEST` limits the result
+        with np.errstate(over="ignore"):  # of a hostile norm; `MAX_ELEMENT` limits the result
             return np.float32(1) / self.transform.norm
 
     @cached_property
@@ -77,7 +77,7 @@ class Analysis:
         """
         components = max((_gain(each) for each in self.transform.stack if each.gain.size), default=1.0)
         elements = components * (1.0 if self.transform.block is None else _gain(self.transform.block))
-        limits = [max(1.0, _LONGEST - elements)], [max(1.0, FARTHEST - components)], [FARTHEST + 0.4]
+        limits = [max(1.0, _MAX_ELEMENT - elements)], [max(1.0, FARTHEST - components)], [FARTHEST + 0.4]
         return np.array(limits, dtype=np.float32)
 
     def analyse(self, group: torch.Tensor, first_token: int | None) -> Coefficients:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 UNITS = {LAYERS[0]: 1, LAYERS[1]: 2}
 """Tracks with biases, and their units in sixteenths of the step; negligible for finer tracks."""
-_ROUNDED = 3
+_ROUNDING_TENTHS = 3
 """Tenths added before rounding down: rounding to nearest costs a third more bits, and saves no loss."""
 MIN_TOKENS = 64
 """With fewer tokens the biases would cost more than they save."""
@@ -84,7 +84,7 @@ def biases(sums: NDArray[np.int64], tokens: int, unit: int) -> NDArray[np.int16]
     if tokens < MIN_TOKENS:
         return np.zeros(len(sums), np.int16)
     whole = coder.ERROR_UNIT * tokens * unit
-    mean = (10 * FINE * np.abs(sums) + _ROUNDED * whole) // (10 * whole)
+    mean = (10 * FINE * np.abs(sums) + _ROUNDING_TENTHS * whole) // (10 * whole)
     out: NDArray[np.int16] = (np.sign(sums) * np.minimum(mean, _MAX_VALUE)).astype(np.int16)
     return out
 

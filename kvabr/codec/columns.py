@@ -15,7 +15,7 @@ from kvabr.types.kv import KVSpec
 if TYPE_CHECKING:
     import torch
 
-_WIDEST = 128
+_MAX_ROWS = 128
 """Maximum rows in a piece of a column: a transform's matrix has its square, per layer and head."""
 
 
@@ -74,4 +74,4 @@ def turned_back(columns: torch.Tensor, part: KVSpec) -> torch.Tensor:
 
 
 def _pieces(rows: int) -> int:
-    return next(count for count in range(-(-rows // _WIDEST), rows + 1) if rows % count == 0)
+    return next(count for count in range(-(-rows // _MAX_ROWS), rows + 1) if rows % count == 0)

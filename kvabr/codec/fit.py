@@ -61,11 +61,11 @@ _RIDGE = 1e-6
 STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.185}
 """Steps by depth, each a third of the one below, so that layers nest."""
 
-_ABSURD = 100.0
+_MAX_TOKEN_RATIO = 100.0
 """Ratio to the median beyond which a token's keys or values in a layer count as errors: one such number would make the
 quantiser useless for all others of its layer.
 """
-_WORTH = 20.0
+_MIN_GRADIENT_RATIO = 20.0
 """Quiet tokens are stored separately if they have this multiple of their share of the gradients' power."""
 _ROWS_AT_ONCE = 256
 """Rows counted together: their indices stay in the processor's cache."""
@@ -258,7 +258,7 @@ def _sensible(bare: torch.Tensor) -> torch.Tensor:
     """Zero absurd tokens in their layer, in place; an encoder stores them separately."""
     peak = torch.maximum(bare.amax(dim=(2, 4)), -bare.amin(dim=(2, 4)))  # [layer, K/V, token]; a copy takes longer
     usual = peak.nanmedian(dim=2, keepdim=True).values
-    absurd = ~(peak <= FP16_MAX) | ((peak > _ABSURD * usual) & (usual > 0))
+    absurd = ~(peak <= FP16_MAX) | ((peak > _MAX_TOKEN_RATIO * usual) & (usual > 0))
     if bool(absurd.any()):
         bare.masked_fill_(absurd[:, :, None, :, None], 0)
     return bare
@@ -321,7 +321,7 @@ def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | N
     order = score.argsort()
     most = int(share * len(order))
     gained = minded[order].double().cumsum(dim=0) / minded.double().sum().clamp(min=1e-300)
-    worth = gained[:most] - _WORTH * torch.arange(1, most + 1) / len(order)
+    worth = gained[:most] - _MIN_GRADIENT_RATIO * torch.arange(1, most + 1) / len(order)
     if not most or float(worth.max()) <= 0:
         return None
     # Halfway to the next token, for other texts.

@@ -30,9 +30,9 @@ _ABOVE = (
 )
 """Contexts above an index of 0, 1, and 2 or more, by the distance of the referenced index from its triple, from -8 on.
 """
-_PRIOR = 3.0
+_PRIOR_SYMBOLS = 3.0
 """Weight, in symbols, of the prior that references do not matter."""
-_EVERY = 4
+_TILE_STEP = 4
 """One in this many tiles is counted: a few tables for all rows need few, and counting is slow."""
 _ROWS_AT_ONCE = 256
 _FARTHEST = 10_000
@@ -42,7 +42,7 @@ _FARTHEST = 10_000
 def tiles_counted(number: int, tokens: int) -> list[slice]:
     """Return the tiles of a cache to count, in rotation; none for a short cache."""
     firsts = range(0, tokens - LANES, TILE)
-    counted = firsts[number % min(_EVERY, len(firsts) or 1) :: _EVERY]
+    counted = firsts[number % min(_TILE_STEP, len(firsts) or 1) :: _TILE_STEP]
     return [slice(first, min(tokens, first + TILE)) for first in counted]
 
 
@@ -108,7 +108,7 @@ def _with_near(model: CoderModel, bucket: NDArray[np.uint8], counts: NDArray[np.
                 inside += inside[::-1].copy()
                 inside /= 2
             prior = own[_above(bucket, context)]
-            freqs[which, context, :symbols] = frequencies((seen[which, context] + _PRIOR * prior)[:symbols])
+            freqs[which, context, :symbols] = frequencies((seen[which, context] + _PRIOR_SYMBOLS * prior)[:symbols])
     return replace(model, near=NearTables(bucket, freqs))
 
 

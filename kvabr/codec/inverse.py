@@ -22,7 +22,7 @@ from kvabr.types.errors import FormatError
 if TYPE_CHECKING:
     from kvabr.codec.transform import Matrices
 
-BIGGEST = 2.0**64
+MAX_ELEMENT = 2.0**64
 """Limit of elements, so that all results are finite."""
 _WORST_CONDITION = 1e-2
 """Maximum deviation of a matrix times its inverse from the identity."""

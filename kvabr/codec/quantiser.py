@@ -70,7 +70,7 @@ _FLOOR = 1e-3
 """Minimum count of an index that has a symbol."""
 _PRIOR_SYMBOLS = 8.0
 """Weight, in symbols, of the prior that a class refines like all rows: few classes have every index below."""
-_STRAY = 1e-5
+_MAX_STRAY_SHARE = 1e-5
 """Share of a refinement's symbols without their own symbol: float32 rounding outside the interval."""
 _PRIOR_TILES = 6.0
 """Weight, in tiles, of the prior that a row's flags are its class's."""
@@ -200,7 +200,7 @@ def _radius(summed: Counted) -> NDArray[np.intp]:
     values = np.abs(np.arange(summed.shape[2] - 1) - MAX_RADIUS)
     seen = summed[:, :, :-1].sum(axis=1)
     if summed.shape[1] > 1:
-        seen = np.where(seen > _STRAY * seen.sum(axis=1, keepdims=True), seen, 0)
+        seen = np.where(seen > _MAX_STRAY_SHARE * seen.sum(axis=1, keepdims=True), seen, 0)
     largest = np.where(seen > 0, values, 0).max(axis=1)
     if summed.shape[1] == 1:
         largest = -(-5 * largest // 4)

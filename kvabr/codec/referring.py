@@ -27,13 +27,13 @@ from kvabr.types.errors import FormatError
 REFERRING = 0xFFFFFFFC
 MARK = struct.pack("<I", REFERRING)
 
-_LOUD = 1024
+_MAX_COMPARED_ROWS = 1024
 """Rows to compare: those with the most power."""
 _LARGEST = 3
 """Limit of indices, so that no row dominates."""
 _AT_ONCE = 16
 """Tokens moved to the second step between comparisons of all."""
-_WORTH = 0.5
+_MIN_CORRELATION = 0.5
 """Mean correlation of tokens with their references below which a payload may be smaller without them."""
 
 
@@ -61,7 +61,7 @@ def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) 
         second, named = _matched(alike)
         parts[tile.start] = second, named
         worth.append(float(alike[second, named[second]].mean()))
-    return join_references(parts, rows.shape[1]), min(worth) > _WORTH
+    return join_references(parts, rows.shape[1]), min(worth) > _MIN_CORRELATION
 
 
 def telling_rows(model: CoderModel) -> NDArray[np.intp]:
@@ -73,7 +73,7 @@ def _loud(model: CoderModel) -> NDArray[np.intp]:
     values = np.arange(model.freqs.shape[2]) - model.radius[:, None].astype(np.float64)
     inside = np.arange(model.freqs.shape[2]) <= 2 * model.radius[:, None].astype(np.int64)
     power = (model.freqs[:, 0] * values**2 * inside).sum(axis=1)[model.row_class] * model.flag_freq[0]
-    return np.sort(np.argsort(-power, kind="stable")[:_LOUD])
+    return np.sort(np.argsort(-power, kind="stable")[:_MAX_COMPARED_ROWS])
 
 
 def _matched(alike: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:

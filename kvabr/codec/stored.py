@@ -47,7 +47,7 @@ _MAX_COARSE = 32
 _USUAL_ROWS = 1 << 14
 """Models of more rows are not cached: hostile payloads could fill the memory."""
 _OF = 64
-_FALLS = (2, 3, 4, 6, 8, 12, 16, 24)
+_FALL_STEPS = (2, 3, 4, 6, 8, 12, 16, 24)
 """By table: by how many 64ths a number is less likely than the next smaller one."""
 
 
@@ -59,7 +59,7 @@ def _new_model(table: int, rows: int) -> CoderModel:
     """Make the model for a number of rows, with integers, so that it is the same on every machine."""
     likely = [1 << 40]
     for _ in range(_MAX_COARSE):
-        likely.append(likely[-1] * (_OF - _FALLS[table]) // _OF)
+        likely.append(likely[-1] * (_OF - _FALL_STEPS[table]) // _OF)
     both = [likely[abs(number)] for number in range(-_MAX_COARSE, _MAX_COARSE + 1)]
     room = TOTAL - len(both) - 1
     freqs = [1 + room * each // sum(both) for each in both] + [1]  # the last one is the escape's
@@ -96,14 +96,14 @@ def join_coarse(coarse: Codes) -> bytes:
     """Code the coarse parts of rows, [row, number]."""
     total = int(np.abs(coarse).sum(dtype=np.int64))
     # The mean magnitude of numbers that fall by f / 64 is about 64 / f.
-    table = min(range(len(_FALLS)), key=lambda each: abs(total * _FALLS[each] - _OF * coarse.size))
+    table = min(range(len(_FALL_STEPS)), key=lambda each: abs(total * _FALL_STEPS[each] - _OF * coarse.size))
     coded = coder.encode_indices(_model(table, len(coarse)), coarse, streams=1)
     return _HEAD.pack(1 + len(coded), table) + coded
 
 
 def split_coarse(data: memoryview, rows: int, width: int, what: str) -> Codes:
     """Decode untrusted bytes, without their size, to [row, number], both at least 1; raise `FormatError`."""
-    if len(data) and data[0] < len(_FALLS):
+    if len(data) and data[0] < len(_FALL_STEPS):
         out: Codes = coder.decode_indices(_model(data[0], rows), data[1:], width)
         if max(int(out.max()), -int(out.min())) <= _MAX_COARSE:
             return out

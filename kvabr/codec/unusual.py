@@ -51,15 +51,15 @@ _COPIES = (2.15, 4.1)
 """Minimum effective copies of a token (`likeness`), relative to the usual number, for a base to contain L1, L2."""
 USUAL_COPIES = 1.35
 """Default of the usual number of effective copies."""
-_REPEATED = 0.4
+_MIN_REPEATED_SHARE = 0.4
 """Minimum share of `repeated` tokens for a base to contain L1."""
 _MIN_REPETITION = 32
 """Tokens of a repetition, a power of two: code is full of shorter ones."""
 _CHANNELS = 4
 """Channels for comparing tokens: few, since consecutive ones must be equal, too."""
-_SAME = 2.0**-7
+_MAX_EQUAL_DISTANCE = 2.0**-7
 """Largest difference of equal tokens, relative to the largest distance: engines may round them differently."""
-_ALIKE = 0.4
+_MIN_COMMON_SHARE = 0.4
 """Minimum common share of the errors' power for using another codec."""
 _MAX_ASIDE = 8
 """Maximum of separately stored tokens: one in this many, and four; beyond that another codec is used."""
@@ -67,7 +67,7 @@ _MIN_TOKENS = 16
 """Shorter tiles are not judged."""
 _SAMPLED, _GLANCED = 2048, 256
 """Rows to compare, and for a first look."""
-_SUSPECT = 2.6
+_MIN_FIRST_COPIES = 2.6
 """Effective copies in the first rows, relative to the usual number in all, below which the others are skipped: in fewer
 rows more tokens are alike by chance.
 """
@@ -187,7 +187,7 @@ class Likeness:
     @property
     def alike(self) -> bool:
         """True if all tokens are so similar that layers do not help."""
-        return self.common >= _ALIKE
+        return self.common >= _MIN_COMMON_SHARE
 
 
 def crowded(outlying: torch.Tensor) -> bool:
@@ -248,10 +248,10 @@ def contained(
     ``group`` is as for `repeated`; ``step`` is the base's, ``keep`` marks the coded tokens, and ``usual`` is the usual
     `Likeness.copies`, if known.
     """
-    by_words = int(repeated(group, spec) >= _REPEATED)
+    by_words = int(repeated(group, spec) >= _MIN_REPEATED_SHARE)
     rows = len(coefficients.rows)
     glance = likeness(coefficients.some(glanced(rows)), step, keep)
-    if glance.copies < _SUSPECT * (usual or USUAL_COPIES) and glance.common < _ALIKE / 2:
+    if glance.copies < _MIN_FIRST_COPIES * (usual or USUAL_COPIES) and glance.common < _MIN_COMMON_SHARE / 2:
         return by_words
     found = likeness(coefficients.some(sample(rows)), step, keep)
     return None if found.alike else max(by_words, found.enhancements(usual))
@@ -292,7 +292,7 @@ def _repeated(numbers: NDArray[np.float32]) -> float:
     apart = numbers[:, :, None] - numbers[:, None]
     apart = np.abs(apart, out=apart).max(axis=0)
     farthest = apart.max(axis=0)  # 0: constant channels are useless
-    limit = np.float32(_SAME) * np.maximum(farthest[:, None], farthest)
+    limit = np.float32(_MAX_EQUAL_DISTANCE) * np.maximum(farthest[:, None], farthest)
     begins = np.tril((apart <= limit) & (limit > 0), -1)
     length = 1
     while length < _MIN_REPETITION:  # of a token and one before it: are as many following ones equal again?

@@ -19,9 +19,9 @@ _UNKNOWN_LINK_SHARE = 0.5
 """Maximum share of the deadline reserved for tokens on an unknown link."""
 _MAX_SHARES = 64
 """Maximum shares to weigh; every passage may name this many."""
-_AHEAD = 0.15
+_ORDERED_SHARE = 0.15
 """Share of a passage's tokens to compute in its publisher's order."""
-_ORDER_WORTH = 0.3
+_ORDER_SAVING_SHARE = 0.3
 """Savings of the publisher's order, relative to the question's choice of as many tokens (SmolLM2-135M: .3 to .45)."""
 
 
@@ -131,12 +131,12 @@ class BlendPlan:
         cost, passage = self._cost, self.passages[number]
         if cost is None or passage.notes is None or not passage.notes.order or len(self.options) < 2:
             return None
-        tokens = math.ceil(_AHEAD * (passage.end - passage.first))
+        tokens = math.ceil(_ORDERED_SHARE * (passage.end - passage.first))
         seconds = cost.seconds(passage.end - tokens, tokens)
-        saved = (passage.notes.fusion_loss(0.0) or 0.0) - (passage.notes.fusion_loss(_AHEAD) or 0.0)
-        if self._gpu_price * seconds >= _ORDER_WORTH * saved:
+        saved = (passage.notes.fusion_loss(0.0) or 0.0) - (passage.notes.fusion_loss(_ORDERED_SHARE) or 0.0)
+        if self._gpu_price * seconds >= _ORDER_SAVING_SHARE * saved:
             return None
-        return BlendOption(_AHEAD, tokens, seconds, 0.0)
+        return BlendOption(_ORDERED_SHARE, tokens, seconds, 0.0)
 
     def tokens_left(self, coverage: Sequence[str]) -> int:
         """Return the number of passage tokens outside computed groups."""

@@ -12,9 +12,9 @@ from kvabr.abr.view import GroupSet, View
 from kvabr.types.cost import MIN_CALL, PrefillCost
 from kvabr.types.engine import EngineMode
 
-_LATE = 1.25
+_MAX_LATE_FACTOR = 1.25
 """A tail that ends after this multiple of the deadline is far too late."""
-_PATIENCE = 0.5
+_MIN_START_SHARE = 0.5
 """Share of the deadline before which such a tail never starts."""
 
 
@@ -201,11 +201,11 @@ class ComputeQueue:
 
     def _last_call(self, first: int, now: float) -> bool:
         deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
-        if now + seconds > _LATE * deadline_s and first != self.tail:
+        if now + seconds > _MAX_LATE_FACTOR * deadline_s and first != self.tail:
             # A started tail cannot be shortened. If the link has delivered any bytes, waiting is the better bet.
             view = self._view
             alive = view.rate > 0 or view.settled or any(one.received for one in view.in_flight.values())
-            return now >= (deadline_s if alive else _PATIENCE * deadline_s)
+            return now >= (deadline_s if alive else _MIN_START_SHARE * deadline_s)
         return now + 1.5 * self.tick_s >= deadline_s - seconds
 
 

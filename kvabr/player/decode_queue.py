@@ -122,16 +122,16 @@ class DecodeShare:
 
 _WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
 """Maximum wait for a group's other layers: share of the deadline, and seconds."""
-_WAITS = 4.0
+_MAX_WAIT_FACTOR = 4.0
 """Multiple of that wait after which later requests no longer extend it."""
-_LOOKED_AT = 64
+_MAX_INSPECTED = 64
 """Maximum groups of one kind to inspect."""
 
 _MAX_HANDED = 32
 """Maximum groups queued per decoder."""
-_CHEAP = 0.2
+_MAX_DIRECT_SHARE = 0.2
 """Share of a decoder's queue time; quicker groups are decoded at once, even if they may be replaced."""
-_ASIDE = 0.125
+_RECHECK_SHARE = 0.125
 """Share of the longest wait before deferred groups are inspected again."""
 
 Kind = tuple[bool, bool]
@@ -276,11 +276,11 @@ class DecodeQueue:
             for entry in entries:
                 heappush(self._heaps[kind], entry)
             entries.clear()
-        self._aside_for, self._aside_s = self._view.keeps, now + _ASIDE * self._longest_s
+        self._aside_for, self._aside_s = self._view.keeps, now + _RECHECK_SHARE * self._longest_s
 
     def _first(self, kind: Kind, suits: Callable[[int], bool]) -> int | None:
         heap, aside = self._heaps[kind], self._aside[kind]
-        for _ in range(_LOOKED_AT):
+        for _ in range(_MAX_INSPECTED):
             while heap and not self._counts(heap[0], kind):
                 heappop(heap)
             if not heap:
@@ -304,7 +304,7 @@ class DecodeQueue:
         return bool(self._placed[group]), bool(self._progress[group].flying)
 
     def _cheap(self, group: int) -> bool:
-        most_s = _CHEAP * self._ahead_s
+        most_s = _MAX_DIRECT_SHARE * self._ahead_s
         return most_s > 0 and self._view.decode_s(self._progress[group].arrived[-1].track) <= most_s
 
     @property
@@ -316,6 +316,8 @@ class DecodeQueue:
         longest_s, progress = self._longest_s, self._progress[group]
         came_s = min(one.done_s or 0.0 for one in progress.arrived)
         if progress.arrived[-1].track not in self._view.ladder.stacks[progress.flying[-1].track]:
-            return now - came_s >= _WAITS * longest_s  # layers in flight replace it, so decoding it would be wasted
+            return (
+                now - came_s >= _MAX_WAIT_FACTOR * longest_s
+            )  # layers in flight replace it, so decoding it would be wasted
         asked_s = max(one.requested_s for one in progress.flying)
-        return now - max(came_s, min(asked_s, came_s + _WAITS * longest_s)) >= longest_s
+        return now - max(came_s, min(asked_s, came_s + _MAX_WAIT_FACTOR * longest_s)) >= longest_s

@@ -30,7 +30,7 @@ from kvabr.types.catalog import Track
 
 # ------------------------------------------------------------------- how urgent
 
-DEARER = 64
+DEARER_PRIORITY = 64
 """First priority of missing groups on tracks other than the cheapest."""
 UPGRADE_PRIORITY = 128
 """First priority of upgrades, which are served after all required groups."""
@@ -67,8 +67,8 @@ class RequestPriorities:
         ``dearer``: the track is not the cheapest, so other groups need not wait for it.
         """
         # The policy requests the groups that the engine needs first.
-        place = self._places.setdefault(group, len(self._places)) * DEARER // self._groups
-        return DEARER + place if dearer else place
+        place = self._places.setdefault(group, len(self._places)) * DEARER_PRIORITY // self._groups
+        return DEARER_PRIORITY + place if dearer else place
 
     def upgrade(self, request: int, saved: float, nbytes: int, in_flight: Container[int]) -> int:
         """Return the priority of an upgrade; see `upgrade_priority`.
@@ -89,16 +89,16 @@ class RequestPriorities:
 
 # -------------------------------------------------------------- which to cancel
 
-_ON_ITS_WAY = 2.0
+_OVERDUE_FACTOR = 2.0
 """Multiple of the usual time to first byte after which a first byte is overdue."""
 _MARGIN = 1.05
 """Multiple of the time left that the rest must need before a transfer is abandoned: estimates fluctuate."""
-_ONCE_BEGUN = 0.7
+_NEXT_OVERDUE_FACTOR = 0.7
 """Same, for further transfers at that moment: the rate may still be overestimated."""
 _COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
 """A link has collapsed below this share of its best rate, if required bytes need that share of the time left; size
 ratio of a much smaller track."""
-_SAVED = 0.2
+_MIN_REPLACED_SAVING = 0.2
 """Minimum savings of replaced upgrades, as a share of their cost."""
 
 MIN_SILENCE_S = 0.2
@@ -121,11 +121,11 @@ def choose_late(
     cheapest, needed = view.ladder.tracks[0], view.in_flight.required
     if not view.missing and not needed:
         return None  # see `choose_hopeless`
-    limit_s, decode_s = (_ONCE_BEGUN if begun else _MARGIN) * view.time_left, view.last_decode_s(cheapest.name)
+    limit_s, decode_s = (_NEXT_OVERDUE_FACTOR if begun else _MARGIN) * view.time_left, view.last_decode_s(cheapest.name)
     if (view.outstanding_bytes + view.floor_bytes()) / view.rate + decode_s <= limit_s:
         return None  # the usual case, without inspecting every transfer
     due_s = view.now if not needed else next(iter(needed.values())).requested_s
-    due_s += _ON_ITS_WAY * view.ttfb_s
+    due_s += _OVERDUE_FACTOR * view.ttfb_s
     weighed = [
         one
         for one in view.in_flight.values()
@@ -210,7 +210,7 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
         total, saved = total + kept, saved + kept - least
         if best != one.track:
             found.append((one, best))
-    return found if saved > max(_SAVED * total, view.time_price * view.ttfb_s) else []
+    return found if saved > max(_MIN_REPLACED_SAVING * total, view.time_price * view.ttfb_s) else []
 
 
 def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:

@@ -85,18 +85,18 @@ from kvabr.types.events import (
     RequestSent,
 )
 
-_PLAN_AFTER = 0.1
+_MIN_PLAN_SHARE = 0.1
 """Share of the deadline before which the engine gets no groups, as slow start makes every link look slow."""
-_DECIDED = 0.9
+_MIN_OVERRULE_SHARE = 0.9
 """Same, for policies that divide the work themselves, to correct their misjudgements."""
 _MAX_PLAY = 4.0
 """Maximum duration of a play, as a multiple of a full prefill; half as much measures rates twice as often."""
 _SLOW_START = 0.5
 """Maximum share of the deadline to allow for slow start."""
-_ASKED = 64
+_MAX_DECISIONS = 64
 """Maximum decisions before pending events are handled."""
 _ABANDONED = 64
-_HURRY_TICKS = 1.5
+_DECODE_MARGIN_TICKS = 1.5
 """Ticks of margin before decoding becomes urgent."""
 
 
@@ -178,7 +178,7 @@ class Session:
         self._computed_on = 0
         """Steps in the record when the engine last started."""
         self._more_s = math.inf
-        """When `_ASKED` cut the policy's decisions short, else infinite."""
+        """When `_MAX_DECISIONS` cut the policy's decisions short, else infinite."""
         self.over = self.closed = False
         """True once the play has ended; `closed` already when groups arrive too late for the cache."""
         self._live = None if expected_s is None else LivePlay(self, expected_s)
@@ -536,7 +536,7 @@ class Session:
             return
         self.content, asked, self._more_s = False, 0, math.inf
         while not self.content and (self.has_room() or (asked == 0 and self._engine_waits())):
-            if asked == _ASKED:
+            if asked == _MAX_DECISIONS:
                 self._more_s = now
                 break
             asked += 1
@@ -638,10 +638,10 @@ class Session:
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
         alone = self.guard.policy.computes
-        after = 1.0 if alone else _PLAN_AFTER
+        after = 1.0 if alone else _MIN_PLAN_SHARE
         if self.guard.policy.divides and math.isfinite(self.config.gpu_price):
             # In slow start, such a policy judges the link better than the measured rate does.
-            after = max(after, _SLOW_START if self.view.growing or self.view.rate <= 0 else _DECIDED)
+            after = max(after, _SLOW_START if self.view.growing or self.view.rate <= 0 else _MIN_OVERRULE_SHARE)
         dead = not alone and self._dead(now)
         if dead or now >= after * self.view.deadline_s:
             dead = dead or lane.overdue(now, self.groups.absent)
@@ -716,7 +716,7 @@ class Session:
         """Hand groups to the decoders until they are busy."""
         queue, view = self._decoders, self.view
         while not queue.busy:
-            hurry = now + view.decode_backlog_s + _HURRY_TICKS * self.tick_s >= view.deadline_s
+            hurry = now + view.decode_backlog_s + _DECODE_MARGIN_TICKS * self.tick_s >= view.deadline_s
             engine = self.engine is not None and self._engine_due
             group = queue.next(now, hurry=hurry, engine=engine, will_replace=self.guard.will_replace)
             if group is None:

@@ -32,15 +32,15 @@ _SILENT_TTFB = 4.0
 """Multiple of the time to first byte that makes a silence (at least `MIN_SILENCE_S`)."""
 _UNKNOWN_TTFB_S = 0.25
 """Default time to first byte."""
-_AGAIN = 3.0
+_PROBE_FACTOR = 3.0
 """Multiple of that silence between probes of a source, doubled after each failed probe."""
 _MAX_TRIES = 8
 """Maximum doublings."""
-_TELLING_BYTES = 1 << 15
+_MIN_SAMPLE_BYTES = 1 << 15
 """Minimum request size for measuring a source again."""
-_MOVED, _MOVED_S = 1.5, 0.05
+_MOVE_FACTOR, _MIN_MOVE_S = 1.5, 0.05
 """A request without a first byte moves if its source needs this many times as long and this many seconds longer."""
-_MOVED_BEGUN = 3.0
+_MOVE_BEGUN_FACTOR = 3.0
 """Same factor after the first byte, since moving discards the received bytes."""
 
 
@@ -89,7 +89,7 @@ class Sources:
         fresh = [source for source in sound if (source, group, track) not in self._refused]
         chosen = min(fresh or sound or having or [0], key=lambda source: (self._ends_s(source, size), source))
         idle = [source for source in fresh if source != chosen and self._idle(source, now)]
-        if idle and size >= _TELLING_BYTES and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle[0]):
+        if idle and size >= _MIN_SAMPLE_BYTES and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle[0]):
             chosen = idle[0]
             self._tries[chosen] = min(_MAX_TRIES, self._tries.get(chosen, 0) + 1)
         elif chosen not in self._silent:
@@ -191,7 +191,7 @@ class Sources:
         return not tried and one.first_byte_s is None and self._brings(one.source, now)
 
     def _leave_alone(self, source: int, now: float) -> None:
-        self._silent[source] = now + _AGAIN * self._patience_s(source) * 2 ** self._tries.get(source, 0)
+        self._silent[source] = now + _PROBE_FACTOR * self._patience_s(source) * 2 ** self._tries.get(source, 0)
 
     def _late(self, source: int) -> list[Transfer]:
         """Return the last queued requests of a source that others would deliver clearly sooner."""
@@ -204,7 +204,7 @@ class Sources:
                 break  # this request measures the source's rate
             own_s = self._ends_s(source, moved[source] if not begun else last.remaining, alone=begun)
             other_s, other = min((self._ends_s(each, moved[each] + last.bytes), each) for each in others)
-            if own_s <= (_MOVED_BEGUN if begun else _MOVED) * other_s + _MOVED_S:
+            if own_s <= (_MOVE_BEGUN_FACTOR if begun else _MOVE_FACTOR) * other_s + _MIN_MOVE_S:
                 break
             moved[source] -= last.remaining
             moved[other] += last.bytes

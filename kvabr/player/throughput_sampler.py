@@ -27,7 +27,7 @@ _PACKET = 1200
 """Minimum size in bytes of a meaningful chunk."""
 _RAMP = 1.25
 """Minimum growth between samples of slow start."""
-_ALIKE = 0.9
+_SAME_WINDOW_SHARE = 0.9
 """Share of a short first sample's rate from which the second may belong to the same window."""
 _RAMP_BYTES = 0.5
 """Minimum bytes of a slow-start sample, as a share of the previous sample's: windows grow."""
@@ -170,7 +170,7 @@ class ThroughputSampler:
             self._ramp_rate, self._ramp_bytes = rate, self._bytes
             self._begin()
         else:
-            self._ramp_rate = self._ramp_rate if self._brief and rate >= _ALIKE * self._ramp_rate else None
+            self._ramp_rate = self._ramp_rate if self._brief and rate >= _SAME_WINDOW_SHARE * self._ramp_rate else None
             self._brief = False
 
     def _silent(self, seconds: float, now: float) -> None:

@@ -41,7 +41,7 @@ from kvabr.types.units import cache_length, units_of
 _TIMED_GROUPS = 5
 _TOKENS_PER_FINER, _MAX_FINER = 128, 4
 """Tokens of a prompt per finely stored token at its end, and their maximum: beyond it, layers save more per byte."""
-_TOGETHER, _TOGETHER_ELEMENTS = 32, 1 << 28
+_MAX_BATCH, _MAX_BATCH_ELEMENTS = 32, 1 << 28
 """Groups encoded together on a GPU, and their elements at about 16 bytes each."""
 
 
@@ -151,7 +151,7 @@ class FrameEncoder:
     def together(self) -> int:
         """Number of groups to encode together on a GPU."""
         largest = max(part.group_tokens * part.elements_per_token for part in self.spec.parts)
-        return max(1, min(_TOGETHER, _TOGETHER_ELEMENTS // largest))
+        return max(1, min(_MAX_BATCH, _MAX_BATCH_ELEMENTS // largest))
 
     def encoders(self, groups: Iterable[tuple[int, torch.Tensor]]) -> Iterator[GroupEncoder]:
         """Yield encoders of groups (units); groups on a GPU are encoded together beforehand."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, UsageError
 
-_WHOLE = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+_LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 _H200_8B = (19, 21, 31, 62, 123, 268, 595, 1400, 3742)
 _H200_8B_BEHIND = (
     (2048, 128, 23), (8192, 128, 25), (32768, 128, 67), (2048, 512, 23), (8192, 512, 34), (32768, 512, 77),
@@ -20,8 +20,8 @@ _H200_70B_BEHIND = (
 )  # fmt: skip
 MEASURED = MappingProxyType(
     {
-        "h200-8b": (*((0, new, ms) for new, ms in zip(_WHOLE, _H200_8B, strict=True)), *_H200_8B_BEHIND),
-        "h200-70b": (*((0, new, ms) for new, ms in zip(_WHOLE, _H200_70B, strict=True)), *_H200_70B_BEHIND),
+        "h200-8b": (*((0, new, ms) for new, ms in zip(_LENGTHS, _H200_8B, strict=True)), *_H200_8B_BEHIND),
+        "h200-70b": (*((0, new, ms) for new, ms in zip(_LENGTHS, _H200_70B, strict=True)), *_H200_70B_BEHIND),
     }
 )
 """Tokens before, new tokens and milliseconds of prefills with transformers in BF16: Llama-3.1-8B's shape on an H200,

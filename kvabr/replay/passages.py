@@ -23,7 +23,7 @@ from kvabr.types.passage import Exact, Passage
 
 EXACT, QUESTION = 32, 24
 """Default tokens before the passages of a prompt, and of the question after them."""
-_APART = 1 << 20
+_ID_DISTANCE = 1 << 20
 """Distance between the token ids of passages: ids matter only in that they differ."""
 
 
@@ -58,7 +58,7 @@ def prompt_of(
             raise UsageError(f"{title} is no passage; `kvabr encode --passage` publishes one")
         if catalog.spec.digest() != catalogs[0].spec.digest():
             raise UsageError(f"passages of {catalogs[0].spec.model} and {catalog.spec.model} are not one prompt")
-        found[Passage(tuple(range(number * _APART, number * _APART + catalog.tokens)))] = catalog
+        found[Passage(tuple(range(number * _ID_DISTANCE, number * _ID_DISTANCE + catalog.tokens)))] = catalog
     order = list(found)
     reasons: dict[str, None] = {}
 

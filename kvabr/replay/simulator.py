@@ -29,7 +29,7 @@ from kvabr.types.joined import joined_passages
 
 EPSILON = 1e-9
 """Rounding tolerance for simultaneous events, seconds."""
-_WHOLE = 0.5
+_COMPLETE_BYTES = 0.5
 """A flow with fewer missing bytes is complete."""
 
 
@@ -175,7 +175,7 @@ class _Pipe:
             self.push(coming.popleft())
         while opened:
             flow = opened[0][2]
-            if flow.received < flow.size - _WHOLE and flow.closes_s > now + EPSILON:
+            if flow.received < flow.size - _COMPLETE_BYTES and flow.closes_s > now + EPSILON:
                 return flow
             heappop(opened)
         return None
@@ -339,7 +339,7 @@ class Simulator:
                 if flow.received and flow is not served and where is pipe:
                     self._report_progress(flow, now)
         if served is not None and not served.cancelled:
-            if served.received >= served.size - _WHOLE:
+            if served.received >= served.size - _COMPLETE_BYTES:
                 del self._flows[served.request]
                 session.done(served.request, now)
             elif due or following is not served:  # report progress of a flow interrupted by a more urgent one

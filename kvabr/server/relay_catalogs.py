@@ -51,7 +51,7 @@ MIN_BYTES = 64 << 20
 """Smallest bound on the memory of small tracks."""
 _OVERHEAD_BYTES = 4096
 """Approximate memory of an entry in addition to its data: names, objects, dictionaries."""
-_URGENT = 0
+_TOP_PRIORITY = 0
 _MAX_REQUESTS = 4096
 _MAX_FRESH_S = 30.0
 _FRESH_PER_FETCH = 20.0
@@ -60,7 +60,7 @@ _FRESH_PER_FETCH = 20.0
 _BUSY_S = 1.0
 _LIMITS = {PROFILE_TRACK: MAX_PROFILE_BYTES, MODELS_TRACK: MAX_MODELS_BYTES}
 """Bytes of small tracks that are not catalogs."""
-_AWAY = (Reason.TIMEOUT, Reason.AWAY, Reason.BUSY, Reason.INTERNAL)
+_UNAVAILABLE_REASONS = (Reason.TIMEOUT, Reason.AWAY, Reason.BUSY, Reason.INTERNAL)
 """Reasons of an origin that cannot answer now, not about its assets."""
 
 _Name = tuple[TrackNamespace, str]
@@ -168,7 +168,7 @@ class Catalogs:
     """Seconds to repeat an answer without a request to the origin."""
     PATIENCE_S = 0.5
     """Seconds to wait for a new answer of the origin before its last answer is repeated."""
-    AWAY_S = 1.0
+    DISCONNECTED_S = 1.0
     """Seconds to wait for a first answer while the connection to the origin is lost."""
 
     def __init__(
@@ -230,7 +230,7 @@ class Catalogs:
         """
         if (found := self.fresh(namespace, track)) is not None:
             return found
-        name, first_s = (namespace, track), 0.0 if is_live(track) else self.AWAY_S
+        name, first_s = (namespace, track), 0.0 if is_live(track) else self.DISCONNECTED_S
         last = self._answers.get(name)
         if last is None and not first_s and self._upstream.trouble is not None and self._requests:
             raise self._unknown(name)  # no asset grows meanwhile, so a live track waits only if it is the first to
@@ -370,7 +370,7 @@ class Catalogs:
     async def _received(self, name: _Name) -> memoryview:
         namespace, track = name
         counted, limit = 0, _LIMITS.get(track, MAX_CATALOG_BYTES)
-        download = self._upstream.fetch(namespace, track, 0, priority=_URGENT, limit=limit)
+        download = self._upstream.fetch(namespace, track, 0, priority=_TOP_PRIORITY, limit=limit)
         try:
             while part := await download.read():
                 counted += len(part)
@@ -429,5 +429,5 @@ def is_unauthorized(error: BaseException | None) -> bool:
 def _is_away(error: BaseException | None) -> bool:
     """Return whether an error only means that the origin cannot answer now."""
     if isinstance(error, RequestError):
-        return error.reason in _AWAY
+        return error.reason in _UNAVAILABLE_REASONS
     return isinstance(error, TransportError) and not isinstance(error, UnauthorizedError)

@@ -26,7 +26,7 @@ from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
 """Seconds without progress until a group fails because the origin is away."""
-AWAY_S = 1.0
+DISCONNECTED_S = 1.0
 """The same while the connection to the origin is lost: players can then react within their deadlines."""
 SILENCE_S = 2.0
 """Seconds without a byte on the whole connection until a group is requested again."""
@@ -38,7 +38,7 @@ _EXPECTED_SHARE = 1 / 4
 """Their share of the bound on transfers."""
 _PAUSE_S = 0.1
 _BUSY_S = 1.0
-_URGENT, _LOWEST_PRIORITY = 0, 255
+_TOP_PRIORITY, _LOWEST_PRIORITY = 0, 255
 
 _Key = tuple[str, int]
 """Digest and bytes of a group."""
@@ -216,7 +216,7 @@ class RelayGroups:
             self._cancel_expected(place)
         taken = sum(one.transfer.request.limit for one in self._expected.values() if one.transfer is not None)
         if len(self._expected) < MAX_EXPECTED and request.limit <= int(_EXPECTED_SHARE * self._limit) - taken:
-            self._expected[place] = self._upstream.request(request, _URGENT)
+            self._expected[place] = self._upstream.request(request, _TOP_PRIORITY)
 
     def receive_expected(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
         """Receive an expected group that is published by now; arguments as of `open`.
@@ -309,7 +309,7 @@ class RelayGroups:
             except (ConnectionLostError, TimeoutError) as error:
                 if len(transfer.data) > before:
                     progress_s = loop.time()
-                patience_s = PATIENCE_S if self._upstream.trouble is None else AWAY_S
+                patience_s = PATIENCE_S if self._upstream.trouble is None else DISCONNECTED_S
                 if self._upstream.closed or loop.time() > progress_s + patience_s:
                     why = f"{transfer.request.track[:80]}, group {transfer.request.group}: the relay's origin is away"
                     raise RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S) from error
@@ -374,7 +374,7 @@ class RelayGroups:
         try:
             while True:
                 before = self._upstream.stats().bytes_received
-                silence_s = SILENCE_S if self._upstream.trouble is None else min(SILENCE_S, AWAY_S)
+                silence_s = SILENCE_S if self._upstream.trouble is None else min(SILENCE_S, DISCONNECTED_S)
                 await asyncio.wait({reading}, timeout=silence_s)
                 if reading.done():
                     return reading.result()

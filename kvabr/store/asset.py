@@ -33,7 +33,7 @@ LOADED_BYTES = 64 << 10
 """Smaller frames are read at once, larger ones piece by piece from an open file."""
 _POOLED_BYTES = 256 << 10
 """Pieces of at least this size are read into pooled memory: fresh memory costs several times the reading."""
-_AGAIN = "encode the asset again"
+_ADVICE = "encode the asset again"
 
 
 class AssetVersion(NamedTuple):
@@ -85,7 +85,7 @@ class FrameFile(FrameReader):
         except (OSError, ValueError) as error:
             raise AssetError(f"{self._path}: cannot be read ({error})") from error
         if len(data) != size:
-            raise AssetError(f"{self._path}: has become shorter than {at + size} bytes; {_AGAIN}")
+            raise AssetError(f"{self._path}: has become shorter than {at + size} bytes; {_ADVICE}")
         return data
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Asset:
         for name, size in self.objects.items():
             if (found := sizes.get(name)) != size:
                 what = "is missing" if found is None else f"has {found} bytes, not {size}"
-                raise AssetError(f"{self.location}: {self.store.where(name)} {what}; {_AGAIN}")
+                raise AssetError(f"{self.location}: {self.store.where(name)} {what}; {_ADVICE}")
         self.profile_bytes()
 
     def check_frames(self) -> None:
@@ -220,7 +220,7 @@ class Asset:
         if not has_digest(place.digest, data):
             title, where = TITLES[self.catalog.digest_kind], self.store.where(place.name)
             raise FormatError(
-                f"{where}: group {group} of {track} is damaged, its {title} is not the one in the catalog; {_AGAIN}"
+                f"{where}: group {group} of {track} is damaged, its {title} is not the one in the catalog; {_ADVICE}"
             )
         return data
 
@@ -228,7 +228,7 @@ class Asset:
         size = place.last - place.first
         data = self.store.blocked(self.store.get(place.name, place.first, place.last, limit=size))
         if len(data) != size:
-            raise FormatError(f"{self.store.where(place.name)}: truncated, {len(data)} of {size} bytes; {_AGAIN}")
+            raise FormatError(f"{self.store.where(place.name)}: truncated, {len(data)} of {size} bytes; {_ADVICE}")
         return data
 
     def catalog_bytes(self) -> bytes:
@@ -254,7 +254,7 @@ class Asset:
         with as_asset_errors():
             data = bytes(self.store.blocked(self.store.get(name, limit=size)))
         if hashlib.sha256(data).hexdigest() != expected:
-            raise FormatError(f"{self.store.where(name)}: not the profile of that name (SHA-256 differs); {_AGAIN}")
+            raise FormatError(f"{self.store.where(name)}: not the profile of that name (SHA-256 differs); {_ADVICE}")
         return data
 
     def prompt(self) -> Prompt:
@@ -273,7 +273,7 @@ class Asset:
         except FormatError as error:
             raise type(error)(f"{where}: {error}") from error
         if not self._is_ours(prompt):
-            raise FormatError(f"{where}: not the prompt of the catalog's digests; {_AGAIN}")
+            raise FormatError(f"{where}: not the prompt of the catalog's digests; {_ADVICE}")
         return prompt
 
     def has_prompt(self) -> bool:
@@ -302,7 +302,7 @@ def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
     size, where = os.fstat(file.fileno()).st_size, store.where(place.name)
     if size < place.last:
         file.close()
-        raise AssetError(f"{where}: has {size} bytes, its catalog says {place.last} or more; {_AGAIN}")
+        raise AssetError(f"{where}: has {size} bytes, its catalog says {place.last} or more; {_ADVICE}")
     frame = FrameFile(where, file, place)
     if frame.size > LOADED_BYTES:
         return frame

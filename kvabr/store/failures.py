@@ -75,7 +75,7 @@ _CAUSES = {
 _NO_DESCRIPTORS = "this process has no file descriptors left"
 _EMFILE = re.compile(r"\bos error 2[34]\b|\bcode: 2[34]\b")
 _RANGE = ("Requested range", "Wanted range", "range")
-_WHOLE = re.compile(r"Range request not supported|non-partial response|Requested \d+\.\.\d+, got")
+_IGNORED_RANGE = re.compile(r"Range request not supported|non-partial response|Requested \d+\.\.\d+, got")
 _LOST = ("error sending request", "body error", "decoding", "timed out", "timeout", "connection", "Connection")
 _KINDS_BY_TYPE: dict[str, Kind] = {
     "FileNotFoundError": "absent",
@@ -192,7 +192,7 @@ def _kind(error: BaseException, text: str, status: int | None, code: str) -> Kin
         return kind
     if (kind := _KINDS_BY_STATUS.get(status)) is not None:
         return kind
-    if status is None and _WHOLE.search(text):
+    if status is None and _IGNORED_RANGE.search(text):
         return "whole"
     if status == 416 or (status is None and any(word in text for word in _RANGE)):
         return "range"

@@ -91,7 +91,7 @@ class Sign(Enum):
     REPLACED = auto()
 
 
-_TROUBLE: Mapping[Health, str | None] = {
+_PROBLEMS: Mapping[Health, str | None] = {
     Health.GOOD: None,
     Health.SILENT: "the peer has fallen silent",
     Health.STUCK: "the peer answers probes, but no request",
@@ -310,7 +310,7 @@ class PeerLane(Carrier):
         if self.health is Health.GOOD:
             self._trouble, self._failed_dials, self.unreachable = None, 0, False
         else:
-            self._trouble = self._trouble or _TROUBLE[self.health]
+            self._trouble = self._trouble or _PROBLEMS[self.health]
             self._redial()
 
     async def _watch(self) -> None:

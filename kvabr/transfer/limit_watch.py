@@ -18,7 +18,7 @@ from kvabr.types.events import Limit
 
 _WINDOW_S = 0.05
 """Seconds over which CPU time is measured."""
-_BUSY = 0.9
+_MIN_BUSY_SHARE = 0.9
 """Share of such a window that the thread must be busy for the CPU to be the limit."""
 _MIN_SILENCE_S = 0.1
 
@@ -57,7 +57,7 @@ class LimitWatch:
             self._wall, self._cpu = now, time.thread_time()
         elif now - self._wall >= _WINDOW_S:
             cpu = time.thread_time()
-            self.limit = "cpu" if cpu - self._cpu > _BUSY * (now - self._wall) else "network"
+            self.limit = "cpu" if cpu - self._cpu > _MIN_BUSY_SHARE * (now - self._wall) else "network"
             self._wall, self._cpu = now, cpu
 
     def worked(self, cpu_s: float) -> None:

@@ -15,13 +15,13 @@ from kvabr.types.errors import FormatError, NotFoundError, Reason, RequestError,
 from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, news_bytes, parse_edges
 from kvabr.types.naming import EDGE_TRACK, TrackNamespace
 
-_AHEAD = 8
+_MAX_REQUESTED = 8
 """Messages requested ahead."""
 _END_BYTES = 7 << 10
 """Additional bytes of the last message: it has a reason in JSON, 500 characters of up to 12 bytes."""
 _PAUSE_S, _MAX_PAUSE_S = 0.05, 0.5
 """Pauses before a request is repeated, doubled each time."""
-_URGENT = 0
+_TOP_PRIORITY = 0
 
 
 class Retries:
@@ -77,7 +77,7 @@ class News:
                 return messages
         retries = Retries(self._connection)
         while True:
-            for ahead in range(number, number + _AHEAD):
+            for ahead in range(number, number + _MAX_REQUESTED):
                 if ahead not in self._requested:
                     self._requested[ahead] = self._request(ahead)
             try:
@@ -89,7 +89,7 @@ class News:
         limit = min(MAX_EDGE_BYTES, max(1, most) * self._bytes + _END_BYTES)
         live = not most
         request = GroupRequest(self._namespace, EDGE_TRACK, number, limit, live=live, groups=max(1, most))
-        return self._connection.request(request, _URGENT)
+        return self._connection.request(request, _TOP_PRIORITY)
 
     @staticmethod
     async def _read(reader: GroupReader, number: int) -> list[EdgeMessage]:

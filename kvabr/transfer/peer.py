@@ -21,7 +21,7 @@ _WAITS_BYTES = 1 << 20
 """Wanted bytes per lane for a meaningful measurement of the rate."""
 _MEASURED_S, _MEASURED_BYTES = 0.05, 4 << 20
 """Least time and bytes of a measurement."""
-_MORE = 1.1
+_MIN_GAIN_FACTOR = 1.1
 """Factor by which another lane must raise the rate."""
 _AGAIN_S = 60.0
 """Seconds until a useless lane is tried again."""
@@ -197,7 +197,7 @@ class Peer(PeerConnection):
         if seconds < _MEASURED_S or gained < _MEASURED_BYTES or now < self._again_s:
             return
         rate, self._since = gained / seconds, None
-        if rate < _MORE * self._before:
+        if rate < _MIN_GAIN_FACTOR * self._before:
             self.used -= 1  # the path or this machine is saturated
             self._before, self._again_s = 0.0, now + _AGAIN_S
         elif self.used < self._dialler.most_lanes:

@@ -30,11 +30,11 @@ MISS_PENALTY = 0.5
 MIN_CALL = 5.0
 """Minimum length of an engine call, as a multiple of its constant part."""
 _Constant = Annotated[float, Meta(ge=0, le=1e100)]
-_FAR = 0.1
+_MAX_TIMING_ERROR = 0.1
 """Relative error above which a timing loses weight."""
 _FLOOR_PRICE = 3.0
 """Minimum gain in `_Fit._misfit` to accept a floor that was not known before."""
-_LIKELY, _SURPRISE_PRICE = 2.2, 8.0
+_MAX_FLOOR_FACTOR, _SURPRISE_PRICE = 2.2, 8.0
 """Maximum expected floor, as a multiple of the expected smallest call, and the minimum gain for a higher one; more than
 one wrong timing can explain."""
 _ROUNDS, _MAX_SPLITS, _SAME = 12, 8, 1e-4
@@ -75,7 +75,7 @@ def objective(
     return loss + time_price * ttft_s + missed + max(0.0, ttft_s - deadline_s) / deadline_s + spent
 
 
-_BEFORE = (0, 2048, 8192, 32768)
+_CACHED_TOKENS = (0, 2048, 8192, 32768)
 """Cached tokens before the prompts used to fit a cost of several calls."""
 
 
@@ -136,7 +136,9 @@ class PrefillCost:
         This cost is that of one call. Fitting takes about 10 ms.
         """
         sizes = [1 << power for power in range(7, 17)]
-        return PrefillCost.fit((before, new, self._calls_s(before, new, most)) for before in _BEFORE for new in sizes)
+        return PrefillCost.fit(
+            (before, new, self._calls_s(before, new, most)) for before in _CACHED_TOKENS for new in sizes
+        )
 
     def _calls_s(self, before: int, tokens: int, most: int) -> float:
         steps = range(before, before + tokens, most)
@@ -216,7 +218,7 @@ class _Fit:
             floored = nothing.copy()
             floored[work[:last]] = True
             one = self._robust(floored)
-            own = price if one.floor_s <= _LIKELY * self._start.min() else _SURPRISE_PRICE
+            own = price if one.floor_s <= _MAX_FLOOR_FACTOR * self._start.min() else _SURPRISE_PRICE
             if (misfit := self._misfit(one) + own) < least:
                 found, least = one, misfit
         return found
@@ -227,7 +229,7 @@ class _Fit:
 
         expected = self._start
         for _ in range(_ROUNDS):
-            off = np.log(self._seconds / expected) / _FAR
+            off = np.log(self._seconds / expected) / _MAX_TIMING_ERROR
             # Relative to the larger of both times, so that no timing has unlimited weight.
             rows = np.sqrt(self._weights / (1.0 + off * off)) / np.maximum(self._seconds, expected)
             floor = 0.0
@@ -248,7 +250,7 @@ class _Fit:
         """Return the misfit of a cost, approximately minus twice the log-likelihood of the timings."""
         import numpy as np  # noqa: PLC0415
 
-        off = np.log(self._seconds / np.maximum(cost.seconds_many(self._before, self._new), _MIN_S)) / _FAR
+        off = np.log(self._seconds / np.maximum(cost.seconds_many(self._before, self._new), _MIN_S)) / _MAX_TIMING_ERROR
         return float((self._weights * np.log1p(off * off)).sum())
 
 

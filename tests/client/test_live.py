@@ -316,7 +316,7 @@ async def test_plays_share_what_they_wait_for(producer, asset):
         both = await asyncio.gather(*(client.play(TOKENS, deadline=30) for _ in range(2)))
     assert all(right(found, asset) for found in both)
     assert sent.count("Int4") == GROUPS
-    assert sent.count("kvabr.edge") <= GROUPS + 1 + news._AHEAD
+    assert sent.count("kvabr.edge") <= GROUPS + 1 + news._MAX_REQUESTED
 
 
 @virtual

@@ -134,7 +134,7 @@ def test_the_base_of_copies_contains_the_layers_above_with_their_values(each, mo
     assert [bytes(payload_of(frame)) == NOTHING for frame in frames[1:]] == [place < inside for place in range(3)]
     with monkeypatch.context() as patch:
         patch.setattr("kvabr.codec.unusual._COPIES", ())
-        patch.setattr("kvabr.codec.unusual._REPEATED", 2)
+        patch.setattr("kvabr.codec.unusual._MIN_REPEATED_SHARE", 2)
         usual = frames_of(kv, "AC-L3")
     assert not any(is_unusual(payload_of(frame)) for frame in usual)
     for depth, track in enumerate(LAYERS):

@@ -204,7 +204,7 @@ def beside(monkeypatch):
         return came
 
     monkeypatch.setattr(transport.QmuxTransport, "_fill", held)
-    monkeypatch.setattr(transport, "_BESIDE_S", LIMIT_S)
+    monkeypatch.setattr(transport, "_MAX_THREAD_WAIT_S", LIMIT_S)
     monkeypatch.setattr(transport, "_CORES", 2)
     return read, go
 

@@ -9,7 +9,7 @@ from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.policy import Decision, Policy
 from kvabr.player.goals.whole import WholeAim
 from kvabr.player.requests import (
-    DEARER,
+    DEARER_PRIORITY,
     UPGRADE_PRIORITY,
     RequestPriorities,
     choose_hopeless,
@@ -40,7 +40,7 @@ def test_the_cheapest_track_of_every_group_goes_before_others():
     given_ = RequestPriorities(4)
     dear = [given_.required(group, dearer=True) for group in (3, 0)]
     cheap = [given_.required(group, dearer=False) for group in (1, 2)]
-    assert max(cheap) < DEARER <= min(dear)
+    assert max(cheap) < DEARER_PRIORITY <= min(dear)
     assert dear == sorted(dear)
     assert cheap == sorted(cheap)
     assert given_.required(3, dearer=True) == dear[0]
@@ -72,7 +72,7 @@ def test_a_session_gives_its_requests_these_priorities():
     play = session(4, Mixed(), config=PlayerConfig(first_requests=4, min_requests=4))
     play.start(0.0)
     fetches = of(play.actions(), FetchGroup)
-    assert [fetch.priority >= DEARER for fetch in fetches] == [True, True, False, False]
+    assert [fetch.priority >= DEARER_PRIORITY for fetch in fetches] == [True, True, False, False]
     asked = [fetch for base in fetches for fetch in of(bring(play, base, 0.01), FetchGroup)]
     catalog = play.view.catalog
     for fetch in asked:

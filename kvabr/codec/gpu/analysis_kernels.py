@@ -11,8 +11,8 @@ less
 import triton
 import triton.language as tl
 
-BIGGEST: tl.constexpr = tl.constexpr(2.0**64)
-"""`kvabr.codec.inverse.BIGGEST`; the numbers below are those of that module, too."""
+MAX_ELEMENT: tl.constexpr = tl.constexpr(2.0**64)
+"""`kvabr.codec.inverse.MAX_ELEMENT`; the numbers below are those of that module, too."""
 SCALED: tl.constexpr = tl.constexpr(268)
 FINEST: tl.constexpr = tl.constexpr(227)
 TOP: tl.constexpr = tl.constexpr(32767.0)
@@ -112,8 +112,8 @@ def _even(source, scale, columns, at, component, there, stride, token, SCALES: t
     value = tl.load(source + (at + component)[:, None] * stride + token[None, :], mask=there[:, None], other=0.0)
     if SCALES:
         value = value * scale
-        value = tl.where(value < BIGGEST, value, BIGGEST)  # and NaN
-        value = tl.maximum(value, -BIGGEST)
+        value = tl.where(value < MAX_ELEMENT, value, MAX_ELEMENT)  # and NaN
+        value = tl.maximum(value, -MAX_ELEMENT)
     return value, value * tl.load(columns + component, mask=there, other=0.0)[:, None]
 
 

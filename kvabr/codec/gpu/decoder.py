@@ -58,7 +58,7 @@ class _Tile(NamedTuple):
 _PREPARE, _UNSTACK, _FINISH = _Tile(64, 64, 4), _Tile(OUTPUTS, 128, 4, 4), _Tile(64, 64, 4)
 DEPTHS = len(LAYERS)
 """Maximum depths of a track."""
-_CROWDED = 512
+_MIN_COARSE_STREAMS = 512
 """Minimum streams for the coarse table: it is faster if many programs share a cache."""
 _MAX_WORDS = (1 << 31) - 1
 """Maximum of a stream, and of escapes."""
@@ -456,7 +456,7 @@ def _read(order: _Order, reading: _Reading, depth: int, index: torch.Tensor, lev
     model, device = reading.model, index.device
     tables, streams = coder_tables(model, device), len(reading.parts)
     status = torch.empty(streams, dtype=torch.int32, device=device)
-    coarse = COARSE if streams >= _CROWDED else 0
+    coarse = COARSE if streams >= _MIN_COARSE_STREAMS else 0
     kernels.read_rows[(streams,)](
         reading.data,
         reading.parts,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.gpu import analysis_kernels as kernels
-from kvabr.codec.inverse import BIGGEST, Inverse
+from kvabr.codec.inverse import MAX_ELEMENT, Inverse
 from kvabr.codec.native.coder_model import DTYPES, derived
 from kvabr.codec.rope import backwards, rope_first, rope_shape
 from kvabr.codec.transform import Structure, Transform
@@ -166,8 +166,8 @@ class _Analysis:
         structure, tables = self._transform.structure, self._tables
         scale = tables.scale.reshape(-1).repeat_interleave(structure.per_layer)[:, None, None]
         elements = channels.reshape(structure.blocks, structure.width, -1) * scale
-        top = torch.full((), BIGGEST, device=channels.device)
-        elements = torch.where(elements < top, elements, top).clamp_(min=-BIGGEST)
+        top = torch.full((), MAX_ELEMENT, device=channels.device)
+        elements = torch.where(elements < top, elements, top).clamp_(min=-MAX_ELEMENT)
         for part, (kept, to_across, to_rows) in zip(elements, tables.places.tolist(), strict=True):
             across[to_across : to_across + kept] = part[:kept]
             rows[to_rows : to_rows + structure.width - kept] = part[kept:]

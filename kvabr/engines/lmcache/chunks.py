@@ -23,7 +23,7 @@ _OWN_KEYS = ("module_path", "class_name")
 _DCP = "##lmcache-dcp-layout"
 """Start of a suffix of the model's name in a daemon, if ranks of decode context parallelism hold parts of a chunk."""
 _MAX_PLACES = 1 << 16
-_UNSURE = -1
+_AMBIGUOUS = -1
 ChunkHash = int | bytes
 """Hash of a prompt's tokens up to the end of a chunk: a number in an engine, bytes in a daemon."""
 
@@ -160,13 +160,13 @@ class Places:
         """Record where a chunk begins; a hash seen at two positions has none."""
         with self._lock:
             known = self._first.get(chunk_hash, first)
-            self._first[chunk_hash] = first if known == first else _UNSURE
+            self._first[chunk_hash] = first if known == first else _AMBIGUOUS
 
     def at(self, chunk_hash: ChunkHash) -> int | None:
         """Return the position of a chunk's first token, if known."""
         with self._lock:
-            first: int = self._first.get(chunk_hash, _UNSURE)
-        return None if first == _UNSURE else first
+            first: int = self._first.get(chunk_hash, _AMBIGUOUS)
+        return None if first == _AMBIGUOUS else first
 
     def possible(self, chunk_hash: ChunkHash) -> range | None:
         """Return the possible positions of a chunk for `ChunkStore.find`.
@@ -177,7 +177,7 @@ class Places:
             first = self._first.get(chunk_hash)
         if first is None:
             return None
-        return range(0) if first == _UNSURE else range(first, first + 1)
+        return range(0) if first == _AMBIGUOUS else range(first, first + 1)
 
     def watch(self, database: type[Any]) -> None:
         """Record all chunks that objects of a class like LMCache's `ChunkedTokenDatabase` cut from now on.

@@ -41,7 +41,7 @@ _MAGIC, _VERSION = b"KVLO", 1
 _HEAD, _CRC, _LENGTH = struct.Struct("<4sBBHQI"), struct.Struct("<I"), struct.Struct("<I")
 _TRACKS, _BYTES = 1, 2
 """Kinds of objects."""
-_NOWHERE = (1 << 64) - 1
+_UNKNOWN_POSITION = (1 << 64) - 1
 """Unknown position."""
 _MODEL = "object"
 """Name of the model in frames; the store's keys have the real one."""
@@ -245,7 +245,9 @@ def _bytes_size(layout: ObjectLayout) -> int:
 
 
 def _filled(kind: int, frames: Sequence[bytes], position: int | None, head_dim: int, size: int) -> bytes:
-    head = _HEAD.pack(_MAGIC, _VERSION, kind, len(frames), _NOWHERE if position is None else position, head_dim)
+    head = _HEAD.pack(
+        _MAGIC, _VERSION, kind, len(frames), _UNKNOWN_POSITION if position is None else position, head_dim
+    )
     parts = [head, _CRC.pack(zlib.crc32(head))]
     for frame in frames:
         parts += [_LENGTH.pack(len(frame)), frame]
@@ -280,4 +282,4 @@ def _parsed(coded: memoryview) -> _Head:
         if at > len(coded):
             raise FormatError("a coded object of LMCache was truncated")
         frames.append(coded[begin:at])
-    return _Head(kind, frames, None if position == _NOWHERE else position, head_dim)
+    return _Head(kind, frames, None if position == _UNKNOWN_POSITION else position, head_dim)

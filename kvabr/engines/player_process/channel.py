@@ -28,7 +28,7 @@ _HEAD = struct.Struct("=QB")
 _MAX_BYTES = 1 << 30
 _READ_BYTES = 256 << 10
 _MAX_FILES = 8
-_NOTHING = memoryview(b"")
+_NO_BYTES = memoryview(b"")
 _MAX_CATALOG_BYTES = 16 << 20
 """Limit of kept catalogs per direction, pickled: two for a million tokens, or hundreds for 8,192. One larger catalog is
 kept alone. Objects take two to three times as much.
@@ -114,7 +114,7 @@ class ProcessChannel:
         if len(self._waiting) == 1:
             self._write()
 
-    def read(self, message: ChannelMessage, shared: memoryview = _NOTHING) -> Any:
+    def read(self, message: ChannelMessage, shared: memoryview = _NO_BYTES) -> Any:
         """Return the object of a message with views of ``shared``. Read messages in order.
 
         Raises:

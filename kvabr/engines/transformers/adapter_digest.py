@@ -35,7 +35,7 @@ _IMPLIED = frozenset(
     | {"target_modules", "target_parameters", "use_rslora", "ensure_weight_tying"}
 )
 """Keys implied by the weights of a LoRA adapter, their places and scales, or used only in training."""
-_PLAIN = re.compile(r"\^?[\w.-]+")
+_PLAIN_NAME = re.compile(r"\^?[\w.-]+")
 _PREFIX = "base_model.model."
 _MODULE = re.compile(r"(?P<place>.+)\.(?P<name>lora_(?:embedding_)?[A-Za-z_]+(?:\.\w+)*)")
 
@@ -134,7 +134,7 @@ def _scale(folder: Path, config: Mapping[str, Any], place: str) -> float:
 def _pattern(folder: Path, patterns: object, place: str, usual: object) -> object:
     """Return the value of the first pattern that matches the end of a module's name, at a dot."""
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        if not _PLAIN.fullmatch(pattern):  # PEFT would use it as a regular expression, which may take forever
+        if not _PLAIN_NAME.fullmatch(pattern):  # PEFT would use it as a regular expression, which may take forever
             raise ModelError(f"{folder / CONFIG}: the pattern {pattern[:80]!r} is not a name of modules")
         name = pattern.removeprefix("^")
         if place == name or (name == pattern and place.endswith(f".{name}")):

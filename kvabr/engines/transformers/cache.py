@@ -32,12 +32,12 @@ _FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 SLIDING = "DynamicSlidingWindowLayer"
 """A layer that keeps one token less than its window."""
 _SLIDING_STATE = "LinearAttentionAndSlidingWindowAttentionLayer"
-_WHOLE = {SLIDING: "DynamicLayer", _SLIDING_STATE: "LinearAttentionAndFullAttentionLayer"}
+_FULL_LAYERS = {SLIDING: "DynamicLayer", _SLIDING_STATE: "LinearAttentionAndFullAttentionLayer"}
 """Layers with windows, and their replacements that keep every token."""
-LAYERS = (*_WHOLE, *_WHOLE.values(), "DynamicIndexedLayer", "LinearAttentionLayer")
+LAYERS = (*_FULL_LAYERS, *_FULL_LAYERS.values(), "DynamicIndexedLayer", "LinearAttentionLayer")
 """Supported layers."""
 RECURRENT, SCAN, CONVOLUTION, INDEXER = "recurrent", "scan", "convolution", "indexer"
-_NOTHING = ("moe", "mlp")
+_CACHELESS_TYPES = ("moe", "mlp")
 """Layer types in a configuration without any cache."""
 EMPTY = "DummyLayer"
 """Placeholder for layers without a cache, or with another layer's, from transformers 5.24 on."""
@@ -56,7 +56,7 @@ def new_cache(model: Any, *, whole: bool = False) -> Any:
     transformers = require("transformers")
     cache = transformers.DynamicCache(config=model.config)
     for index, layer in enumerate(cache.layers if whole else ()):
-        if (other := _WHOLE.get(type(layer).__name__)) is not None:
+        if (other := _FULL_LAYERS.get(type(layer).__name__)) is not None:
             states = {"number_of_states": layer.number_of_states} if hasattr(layer, "number_of_states") else {}
             cache.layers[index] = getattr(transformers.cache_utils, other)(**states)
     return cache
@@ -134,7 +134,7 @@ def _filled(cache: Any, parts: Sequence[torch.Tensor], spec: KVSpec, model: Any,
             cache.update(*both, place)
             continue
         state = cache.layers[place]
-        if type(state).__name__ not in _WHOLE:
+        if type(state).__name__ not in _FULL_LAYERS:
             raise ModelError(f"{spec.model}: transformers keeps layer {layer} as {type(state).__name__}")
         # A new chunk needs fewer tokens than its layer has space for: the rest is masked.
         missing = max(0, min(window - 1, tokens) - both[0].shape[2])
@@ -206,7 +206,7 @@ def _places(model: Any) -> list[int]:
     config = model.config.get_text_config(decoder=True)
     types, modes = getattr(config, "layer_types", None) or (), getattr(config, "kv_sharing_modes", None) or ()
     reused = {index for index, mode in enumerate(modes) if mode == "reuse"}
-    return [index for index, kind in enumerate(types) if kind not in _NOTHING and index not in reused]
+    return [index for index, kind in enumerate(types) if kind not in _CACHELESS_TYPES and index not in reused]
 
 
 def _keys_and_values(parts: Sequence[torch.Tensor], spec: KVSpec) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -324,7 +324,7 @@ def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> tuple[torch.Tensor, ...]:
         raise ModelError(f"a cache of {len(places)} layers is not one of {spec.model}, which has {count}")
     for index in places:
         kind = type(layers[index]).__name__ if index < len(layers) else "DynamicLayer"
-        if kind in _WHOLE:
+        if kind in _FULL_LAYERS:
             raise ModelError(
                 f"layer {index} keeps its cache as {kind}, which drops tokens that shorter prompts need: give the "
                 "model past_key_values=DynamicCache(), made without its configuration, or use `prefill_prompt`"

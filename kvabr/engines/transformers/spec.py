@@ -32,7 +32,7 @@ from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 
 _PROBED = 8
 """Tokens of the probe."""
-_FAR = 500
+_PROBE_POSITION = 500
 """Position of its last token: far enough for slow rotations to show, near enough for exact float32 angles."""
 _DIGITS = 9
 """Significant digits of a frequency. A spec's digest must be the same on every machine, but powers and logarithms
@@ -41,9 +41,9 @@ differ in the last of 16 digits, and a model's own float32 frequencies in the 7t
 _TOLERANCE = 1e-3
 _COARSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Maximum error of a rotated key, relative to the largest; 16-bit models round sines and keys."""
-_ANOTHER = 0.02
+_MIN_STATE_DIFFERENCE = 0.02
 """Relative difference between two states of a first layer beyond rounding, also in 16 bits."""
-_SAME = 1e-5
+_MAX_FREQUENCY_ERROR = 1e-5
 """Maximum relative difference between float32 and float64 frequencies."""
 Scaled = tuple[list[float], float]
 """Frequencies, and the factor for cosines and sines."""
@@ -166,7 +166,7 @@ def _check_continues(model: Any, name: str) -> None:
             continue
         checked.add(role)
         state, other = (states[layer, role].float() for states in found)
-        if not float((other - state).norm()) <= _ANOTHER * float(state.norm()):
+        if not float((other - state).norm()) <= _MIN_STATE_DIFFERENCE * float(state.norm()):
             raise ModelError(
                 f"{name}: after a cache, layer {layer} computes another {role} state than for the prompt at once: "
                 "transformers does not continue from its state, so a played cache would be ignored"
@@ -199,7 +199,7 @@ def _probe_positions(model: Any) -> torch.Tensor:
     positions = torch.arange(_PROBED)
     context = getattr(model.config, "max_position_embeddings", None)
     if isinstance(context, int) and _takes_positions(model):
-        positions[-1] = max(_PROBED - 1, min(context - 1, _FAR))
+        positions[-1] = max(_PROBED - 1, min(context - 1, _PROBE_POSITION))
     return positions
 
 
@@ -366,8 +366,8 @@ def _is_the_models(rope: RopeSpec, own: object, factor: float) -> bool:
     if not isinstance(own, torch.Tensor) or rope.frequencies is None or own.shape != (len(rope.frequencies),):
         return False
     ours = torch.tensor(rope.frequencies, dtype=torch.float64)
-    near = torch.allclose(own.detach().double().cpu(), ours, rtol=_SAME, atol=0.0)
-    return near and math.isclose(factor, rope.factor, rel_tol=_SAME)
+    near = torch.allclose(own.detach().double().cpu(), ours, rtol=_MAX_FREQUENCY_ERROR, atol=0.0)
+    return near and math.isclose(factor, rope.factor, rel_tol=_MAX_FREQUENCY_ERROR)
 
 
 def _explains(rope: RopeSpec, keys: torch.Tensor, positions: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ OWN = "kvabr"
 """Key of the served losses in the ``kv_transfer_params`` of an answer."""
 _SWITCHES = frozenset({"play", "publish", "live", "back"})
 _KEYS = _SWITCHES | {"deadline_s", "keep_s", "max_loss", OWN}
-_OTHERS = ("do_remote_", "remote_")
+_FOREIGN_PREFIXES = ("do_remote_", "remote_")
 """Prefixes of keys of vLLM's own connectors."""
 _MAX_KEYS = 64
 
@@ -54,7 +54,7 @@ def faults(request: Any) -> Iterator[tuple[str, str]]:
     for key, value in islice(params(request).items(), _MAX_KEYS):
         if key in _SWITCHES and not (value is None or isinstance(value, bool)):
             yield f"{key} is neither true nor false", f"{str(value)[:80]!r} counts as false"
-        elif key not in _KEYS and not str(key).startswith(_OTHERS):
+        elif key not in _KEYS and not str(key).startswith(_FOREIGN_PREFIXES):
             close = difflib.get_close_matches(str(key)[:80], _KEYS, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(sorted(_KEYS - {OWN}))}"
             yield "unknown key", f"{str(key)[:80]!r}; {hint}"

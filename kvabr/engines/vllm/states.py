@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
-_TURNED = "GDN_ATTN"
+_TRANSPOSED = "GDN_ATTN"
 """Layers with a state described as [head, column, row]; GPU kernels store it so, CPU kernels as [head, row, column]."""
 KNOWN = {"GDN_ATTN": (CONVOLUTION, RECURRENT), "MAMBA2": (CONVOLUTION, RECURRENT), "SHORT_CONV": (CONVOLUTION,)}
 """Roles of a layer's states, by vLLM's kind."""
@@ -79,7 +79,7 @@ def forms_of(spec: Any, *, cpu: bool) -> tuple[StateForm, ...] | None:
     for role, shape, dtype in zip(roles, shapes, spec.dtypes, strict=True):
         if len(shape) != (2 if role == CONVOLUTION else 3):
             return None
-        turned = kind == _TURNED and role == RECURRENT
+        turned = kind == _TRANSPOSED and role == RECURRENT
         if turned and cpu:
             shape = (shape[0], shape[2], shape[1])  # noqa: PLW2901  # as it is in memory
         forms.append(StateForm(role, shape, dtype, offset, turned=turned and not cpu))

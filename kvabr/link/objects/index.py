@@ -73,9 +73,9 @@ _WARN_S = 60.0
 _WARN_AT_S: dict[str, float] = {}
 _PAGES, _PAGES_S = 1024, 60.0
 """Most remembered pages, and their seconds: a lifecycle rule may remove a page."""
-_GONE = 4096
+_MAX_MISSING = 4096
 """Most objects that are remembered as missing, for as long."""
-_PLACED = 4096
+_MAX_PLACES = 4096
 _RUNS, _PAGES_AT_ONCE = 1024, 32
 _AT_ONCE = 64
 """Most small objects requested at the same time."""
@@ -95,12 +95,12 @@ class StoreIndex:
         self._opening: asyncio.Task[KVSpec | None] | None = None
         self._pages: TTLCache[str, Page] = TTLCache(_PAGES, _PAGES_S, time.monotonic)
         """By name of the object."""
-        self._gone: TTLCache[str, bool] = TTLCache(_GONE, _PAGES_S, time.monotonic)
+        self._gone: TTLCache[str, bool] = TTLCache(_MAX_MISSING, _PAGES_S, time.monotonic)
         """Missing objects with frames that a page names."""
         self._runs: LRUCache[str, Sequence[str]] = LRUCache(_RUNS)
         """Chained digests of prompts up to a found group, by the name of that group's page."""
-        self._placed: LRUCache[TrackNamespace, Callable[[str, int], FramePlace | None]] = LRUCache(_PLACED)
-        self._profiles: LRUCache[str, int] = LRUCache(_PLACED)
+        self._placed: LRUCache[TrackNamespace, Callable[[str, int], FramePlace | None]] = LRUCache(_MAX_PLACES)
+        self._profiles: LRUCache[str, int] = LRUCache(_MAX_PLACES)
         """Bytes of codec profiles in pages and catalogs."""
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._admitted = False

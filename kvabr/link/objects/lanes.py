@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvabr.player.requests import DEARER, UPGRADE_PRIORITY
+from kvabr.player.requests import DEARER_PRIORITY, UPGRADE_PRIORITY
 
 LANES, SPARE_LANES = 4, 1
 MAX_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class Piece:
     @property
     def kind(self) -> int:
         """Purpose: 0 is needed, 1 is needed on a dearer track, 2 is an upgrade."""
-        return (self.priority >= DEARER) + (self.priority >= UPGRADE_PRIORITY)
+        return (self.priority >= DEARER_PRIORITY) + (self.priority >= UPGRADE_PRIORITY)
 
 
 @dataclass(eq=False, slots=True)

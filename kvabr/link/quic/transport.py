@@ -22,7 +22,7 @@ _INVALID_TOKEN = 0xB
 """QUIC error code (RFC 9000, section 20.1). Our Retry tokens are valid, so it means that the server is full."""
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
 _CANNOT_SEND = "the QUIC library can no longer send on this connection"
-STILL_S = 1.0
+MAX_STALL_S = 1.0
 """Seconds without sending, although undelivered data exists and may be sent, after which a connection is given up: its
 library has lost track of a stream."""
 _DATAGRAM = 1500
@@ -35,16 +35,16 @@ losses or late acknowledgements. qh3 2.1 then drops the packet, and silently nev
 set aside."""
 _LOST_PACKETS = 64
 """Most packets in a row that may be lost in this way."""
-_STUCK = "stream reservation is already active"
+_LOST_TRACK_MESSAGE = "stream reservation is already active"
 """Part of qh3's message on every attempt to send after it has lost track of a packet: the connection is useless."""
-_GONE = (ValueError, AssertionError, RuntimeError, KeyError)
+_STREAM_OVER_ERRORS = (ValueError, AssertionError, RuntimeError, KeyError)
 """Errors of the libraries on a stream that is over, which a peer can cause at any time."""
 
 
 class QuicTransport(StreamTransport):
     """One connection of a QUIC library."""
 
-    broken: tuple[type[Exception], ...] = _GONE
+    broken: tuple[type[Exception], ...] = _STREAM_OVER_ERRORS
 
     def __init__(self, library: QuicLibrary, driver: Any, quic: Any, endpoint: Endpoint) -> None:
         self.driver, self.quic, self._endpoint = driver, quic, endpoint
@@ -193,7 +193,7 @@ class Qh3Transport(QuicTransport):
         super().__init__(library, driver, quic, endpoint)
         from qh3.quic.connection import QuicConnectionError  # noqa: PLC0415  # only where it is installed
 
-        self.broken = (*_GONE, QuicConnectionError)
+        self.broken = (*_STREAM_OVER_ERRORS, QuicConnectionError)
         quic.datagrams_to_send = self._sendable_packets
         self._given_up = self._stuck = self._doubtful = False
         self._still: tuple[tuple[int, int], float] | None = None
@@ -240,7 +240,7 @@ class Qh3Transport(QuicTransport):
             self._given_up = True
             loop.call_soon(self._endpoint.safely, self._give_up)
         elif self._looking_again is None and self._still is not None:
-            self._looking_again = loop.call_later(STILL_S, self._look_again)
+            self._looking_again = loop.call_later(MAX_STALL_S, self._look_again)
 
     def _look_again(self) -> None:
         self._looking_again = None
@@ -270,7 +270,7 @@ class Qh3Transport(QuicTransport):
         if still is None or self._still is None or self._still[0] != still:
             self._still = None if still is None else (still, now_s)
             return False
-        return now_s - self._still[1] >= STILL_S
+        return now_s - self._still[1] >= MAX_STALL_S
 
     def _sendable_packets(self, now: float) -> list[tuple[bytes, Any]]:
         """Return the packets to send, up to the point where qh3 2.1 would raise and lose them.
@@ -289,7 +289,7 @@ class Qh3Transport(QuicTransport):
                     self._doubtful = True
                     lost += 1
                     continue
-                self._stuck = _STUCK in message
+                self._stuck = _LOST_TRACK_MESSAGE in message
                 if not self._stuck and _TOO_LONG not in message:
                     raise
                 break

@@ -55,7 +55,7 @@ _TURN_BYTES = 1 << 20
 """Approximate bytes that one turn of the event loop reads or writes."""
 _DIRECT_BYTES = 16 << 10
 """Least payload that is read to its final place: smaller ones are not worth a system call."""
-_BESIDE_BYTES, _BESIDE_S = 256 << 10, 0.004
+_MIN_THREADED_BYTES, _MAX_THREAD_WAIT_S = 256 << 10, 0.004
 """Least payload that is worth a thread, and its longest wait; payload that arrives faster uses threads."""
 _READERS = 16
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -66,7 +66,7 @@ _PARSE_COST = 16
 """Cost of parsing a byte in a turn, relative to reading a byte of payload to its final place."""
 _INFO_S = 0.01
 """Seconds between two reads of the kernel's connection data."""
-_FADES = 0.9
+_RATE_DECAY = 0.9
 """Factor of the previous rate at each reading, so that a moment without the processor does not make it small."""
 _LINGER_S = 1.0
 """Seconds to wait for the other end after a close."""
@@ -114,7 +114,7 @@ class _TcpInfo:
                 (mss,), (window,) = struct.unpack_from("=I", data, 16), struct.unpack_from("=I", data, 80)
                 (delivered,) = struct.unpack_from("=Q", data, 160)  # too high for bunched acknowledgements
                 fresh = min(delivered, int(mss * window / max(rtt_us, 1) * 1e6))
-                self.rate = max(fresh, int(_FADES * self.rate))
+                self.rate = max(fresh, int(_RATE_DECAY * self.rate))
 
 
 class QmuxTransport(StreamTransport):
@@ -379,9 +379,9 @@ class QmuxTransport(StreamTransport):
             conn.receive(self._scratch[: received - direct])
             self._handle(conn)
         self._received_bytes += received
-        if self._received_bytes >= _BESIDE_BYTES:
+        if self._received_bytes >= _MIN_THREADED_BYTES:
             now = self._loop.time()
-            enough = now - self._since < _BESIDE_S * self._received_bytes / _BESIDE_BYTES
+            enough = now - self._since < _MAX_THREAD_WAIT_S * self._received_bytes / _MIN_THREADED_BYTES
             self._fast = enough and self._client and _CORES > 1
             self._since, self._received_bytes = now, 0
         return received
@@ -431,7 +431,7 @@ class QmuxTransport(StreamTransport):
 
     def _fill(self, buffers: list[memoryview], wanted: int) -> int | OSError:
         """Read until ``wanted`` bytes have arrived or time is up; return as `_receive`."""
-        until_s, received = time.monotonic() + _BESIDE_S, 0
+        until_s, received = time.monotonic() + _MAX_THREAD_WAIT_S, 0
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         while True:

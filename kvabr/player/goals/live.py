@@ -18,7 +18,7 @@ _MAX_PACE = 4.0
 """Maximum factor between observed and expected pace in extrapolations."""
 _MIN_LOOK_S = 0.01
 """Minimum seconds between checks for layers worth the wait."""
-_LATE, _LATE_S = 4.0, 0.25
+_MAX_LATE_FACTOR, _MAX_LATE_S = 4.0, 0.25
 """Layers are too late after this multiple of the announced time plus this many seconds."""
 
 
@@ -81,7 +81,7 @@ class LiveEdge:
         An overdue track should take as long again as it is late.
         """
         due_s, announced_s = self.coming[group]
-        last_s = due_s + _LATE * announced_s + _LATE_S
+        last_s = due_s + _MAX_LATE_FACTOR * announced_s + _MAX_LATE_S
         return None if now >= last_s else min(abs(now - due_s), last_s - now)
 
     def ends_s(self, now: float) -> float:

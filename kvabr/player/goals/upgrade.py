@@ -20,7 +20,7 @@ from kvabr.types.errors import UsageError
 
 _MAX_WAITING = 4
 """Maximum groups waiting for decoding or admission before requests pause."""
-_SILENT = 5.0
+_MAX_SILENT_DEADLINES = 5.0
 """Deadline lengths of silence that end the play."""
 
 
@@ -74,7 +74,7 @@ class UpgradeAim(WholeAim):
         """See `WholeAim.ended`."""
         play = self.play
         silent_s = now - max(play.heard_s, self._moved_s) if play.view.in_flight else 0.0
-        if now >= self._until_s or silent_s >= _SILENT * self._horizon_s:
+        if now >= self._until_s or silent_s >= _MAX_SILENT_DEADLINES * self._horizon_s:
             play.look(now)
             self.deliver(now)
         return play.over

@@ -57,7 +57,7 @@ MAX_DECISIONS = 4000
 """Maximum decisions listed per play; waits are dropped first, then the end."""
 _HISTOGRAM = 30
 """Bins of TTFT from 0 to 1.5 deadlines; the last one includes later times."""
-_QUIET = {"wait", "finish"}
+_NO_ACTION = {"wait", "finish"}
 """Decisions without an action."""
 
 
@@ -255,7 +255,7 @@ def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[
             continue
         total += 1
         kind, reason = event.kind, event.reason
-        if kind in _QUIET:
+        if kind in _NO_ACTION:
             if (kind, reason) == last_quiet:
                 continue
             last_quiet = (kind, reason)
@@ -269,7 +269,7 @@ def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[
             ]
         )
     if len(rows) > MAX_DECISIONS:
-        loud = [row for row in rows if row[1] not in _QUIET]
+        loud = [row for row in rows if row[1] not in _NO_ACTION]
         rows = loud[:MAX_DECISIONS]
     return rows, total - len(rows)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvabr.codec.analysis import Analysis
 from kvabr.codec.coefficients import Coefficients
 from kvabr.codec.gpu.tables import lookup
-from kvabr.codec.inverse import BIGGEST, Inverse
+from kvabr.codec.inverse import MAX_ELEMENT, Inverse
 from kvabr.codec.native import coder, placing
 from kvabr.codec.native.coder import ERROR_UNIT, MAX_ERROR
 from kvabr.codec.native.coder_model import (
@@ -432,8 +432,8 @@ def analyse(it: Analysis, group: torch.Tensor, first_token: int | None) -> Coeff
     scale = it._scale.reshape(-1, 1).repeat(structure.per_layer, axis=0)
     with np.errstate(over="ignore", invalid="ignore"):
         elements = channels.mul_(torch.from_numpy(scale)[:, None]).numpy()
-    elements = np.where(elements < BIGGEST, elements, np.float32(BIGGEST))  # and what is no number
-    elements = np.maximum(elements, np.float32(-BIGGEST))
+    elements = np.where(elements < MAX_ELEMENT, elements, np.float32(MAX_ELEMENT))  # and what is no number
+    elements = np.maximum(elements, np.float32(-MAX_ELEMENT))
     blocks, stacks = it._inverses
     tokens = elements.shape[2]
     rows, largest = np.empty((structure.rows, tokens), np.float32), np.zeros((3, tokens), np.float32)
@@ -451,7 +451,7 @@ def analyse(it: Analysis, group: torch.Tensor, first_token: int | None) -> Coeff
 
 
 def times(inverse: Inverse, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Multiply vectors, [component, token] within `BIGGEST`; return [row, token]."""
+    """Multiply vectors, [component, token] within `MAX_ELEMENT`; return [row, token]."""
     whole, exponent = words(inverse, vectors)
     sums = inverse.entries.astype(np.float64) @ whole.astype(np.float64)  # exact: below 2**53
     out: NDArray[np.float32] = sums.astype(np.float32) * _power(254 - exponent) * inverse.rows[:, None]

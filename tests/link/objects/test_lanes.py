@@ -5,7 +5,7 @@ import pytest
 from kvabr.link.objects.lanes import KEEP_BYTES, MAX_BYTES, Lanes
 
 K = 1 << 10
-NEEDED, DEARER, UPGRADE = 10, 70, 200
+NEEDED, DEARER_PRIORITY, UPGRADE = 10, 70, 200
 
 
 def ranges(transfers):
@@ -101,7 +101,7 @@ def test_a_new_priority_counts_while_a_piece_waits():
     assert first.transfer is None
 
 
-@pytest.mark.parametrize(("one", "other"), [(NEEDED, DEARER), (DEARER, UPGRADE), (NEEDED, UPGRADE)])
+@pytest.mark.parametrize(("one", "other"), [(NEEDED, DEARER_PRIORITY), (DEARER_PRIORITY, UPGRADE), (NEEDED, UPGRADE)])
 def test_what_is_needed_never_carries_what_is_needed_less(one, other):
     lanes = Lanes()
     want(lanes, [K], priority=one)
