@@ -320,7 +320,7 @@ class MemoryConnection(PeerConnection):
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`; rate and round trip are those of the link now."""
-        return ConnectionStats(rtt_s=self.path.rtt_s, bytes_received=self.bytes_received, rate=self.path.rate)
+        return ConnectionStats(rtt_s=self.path.rtt_s, bytes_received=self.bytes_received)
 
     @property
     def closed(self) -> bool:

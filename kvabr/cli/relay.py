@@ -51,7 +51,8 @@ class RelayCommand:
     and lookups after two seconds. While the origin cannot be reached, the relay serves its cache and keeps trying; it
     also starts without its origin, but serves the folder of --disk only after it has reached the origin once.
 
-    --memory bounds the groups; catalogs and lookups may use an eighth of it in addition (at least 64 MiB).
+    --memory bounds the groups that are kept. In addition, catalogs and lookups may use an eighth of it (at least 64
+    MiB), and groups that are fetched or sent the memory of --limit.
 
     Everyone who may enter the relay may read everything that the relay's own token opens. --player-token-file restricts
     who may enter.

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 _BIND = Address("127.0.0.1", 4443)
-_NO_BOUND = "off"
 _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 _MAPPED_BYTES = 1 << 20
@@ -87,7 +86,7 @@ def limits_help() -> str:
     )
     return "\n".join(
         (
-            "limits (--limit NAME=VALUE, may be repeated; connections-per-address=off: unlimited) and defaults:",
+            "limits (--limit NAME=VALUE, may be repeated) and defaults:",
             *lines,
             "",
         )
@@ -105,9 +104,6 @@ def parse_limits(texts: Sequence[str]) -> ServerLimits:
             names = ", ".join(known).replace("_", "-")
             raise UsageError(f"--limit {text}: there is no limit {option!r}; there are {names}")
         seconds = name.endswith("_s")
-        if name == "connections_per_address" and value == _NO_BOUND:
-            given[name] = None
-            continue
         try:
             given[name] = float(value) if seconds else int(value)
         except ValueError as error:

@@ -12,7 +12,6 @@ MIN_AHEAD_BYTES, MAX_AHEAD_BYTES = 16 << 10, 256 << 10
 class StreamTransport(ABC):
     """The streams of one connection, which an `Endpoint` owns. Events go to the endpoint."""
 
-    name: str
     broken: tuple[type[Exception], ...] = (ValueError,)
     """Errors of the methods below on a stream that is over, which a peer can cause at any time."""
 
@@ -84,10 +83,6 @@ class StreamTransport(ABC):
     @abstractmethod
     def round_trip(self) -> float | None:
         """Return the smoothed round trip, seconds, if known."""
-
-    @abstractmethod
-    def lost(self) -> int | None:
-        """Return the number of our lost packets, if counted."""
 
     @property
     @abstractmethod

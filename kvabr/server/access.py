@@ -20,24 +20,17 @@ class Denial:
 
     result: str
     reason: str
-    session: SessionCode
-    request: RequestCode
-    reset: ResetCode
-    done: PublishDoneCode
+    session: SessionCode = SessionCode.UNAUTHORIZED
+    request: RequestCode = RequestCode.UNAUTHORIZED
+    reset: ResetCode = ResetCode.EXPIRED_AUTH_TOKEN
+    done: PublishDoneCode = PublishDoneCode.UNAUTHORIZED
 
 
-WRONG = Denial(
-    "unauthorized", "the token is missing or wrong",
-    SessionCode.UNAUTHORIZED, RequestCode.UNAUTHORIZED, ResetCode.EXPIRED_AUTH_TOKEN, PublishDoneCode.UNAUTHORIZED,
-)  # fmt: skip
+WRONG = Denial("unauthorized", "the token is missing or wrong")
+WITHDRAWN = Denial("withdrawn", "the token is no longer accepted")
 EXPIRED = Denial(
     "expired", "the token has expired",
-    SessionCode.EXPIRED_AUTH_TOKEN, RequestCode.EXPIRED_AUTH_TOKEN, ResetCode.EXPIRED_AUTH_TOKEN,
-    PublishDoneCode.EXPIRED,
-)  # fmt: skip
-WITHDRAWN = Denial(
-    "withdrawn", "the token is no longer accepted",
-    SessionCode.UNAUTHORIZED, RequestCode.UNAUTHORIZED, ResetCode.EXPIRED_AUTH_TOKEN, PublishDoneCode.UNAUTHORIZED,
+    SessionCode.EXPIRED_AUTH_TOKEN, RequestCode.EXPIRED_AUTH_TOKEN, done=PublishDoneCode.EXPIRED,
 )  # fmt: skip
 REMOVED = Denial(
     "removed", "the asset was removed or replaced, or the token opens it no longer",
@@ -78,12 +71,12 @@ class Access:
         self.grant = renewed
         return None
 
-    def recheck_request(self, grant: Grant, publication: Publication | None, now_s: float) -> Denial | None:
+    def recheck_request(self, grant: Grant, publication: Publication, now_s: float) -> Denial | None:
         """Return why a request must end now, or None. Call `recheck` first."""
         renewed = self._renew(grant, now_s)
         if isinstance(renewed, Denial):
             return renewed
-        return None if publication is None or self._source.holds(renewed, publication) else REMOVED
+        return None if self._source.holds(renewed, publication) else REMOVED
 
     def _of(self, token: bytes | None) -> Grant | Denial:
         grant = self._source.admit(token)

@@ -1,8 +1,8 @@
 """Memory and bandwidth that connections share: budgets per connection, per address, and in total.
 
 A group that is fetched or loaded stays in memory while it is sent. When a budget is full, further groups wait in order
-of arrival, and a group that has not been read for a while is parked: closed, and loaded again when its answer
-continues. So no answer fails for lack of memory, however often a client changes its mind.
+of arrival, and a complete group that has been open for a while is parked: closed, and loaded again when its answer
+continues. So no answer fails for lack of memory, however often a client changes its mind, and a slow client gives way.
 """
 
 from __future__ import annotations
@@ -10,56 +10,21 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Protocol
 
 from kvabr.server.limits import ServerLimits
-from kvabr.server.metrics import Metrics
-from kvabr.server.publication import Source
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
 MIN_IN_FLIGHT_BYTES = 256 << 10
 """Bytes that every connection may have in flight, independent of the others."""
-IDLE_READ_S = 10.0
-"""Seconds without a read until a group may be parked."""
+OPEN_S = 10.0
+"""Seconds until an open group may be parked."""
 _CHECK_S = 1.0
-_MIN_REQUESTS = 8
 _WAKE_BATCH = 16
 """Waiting answers to wake at a time."""
 _IPV6_SITE_BITS = 64
 """Leading bits of an IPv6 address that identify a site; a client chooses the others itself."""
-
-
-P = TypeVar("P")
-
-
-class Host(Generic[P]):
-    """State that the connections of a server share; P is the type of a connection."""
-
-    def __init__(self, source: Source, limits: ServerLimits, log: FilteringBoundLogger, metrics: Metrics) -> None:
-        self.source, self.limits, self.log, self.metrics = source, limits, log, metrics
-        self.budgets = Budgets(limits)
-        self.peers: set[P] = set()
-        """Connections, from their first packet on."""
-        self.requests = 0
-        """Requests in flight on all connections, answered or not; connections update it."""
-        self.draining = False
-        self.idle = asyncio.Event()
-        """Set whenever a connection becomes idle."""
-
-    @property
-    def fair_requests(self) -> int:
-        """Requests that each connection may have in flight when the server is at its limit."""
-        return max(_MIN_REQUESTS, self.limits.requests // max(1, len(self.peers)))
-
-    def left(self, peer: P) -> None:
-        """Remove a connection that has ended."""
-        self.peers.discard(peer)
-        self.idle.set()
 
 
 class Holder(Protocol):
@@ -81,19 +46,14 @@ class Account:
     def __init__(self, memory: int, in_flight: int) -> None:
         self.max_memory, self.max_in_flight = memory, in_flight
         self.memory = self.in_flight = self.connections = 0
-        self.open: OrderedDict[Holder, float] = OrderedDict()
-        """Answers with an open group and when they last read from it, least recent first."""
+        self.open: dict[Holder, float] = {}
+        """Answers with an open group, and when they opened it, the earliest first."""
         self.waiting: dict[Holder, None] = {}
         """Answers that wait for room in this account, in order."""
 
     def parkable(self, since_s: float) -> Holder | None:
-        """Return an answer with a group that was last read before ``since_s`` and may be closed."""
-        for holder, read_s in self.open.items():
-            if read_s >= since_s:
-                return None
-            if holder.may_park():
-                return holder
-        return None
+        """Return an answer with a group that was opened before ``since_s`` and may be closed."""
+        return next((one for one, opened_s in self.open.items() if opened_s < since_s and one.may_park()), None)
 
 
 class Budgets:
@@ -118,8 +78,7 @@ class Budgets:
         """Return the account of a new connection; None if its address has too many."""
         limits, site = self._limits, site_of(address)
         shared = self.addresses.get(site)
-        most = limits.connections_per_address
-        if shared is not None and most is not None and shared.connections >= most:
+        if shared is not None and shared.connections >= limits.connections_per_address:
             return None
         if shared is None:
             shared = self.addresses[site] = Account(limits.memory_per_address, limits.in_flight_per_address)
@@ -164,7 +123,7 @@ class Budgets:
                 holder.on_more()
 
     def _check(self) -> None:
-        """Wake waiting answers regularly, so that they park groups that have become idle."""
+        """Wake waiting answers regularly, so that they park groups that have been open for long."""
         self._timer = None
         self.freed(set(self._waiting.values()))
         if self._waiting:
@@ -182,38 +141,30 @@ class Room:
         """Bytes given to QUIC that the peer has not acknowledged."""
         self._held: dict[Holder, int] = {}
 
-    def take(self, holder: Holder, memory: int, *, wait: bool = False) -> bool:
-        """Record the memory of an answer, and park others until it fits. A group larger than a budget may be alone.
+    def take(self, holder: Holder, memory: int) -> bool:
+        """Record the memory of an answer if it fits, and park others for it. A group larger than a budget may be alone.
 
-        With ``wait``, if no group can be parked, return False and call ``holder.on_more`` when there may be room; a
-        connection without open groups never waits.
+        If no group can be parked, return False and call ``holder.on_more`` when there may be room.
         """
-        if not memory:
-            return True
-        now, wait = self._budgets.clock(), wait and bool(self.accounts[0].open)
+        since_s = self._budgets.clock() - OPEN_S
         for account in self.accounts:
             while account.open and account.memory + memory > account.max_memory:
-                victim = account.parkable(now - IDLE_READ_S)
+                victim = account.parkable(since_s)
                 if victim is None:
-                    if wait:
-                        self._budgets.wait(holder, account)
-                        return False
-                    break
+                    self._budgets.wait(holder, account)
+                    return False
                 victim.close()
         self._budgets.stop_waiting(holder)
-        self._held[holder] = memory
-        for account in self.accounts:
-            account.memory += memory
-            account.open[holder] = now
+        self.hold(holder, memory)
         return True
 
-    def read(self, holder: Holder) -> None:
-        """Note that an answer has read from its group."""
-        if holder in self._held:
-            now = self._budgets.clock()
+    def hold(self, holder: Holder, memory: int) -> None:
+        """Record the memory of an answer, unless it is recorded already."""
+        if memory and holder not in self._held:
+            self._held[holder] = memory
             for account in self.accounts:
-                account.open[holder] = now
-                account.open.move_to_end(holder)
+                account.memory += memory
+                account.open[holder] = self._budgets.clock()
 
     def leave(self, holder: Holder) -> None:
         """Release the memory of an answer that has closed its group or stopped waiting. May be called twice."""

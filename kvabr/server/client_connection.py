@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
@@ -20,22 +20,49 @@ from kvabr.moqt.responder import Responder
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft
 from kvabr.server.access import Access, Denial
-from kvabr.server.budgets import Host, Room
+from kvabr.server.budgets import Budgets, Room
 from kvabr.server.fetch_range import DESCENDING, FetchRange, GroupRange, InvalidRangeError, LeftOutError, last_object
 from kvabr.server.grants import Grant, token_in_path
-from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, refusal
-from kvabr.server.publication import Publication
+from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, ServerLimits, refusal
+from kvabr.server.metrics import Metrics
+from kvabr.server.publication import Publication, Source
 from kvabr.server.send_queue import Piece, Sending, SendQueue, TrackRequest
 from kvabr.server.subscriptions import Subscription, Subscriptions
 from kvabr.types.errors import AssetError, FormatError, TransportError
 from kvabr.types.naming import TrackNamespace
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
 See also `Responder.lenient` and `Subscriptions.to_track`."""
 _MAX_ENDED = 256
 """Reset streams to remember, as both sides of a stream may be reset separately."""
+_MIN_REQUESTS = 8
 _OfTrack = Fetch | Subscribe | TrackStatus
+
+
+class Host:
+    """State that the connections of a server share."""
+
+    def __init__(self, source: Source, limits: ServerLimits, log: FilteringBoundLogger, metrics: Metrics) -> None:
+        self.source, self.limits, self.log, self.metrics = source, limits, log, metrics
+        self.budgets = Budgets(limits)
+        self.peers: set[ClientConnection] = set()
+        """Connections, from their first packet on."""
+        self.requests = 0
+        """Requests in flight on all connections, answered or not; connections update it."""
+        self.draining = False
+
+    @property
+    def fair_requests(self) -> int:
+        """Requests that each connection may have in flight when the server is at its limit."""
+        return max(_MIN_REQUESTS, self.limits.requests // max(1, len(self.peers)))
+
+    def left(self, peer: ClientConnection) -> None:
+        """Remove a connection that has ended."""
+        self.peers.discard(peer)
 
 
 class ClientConnection(Endpoint):
@@ -44,15 +71,17 @@ class ClientConnection(Endpoint):
     starts_at_once = False
     """SETUP goes only to admitted peers, so that others learn of their refusal while they connect."""
 
-    def __init__(self, server: Host[ClientConnection]) -> None:
+    def __init__(self, server: Host) -> None:
         super().__init__()
         self._server = server
         self.log = server.log
-        self._access = Access(server.source)
+        self.access = Access(server.source)
         self._dense = False
         self._room: Room | None = None
         """Its share of the budgets, after the handshake."""
         self._queue = SendQueue(self._send, self._may_send)
+        self._underway: set[int] = set()
+        """Streams that were given to the transport completely, and that the peer may lack in part."""
         self._feeding = False
         rate = server.limits.requests_per_s
         self._requests_left, self._updates_left = RateLimiter(rate), RateLimiter(rate)
@@ -60,8 +89,8 @@ class ClientConnection(Endpoint):
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         self._lookups: dict[int, asyncio.Task[Publication | None]] = {}
         self._subscriptions = Subscriptions(lambda: self._responder, self._push, self._wake)
-        self._counted = self._counted_jobs = 0
-        """This connection's part of the server's counts."""
+        self._counted = 0
+        """This connection's part of the server's requests."""
         self._waking = self._over = False
         self._handshake = asyncio.get_running_loop().call_later(server.limits.handshake_s, self._too_slow)
         server.metrics.connections.inc()
@@ -69,7 +98,7 @@ class ClientConnection(Endpoint):
     @property
     def busy(self) -> bool:
         """Whether a request is being answered, or its answer has not been acknowledged."""
-        return len(self._queue) > 0 or bool(self.underway) or bool(self._lookups)
+        return len(self._queue) > 0 or bool(self._underway) or bool(self._lookups)
 
     @property
     def _responder(self) -> Responder:
@@ -150,7 +179,7 @@ class ClientConnection(Endpoint):
         self._server.metrics.connections.dec()
         for number in {*self._lookups, *(request.number for request in self._answered())}:
             self._forget(number)
-        self.underway.clear()
+        self._underway.clear()
         self._count()
         if self._room is not None:
             self._server.budgets.left(self._room)
@@ -159,9 +188,8 @@ class ClientConnection(Endpoint):
         self.log.debug("connection over", why=reason, code=code)
 
     def feed(self) -> None:
-        if self.underway:
-            self.underway = {stream for stream in self.underway if not self.transport.delivered(stream)}
-            self._note_idle()
+        if self._underway:
+            self._underway = {stream for stream in self._underway if not self.transport.delivered(stream)}
         session, room = self.session, self._room
         if self._feeding or session is None or room is None or not (len(self._queue) or room.in_flight):
             return
@@ -169,7 +197,7 @@ class ClientConnection(Endpoint):
         try:
             self.carry_out()  # stream headers precede the data that the queue writes
             streams = (job.stream for job in self._queue if job.stream is not None)
-            unsent = self.transport.unsent(chain(streams, self.underway))
+            unsent = self.transport.unsent(chain(streams, self._underway))
             room.note(unsent + self.transport.in_flight())
             left = min(self.transport.ahead() - unsent, room.allowance())
             done, broken = self._queue.feed(left, self.transport.piece)
@@ -190,7 +218,7 @@ class ClientConnection(Endpoint):
             responder.fetch_sent(job.request.number)
         else:
             responder.pushed(job.request.number, job.stream)
-        self.underway.add(job.stream)
+        self._underway.add(job.stream)
         self._server.metrics.group_sent(job.request.track)
         self._server.metrics.group_bytes.observe(job.sent)
         self._subscriptions.sent(job)
@@ -240,7 +268,7 @@ class ClientConnection(Endpoint):
         session = self.session
         if self._over or session is None:
             return
-        metrics, access = self._server.metrics, self._access
+        metrics, access = self._server.metrics, self.access
         if (denial := access.recheck(now_s)) is not None:
             token = "" if access.grant is None else access.grant.id
             metrics.token_lost(token, denial.result)
@@ -261,11 +289,6 @@ class ClientConnection(Endpoint):
                 self._forget(request.number)
         self.settle_and_send()
 
-    @property
-    def expires_s(self) -> float:
-        """When the first of its tokens expires, in seconds since 1970."""
-        return self._access.expires_s
-
     def say_goodbye(self) -> None:
         """Close the connection."""
         if not self._over:
@@ -283,7 +306,7 @@ class ClientConnection(Endpoint):
         assert self.session is not None  # noqa: S101  # the event is from it
         self._responder.lenient = self._dense
         token = event.tokens[0] if event.tokens else token_in_path(options.path)
-        grant = self._access.enter(token)
+        grant = self.access.enter(token)
         if isinstance(grant, Denial):
             self._server.metrics.connections_total.labels(grant.result).inc()
             self.log.warning("connection refused", why=grant.reason)
@@ -303,7 +326,7 @@ class ClientConnection(Endpoint):
         if (why := self._overload()) is not None:
             self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=BUSY_MS)
             return
-        grant = self._access.for_request(event.tokens)
+        grant = self.access.for_request(event.tokens)
         if isinstance(grant, Denial):
             self._refuse(number, grant.request, grant.reason)
             return
@@ -368,7 +391,7 @@ class ClientConnection(Endpoint):
         if found is None:
             self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
             return
-        if (denial := self._access.recheck_request(grant, found, time.time())) is not None:  # since it was requested
+        if (denial := self.access.recheck_request(grant, found, time.time())) is not None:  # since it was requested
             self._refuse(number, denial.request, denial.reason)
             return
         parameters = message.parameters
@@ -465,15 +488,9 @@ class ClientConnection(Endpoint):
             self._give_up(job)
 
     def _count(self) -> None:
-        """Update this connection's part of the server's counts."""
-        jobs, server = len(self._queue), self._server
-        mine = jobs + len(self._lookups) + len(self._subscriptions)
-        if mine != self._counted or jobs != self._counted_jobs:
-            server.requests += mine - self._counted
-            server.metrics.requests_in_flight.inc(jobs - self._counted_jobs)
-            self._counted, self._counted_jobs = mine, jobs
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        if not self.busy:
-            self._server.idle.set()
+        """Update this connection's part of the server's requests."""
+        mine = len(self._queue) + len(self._lookups) + len(self._subscriptions)
+        if mine != self._counted:
+            self._server.requests += mine - self._counted
+            self._server.metrics.requests_in_flight.inc(mine - self._counted)
+            self._counted = mine

@@ -21,6 +21,7 @@ class GrowingPublication(Publication):
     def __init__(self) -> None:
         self.groups, self.growing = 0, True
         self._watchers: dict[object, Callable[[], None]] = {}
+        """By the subscription."""
         self._notifying = False
 
     def grow(self, groups: int) -> None:
@@ -38,19 +39,13 @@ class GrowingPublication(Publication):
             self.growing, self.failure = False, failure
             self._notify_soon()
 
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` after groups have appeared and after the end; return a function that stops this."""
-        key = object()
-        self._watchers[key] = changed
+    def watch(self, subscription: object, changed: Callable[[], None]) -> None:
+        """Call ``changed`` after groups have appeared and after the end."""
+        self._watchers[subscription] = changed
 
-        def unwatch() -> None:
-            if self._watchers.pop(key, None) is not None and not self._watchers:
-                self.unwatched()
-
-        return unwatch
-
-    def unwatched(self) -> None:  # most continue anyway
-        """React to the last watcher having left."""
+    def unwatch(self, subscription: object) -> None:
+        """Stop the calls for a subscription."""
+        self._watchers.pop(subscription, None)
 
     @property
     def watched(self) -> bool:
@@ -78,7 +73,7 @@ class GrowingBytes(GrowingPublication):
     def append(self, data: bytes) -> None:
         """Publish the next group; raises as `grow`."""
         digest = digest_of(data)
-        group = PublishedGroup(memoryview(data), (ObjectSpan(0, 0, len(data)),), digest, shared=True)
+        group = PublishedGroup(memoryview(data), (ObjectSpan(0, 0, len(data)),), digest)
         self.grow(self.groups + 1)
         self._published.append(group)
 

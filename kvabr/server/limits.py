@@ -19,8 +19,8 @@ class ServerLimits:
 
     connections: int = 512
     """Connections at a time."""
-    connections_per_address: int | None = 480
-    """Connections at a time of one IPv4 address or IPv6 network of 64 bits; None: no bound of its own."""
+    connections_per_address: int = 480
+    """Connections at a time of one IPv4 address or IPv6 network of 64 bits."""
     requests_per_connection: int = 1024
     """Requests in flight on one connection. A play requests the base of all its groups at once."""
     requests: int = 8192
@@ -47,13 +47,9 @@ class ServerLimits:
     def __post_init__(self) -> None:
         for bound in fields(self):
             value, name = getattr(self, bound.name), bound.name.replace("_", "-")
-            if value is None and bound.name == "connections_per_address":
-                continue
             if not 0 < value < 1 << 53:
                 why = "is too large" if value > 0 else "is not positive"
-                off = "; `off` for no bound of its own" if bound.name == "connections_per_address" else ""
-                usual = getattr(ServerLimits(), bound.name)
-                raise UsageError(f"limit {name}: {value} {why}{off}; the default is {usual}")
+                raise UsageError(f"limit {name}: {value} {why}; the default is {getattr(ServerLimits(), bound.name)}")
 
 
 class RateLimiter:

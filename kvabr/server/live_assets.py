@@ -53,8 +53,8 @@ class FollowedAsset(GrowingAsset):
         self.follower, self.name = follower, label + follower.live.catalog.namespace.prompt
         self.settled = False
         """Whether an asset that has ended is done with."""
-        self.partial, self.named = True, False
-        """Whether it is not known as a complete asset yet, and whether the last scan has found it complete."""
+        self.partial = True
+        """Whether no scan has found it complete yet."""
         self.changed_s = time.monotonic()
         """When it last changed."""
 
@@ -71,11 +71,6 @@ class FollowedAsset(GrowingAsset):
                     return
                 self.changed_s = time.monotonic()
                 self.take(message)
-
-    def end(self, reason: str) -> None:
-        if not self.over:
-            self.changed_s = time.monotonic()
-        super().end(reason)
 
     def differs(self, catalog: Catalog) -> bool:
         """Return whether a complete asset of this name has different frames under the same track names."""
@@ -179,8 +174,6 @@ class LiveAssets:
             self._poll(asset)  # before lookups can find it, which need its published groups
         now_s, ended = time.monotonic(), [asset for asset in self._assets if asset.over]
         for asset in self._assets:
-            if asset.partial and asset.named:
-                asset.partial, self._outdated = False, True
             if asset.partial and asset.over and not asset.settled:
                 asset.changed_s = now_s  # its producer still writes
             if asset.gone:
@@ -254,6 +247,7 @@ class LiveAssets:
         if reason:
             self._log.warning("live asset ended", asset=asset.name, groups=asset.chunks, error=reason)
         asset.end(reason)
+        asset.changed_s = time.monotonic()
         self._outdated = True
 
     async def _rescue(self, asset: FollowedAsset) -> None:
@@ -282,8 +276,10 @@ class LiveAssets:
         """
         for asset in known:
             if not asset.follower.is_partial:
-                asset.named = asset.follower.is_published(asset.chunks)
-                asset.gone = asset.gone or (not asset.named and asset.chunks > 0)
+                complete = asset.follower.is_published(asset.chunks)
+                asset.gone = asset.gone or (not complete and asset.chunks > 0)
+                if complete and asset.partial:
+                    asset.partial, self._outdated = False, True
         if time.monotonic() > self._found_s + _FIND_S:
             self._found, self._found_s = self._stores.find()[0], time.monotonic()
         stores = ((label, store.store) for label, store in self._found.items())

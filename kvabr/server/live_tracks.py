@@ -6,7 +6,7 @@ An origin reads them from a folder (`kvabr.server.live_assets`), a relay from it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvabr.codec.container import ObjectSpan, object_spans
@@ -78,16 +78,17 @@ class LiveLevel(GrowingPublication):
             return (ObjectSpan(unit.first, 0, 0),)
         return object_spans(self._part, self._level, unit.first, unit.tokens, size)
 
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        unwatch = super().watch(changed)
+    def watch(self, subscription: object, changed: Callable[[], None]) -> None:
+        super().watch(subscription, changed)
         self.asset.subscribed(self)
-        return unwatch
 
-    def unwatched(self) -> None:
-        self.asset.unsubscribed(self)
+    def unwatch(self, subscription: object) -> None:
+        super().unwatch(subscription)
+        if not self.watched:
+            self.asset.unsubscribed(self)
 
     def loads(self, group: int) -> int:
-        return self.asset.loads(self.frame(group)) if self.has(group) else 0
+        return self.asset.loads(self, group) if self.has(group) else 0
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         if not self.has(group):
@@ -155,8 +156,10 @@ class GrowingAsset(ABC):
         del grant
         return not self.gone
 
-    def loads(self, frame: PublishedFrame) -> int:
-        return frame.size if self.dear else 0
+    def loads(self, level: LiveLevel, group: int) -> int:
+        """Return the bytes that opening a group that exists would load into memory."""
+        del level, group
+        return 0
 
     def subscribed(self, level: LiveLevel) -> None:  # noqa: B027  # only relays subscribe in turn
         """React to the first subscription to a level."""
@@ -184,15 +187,7 @@ class GrowingAsset(ABC):
         data = message.dumps()
         if self.news_bytes + len(data) > MAX_NEWS_BYTES:
             raise FormatError(f"more than {MAX_NEWS_BYTES} bytes of news")
-        begun = self.order.coming.get(message.group)
-        self.order.take(message)
-        names = self.order.tracks(message.group) if begun is None else begun
-        coming = self.order.coming.get(message.group, ())
-        for unit in self.order.units(message.group):
-            part = self.catalog.spec.parts[unit.part]
-            for name in map(part.track_name, self.catalog.by_name):
-                if name in names and name not in coming:
-                    self.levels[name].publish(unit, message.frames.get(name))
+        self._publish(message.group, self.order.take(message), message.frames)
         self.news_bytes += len(data)
         self.edge.append(data)
 
@@ -201,13 +196,16 @@ class GrowingAsset(ABC):
         if not self.over:
             self.over = True
             for group, names in self.order.coming.items():
-                for unit in self.order.units(group):
-                    part = self.catalog.spec.parts[unit.part]
-                    for name in names & set(map(part.track_name, self.catalog.by_name)):
-                        self.levels[name].publish(unit, None)
+                self._publish(group, names, {})
             self.edge.append(LiveEnd(self.live.key, reason).dumps())
-            for track in (*self.levels.values(), self.edge):
-                track.finish(reason)
+            self.abandon(reason)
+
+    def _publish(self, group: int, names: set[str], frames: Mapping[str, tuple[int, str]]) -> None:
+        """Publish the frames of some tracks, which the producer left out if they have none."""
+        for unit in self.order.units(group):
+            part = self.catalog.spec.parts[unit.part]
+            for name in names.intersection(map(part.track_name, self.catalog.by_name)):
+                self.levels[name].publish(unit, frames.get(name))
 
     def abandon(self, reason: str) -> None:
         """End the tracks here, although the asset's producer may continue."""

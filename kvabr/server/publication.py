@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvabr.codec.container import ObjectSpan, object_spans, slices
-from kvabr.server.grants import Grant
+from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.store.asset import Asset, FrameReader
 from kvabr.types.digests import digest_of, has_digest
 from kvabr.types.errors import AssetError, TransportError
@@ -30,8 +29,11 @@ class ArrivingGroup(ABC):
     digest: str
     """Digest of the whole group (`kvabr.types.digests`), for receivers without a catalog."""
     size: int
-    memory: int = 0
-    """Bytes of memory that only this group uses."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory to account for; 0 if the group is kept elsewhere, or another reader accounts for them."""
+        return 0
 
     @property
     def available(self) -> int:
@@ -53,12 +55,10 @@ class ArrivingGroup(ABC):
 
 
 class PublishedGroup(ArrivingGroup):
-    """A group in memory."""
+    """A group that is kept in memory."""
 
-    def __init__(self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: str, *, shared: bool = False) -> None:
-        """``shared`` if the bytes are kept elsewhere for as long as this may be open."""
+    def __init__(self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: str) -> None:
         self.data, self.objects, self.digest, self.size = data, objects, digest, len(data)
-        self.memory = 0 if shared else self.size
 
     def read(self, begin: int, end: int) -> memoryview:
         return self.data[begin:end]
@@ -82,10 +82,13 @@ class LoadingGroup(ArrivingGroup):
 
     def __init__(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         self.objects, self.size, self.digest = level.objects(group), level.size(group), level.digest(group)
-        self.memory = self.size
         self._frame: FrameReader | None = None
         self._error: AssetError | None = None
         self._task = asyncio.get_running_loop().create_task(self._load(level, group, on_more))
+
+    @property
+    def memory(self) -> int:
+        return self.size
 
     @property
     def available(self) -> int:
@@ -238,7 +241,7 @@ class BytesPublication(Publication):
     groups = 1
 
     def __init__(self, data: bytes) -> None:
-        self._group = PublishedGroup(memoryview(data), slices(0, len(data)), digest_of(data), shared=True)
+        self._group = PublishedGroup(memoryview(data), slices(0, len(data)), digest_of(data))
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
         return self.open(group).objects
@@ -251,21 +254,35 @@ class BytesPublication(Publication):
         return self._group
 
 
-class Source(Protocol):
+class Source(ABC):
     """The tracks that a server serves, and who may read them: an origin's `PublishedAssets`, or a `Relay`."""
+
+    def __init__(self, grants: Grants | None) -> None:
+        """Without ``grants`` everyone may read everything."""
+        self._grants = grants
+        self._listeners: list[Callable[[], None]] = []
 
     def admit(self, token: bytes | None) -> Grant | None:
         """Return the grant of a token, which may have expired; None refuses the connection."""
+        return EVERYTHING if self._grants is None else self._grants.check(token)
 
     def renewed(self, grant: Grant) -> Grant | None:
         """Return the current grant of a token that `admit` has accepted; None ends its connections."""
+        return EVERYTHING if self._grants is None else self._grants.renewed(grant)
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
         """Return whether a grant may still read an earlier result of `find`."""
+        return publication.readable(grant)
 
     def listen(self, changed: Callable[[], None]) -> None:
         """Call ``changed``, in any thread, whenever `renewed` or `holds` may return something new."""
+        self._listeners.append(changed)
 
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    @abstractmethod
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
         """Return a track that a grant of `admit` may read, or None.
 
@@ -274,6 +291,7 @@ class Source(Protocol):
             RequestError: The grant was withdrawn.
         """
 
+    @abstractmethod
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """Return the same as `find`, waiting if necessary.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvabr.server.changes import ChangeLog, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
-from kvabr.server.publication import BytesPublication, LevelPublication, Publication, Suspect
+from kvabr.server.publication import BytesPublication, LevelPublication, Publication, Source, Suspect
 from kvabr.store.asset import Asset
 from kvabr.store.asset_index import AssetIndex, AssetView
 from kvabr.store.locations import Location
@@ -51,7 +51,7 @@ class _Reader(NamedTuple):
     """Removed assets."""
 
 
-class PublishedAssets:
+class PublishedAssets(Source):
     """All assets of an origin. `find` may be called while another thread is in `refresh`."""
 
     def __init__(
@@ -64,12 +64,11 @@ class PublishedAssets:
 
         Without ``grants`` everyone may read everything.
         """
-        self._grants = grants
+        super().__init__(grants)
         self._lock = threading.Lock()
         """Protects the index and the readers."""
         self._readers: dict[str, _Reader] = {}
         """By the digest of a grant's token."""
-        self._listeners: list[Callable[[], None]] = []
         self._levels: dict[Asset, dict[str, LevelPublication]] = {}
         self._suspects: deque[Suspect] = deque(maxlen=_MAX_SUSPECTS)
         """Groups for `check_suspects`: players request damaged groups again."""
@@ -98,24 +97,12 @@ class PublishedAssets:
         """The number of assets that are left out, or have a damaged group that was requested."""
         return self._index.damaged + len(self._damaged.intersection(self._index.assets))
 
-    def admit(self, token: bytes | None) -> Grant | None:
-        """Return the grant of a token; None refuses the connection. Takes the same time for all tokens."""
-        grants = self._grants
-        return EVERYTHING if grants is None else grants.check(token)
-
-    def renewed(self, grant: Grant) -> Grant | None:
-        grants = self._grants
-        return EVERYTHING if grants is None else grants.renewed(grant)
-
     def holds(self, grant: Grant, publication: Publication) -> bool:
         """Return whether a grant may still read a track. Short catalogs and profiles are sent completely."""
         if not isinstance(publication, LevelPublication):
-            return publication.readable(grant)
+            return super().holds(grant, publication)
         asset = publication.asset
         return self._view(grant).assets.get(asset.catalog.namespace) is asset
-
-    def listen(self, changed: Callable[[], None]) -> None:
-        self._listeners.append(changed)
 
     def regrant(self, grants: Grants) -> None:
         """Replace the grants, at once also for open connections."""
@@ -282,7 +269,3 @@ class PublishedAssets:
     def _update_grants(self) -> None:
         with self._lock:
             self._changed()
-
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()

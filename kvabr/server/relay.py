@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, mark_of, position_in
-from kvabr.server.grants import EVERYTHING, Grant, Grants
+from kvabr.server.grants import Grant, Grants
 from kvabr.server.metrics import Metrics
-from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication
+from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication, Source
 from kvabr.server.relay_catalogs import MIN_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.server.relay_live import LiveRelay, RelayedAsset
@@ -41,7 +41,6 @@ from kvabr.types.naming import (
     CATALOG_TRACK,
     CHANGES_TRACK,
     EDGE_TRACK,
-    LIVE_TRACK,
     MODELS_NAMESPACE,
     TrackNamespace,
 )
@@ -50,22 +49,17 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 MEMORY_BYTES = 1 << 30
-_TRANSIT_SHARE = 1 / 4
-"""Share of that bound for groups that are arriving or being read; the rest is the cache."""
 _CATALOGS_SHARE = 1 / 8
-"""Bound on catalogs and lookups, in addition, as a share of that bound."""
+"""Bound on catalogs and lookups, in addition, as a share of that of groups."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
 """Pauses after a failed subscription to the origin's changes; doubled each time."""
 _ANSWER_PAUSE_S = 0.01
 """Pause after a report, so that an origin cannot keep the relay busy with reports."""
 _REFUSED = "the origin refuses the relay's token"
-_NO_CHANGES_S = 60.0
-"""Pause if the origin does not report changes."""
-_NO_CHANGES = (Reason.UNSUPPORTED, Reason.WRONG)
 
 
-class Relay:
-    """The `kvabr.server.publication.Source` of a relay. Use it as an async context manager."""
+class Relay(Source):
+    """The source of a relay. Use it as an async context manager."""
 
     def __init__(
         self,
@@ -81,24 +75,23 @@ class Relay:
     ) -> None:
         """Start with an empty cache, or open the one on disk.
 
-        ``upstream`` should redial by itself, as `kvabr.link.moqt.connect` does, and is not closed here. Catalogs and
-        lookups take up to an eighth of ``memory_bytes`` in addition, at least `MIN_BYTES`. ``disk`` is a folder or an
-        object store for groups beyond that, see `StoreTier`. Without ``token`` everyone is admitted. ``prompts``
-        receives the assets that are looked up and removed, for KV events.
+        ``upstream`` should redial by itself, as `kvabr.link.moqt.connect` does, and is not closed here.
+        ``memory_bytes`` bounds the groups that are kept; those being fetched or sent have bounds of their own
+        (`kvabr.server.budgets`). Catalogs and lookups take up to an eighth of it in addition, at least `MIN_BYTES`.
+        ``disk`` is a folder or an object store for further groups, see `StoreTier`. Without ``token`` everyone is
+        admitted. ``prompts`` receives the assets that are looked up and removed, for KV events.
         """
+        super().__init__(None if token is None else _players(token))
         self._log, self._metrics, self._upstream = log, metrics, upstream
-        self._grants = None if token is None else _players(token)
-        self._listeners: list[Callable[[], None]] = []
         self._changes = ChangeLog()
         self._following: asyncio.Task[None] | None = None
-        transit_bytes = int(_TRANSIT_SHARE * memory_bytes)
         self.prompts = prompts or SeenPrompts(0)
         below = None if disk is None else StoreTier(disk, disk_bytes, self._store_failed)
-        self.store = GroupCache(memory_bytes - transit_bytes, below, executor=decoders(), on_change=self._show)
+        self.store = GroupCache(memory_bytes, below, executor=decoders(), on_change=self._show)
         """Groups that are complete."""
         self._client_metrics = ClientMetrics(metrics.registry)
-        self.groups = RelayGroups(upstream, self.store, self._client_metrics, transit_bytes, self._failed)
-        """Groups that are arriving."""
+        self.groups = RelayGroups(upstream, self.store, self._client_metrics, self._failed)
+        """Groups that are arriving or being read."""
         self.catalogs = Catalogs(
             upstream,
             log,
@@ -108,7 +101,6 @@ class Relay:
             on_known=lambda facts: self.prompts.saw(facts.namespace),
         )
         self.live = LiveRelay(upstream, self.catalogs, self.groups, log, self._live_gone)
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         self._following = asyncio.get_running_loop().create_task(self._follow())
@@ -122,24 +114,11 @@ class Relay:
         await self.live.close()
         self.catalogs.close()
         await self.groups.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
         await self.store.close()
-
-    def admit(self, token: bytes | None) -> Grant | None:
-        return EVERYTHING if self._grants is None else self._grants.check(token)
 
     def renewed(self, grant: Grant) -> Grant | None:
         """Return the current grant of a token; None for all if the origin refuses the relay itself."""
-        if self.catalogs.revoked:
-            return None
-        return EVERYTHING if self._grants is None else self._grants.renewed(grant)
-
-    def holds(self, grant: Grant, publication: Publication) -> bool:
-        return publication.readable(grant)
-
-    def listen(self, changed: Callable[[], None]) -> None:
-        self._listeners.append(changed)
+        return None if self.catalogs.revoked else super().renewed(grant)
 
     def regrant(self, token: str) -> None:
         """Replace the token that players must send; connections with another one end."""
@@ -166,16 +145,14 @@ class Relay:
             if self.catalogs.revoked:
                 raise RequestError(_REFUSED, reason=Reason.UNAUTHORIZED)
             return self._changes.follow(position)
-        try:
-            complete, live = (self.catalogs.last(namespace, name) for name in (CATALOG_TRACK, LIVE_TRACK))
-            if track == EDGE_TRACK or (live is not None and complete is None and not is_small(track)):
-                return (await self.live.begin(namespace)).track(track)
-            answer = await self.catalogs.get(namespace, track if is_small(track) else CATALOG_TRACK)
-            return self._track(answer, track)
-        except NotFoundError:
-            if is_small(track) or track == EDGE_TRACK:
-                return None
-        with suppress(NotFoundError):  # a level of an asset without an ordinary catalog
+        if track != EDGE_TRACK:
+            try:
+                answer = await self.catalogs.get(namespace, track if is_small(track) else CATALOG_TRACK)
+                return self._track(answer, track)
+            except NotFoundError:
+                if is_small(track):
+                    return None
+        with suppress(NotFoundError):  # the news, or a level of an asset without an ordinary catalog
             return (await self.live.begin(namespace)).track(track)
         return None
 
@@ -196,7 +173,7 @@ class Relay:
     def _dropped(self, facts: AssetFacts) -> None:
         why = "the asset was removed or replaced; request its catalog again"
         gone = facts.all_digests() - self.catalogs.named(facts.firsts())
-        self._drop(gone, NotFoundError(why, reason=Reason.MISSING))
+        self.groups.drop(gone, NotFoundError(why, reason=Reason.MISSING))
         self.prompts.remove([facts.mark])
         self._changes.add([facts.mark])
         self._notify()
@@ -206,14 +183,14 @@ class Relay:
         frames = {level.frame(group).digest for level in asset.levels.values() for group in range(level.groups)}
         kept = self.catalogs.named({level.frame(0).digest for level in asset.levels.values() if level.groups})
         why = NotFoundError("the asset was removed or replaced", reason=Reason.MISSING)
-        self._drop({digest for digest in frames if digest} - kept, why)
+        self.groups.drop({digest for digest in frames if digest} - kept, why)
         self._changes.add([mark_of(asset.namespace)])
         self._notify()
 
     def _revoked(self) -> None:
         self.prompts.clear()
         self.live.remove(lambda _: True)
-        self._drop(None, UnauthorizedError(_REFUSED))
+        self.groups.drop(None, UnauthorizedError(_REFUSED))
         self._changes.add(everything=True)
         self._notify()
 
@@ -223,15 +200,9 @@ class Relay:
             try:
                 changes = await self._next_changes(position)
             except (TransportError, FormatError) as error:
-                pause_s = pauses.longer()
                 if is_unauthorized(error):
                     self.catalogs.revoke()
-                elif position:
-                    pass  # it has reported changes before, so it has restarted, or is about to
-                elif isinstance(error, FormatError | NotFoundError) or getattr(error, "reason", None) in _NO_CHANGES:
-                    pause_s = _NO_CHANGES_S
-                    self._log.debug("the origin does not report changes", why=str(error), again_s=pause_s)
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(pauses.longer())
             else:
                 self.catalogs.revoked = False
                 if position:  # the first answer only has the position
@@ -254,15 +225,6 @@ class Relay:
             self._live_gone(asset)
         self._changes.add(changes.marks, everything=changes.everything)
         self._notify()
-
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()
-
-    def _drop(self, digests: Iterable[str] | None, error: TransportError) -> None:
-        task = asyncio.get_running_loop().create_task(self.groups.drop(digests, error))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _store_failed(self, why: str) -> None:
         self._client_metrics.unkept_total.labels("groups").inc()
@@ -287,15 +249,17 @@ class RelayedTrack(CatalogLevel):
         return not self.facts.withdrawn
 
     def loads(self, group: int) -> int:
-        size = self.size(group)
-        return 0 if self._relayed.has(self.facts.digest(self.name, group), size) else size
+        request = self._request(group)
+        return 0 if request in self._relayed else request.limit
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         if self.facts.withdrawn:
             raise AssetError("the asset was removed or replaced; request its catalog again")
-        request = GroupRequest(self.facts.namespace, self.name, group, self.size(group))
-        digest = self.facts.digest(self.name, group)
-        return self._relayed.open(request, digest, self.objects(group), priority, on_more)
+        return self._relayed.open(self._request(group), self.objects(group), priority, on_more)
+
+    def _request(self, group: int) -> GroupRequest:
+        size, digest = self.size(group), self.facts.digest(self.name, group)
+        return GroupRequest(self.facts.namespace, self.name, group, size, exact=True, digest=digest)
 
 
 def _players(token: str) -> Grants:

@@ -1,21 +1,18 @@
-"""Groups that pass through a relay, from its disk or its origin to all of their readers.
+"""Groups that pass through a relay, from its store or its origin to all of their readers.
 
-A group is fetched once, at the priority of its most urgent reader, until the last reader leaves. Readers get its bytes
-as they arrive, except for the last part, which waits for the digest check: a wrong group never looks complete.
-
-Assets with a common prefix have common groups, which are fetched under the name of one asset. If the origin refuses
-that one, or sends other bytes, readers of the other assets get the group under another name, so that an asset that is
-removed or has a wrong catalog does no harm to another.
+A group of an asset is fetched once, at the priority of its most urgent reader, until the last reader leaves. Readers
+get its bytes as they arrive, except for the last part, which waits for the digest check: a wrong group never looks
+complete. Assets share complete groups, not those that are arriving, so a removed or wrong asset does no harm to others.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 
 from kvabr.codec.container import ObjectSpan
-from kvabr.server.publication import ArrivingGroup, PublishedGroup
+from kvabr.server.publication import ArrivingGroup
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection
@@ -25,60 +22,32 @@ from kvabr.types.errors import ConnectionLostError, Reason, RequestError, Transp
 from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
-"""Seconds without progress until a group fails because the origin is away."""
+"""Seconds without a byte on the whole connection until a group fails because the origin is away."""
 DISCONNECTED_S = 1.0
 """The same while the connection to the origin is lost: players can then react within their deadlines."""
-SILENCE_S = 2.0
-"""Seconds without a byte on the whole connection until a group is requested again."""
-IDLE_READ_S = 10.0
-"""Seconds without a read until a complete group gives up its memory if others wait for it."""
-MAX_EXPECTED = 256
-"""Groups of all assets to expect at a time."""
-_EXPECTED_SHARE = 1 / 4
-"""Their share of the bound on transfers."""
-_PAUSE_S = 0.1
+MAX_EXPECTED, MAX_EXPECTED_BYTES = 256, 64 << 20
+"""Groups of all assets to expect or receive without a reader at a time, and their bytes."""
+_TRIES, _PAUSE_S = 5, 0.1
+"""Downloads of a group on connections that are lost, and the pause before the next."""
 _BUSY_S = 1.0
-_TOP_PRIORITY, _LOWEST_PRIORITY = 0, 255
+_TOP_PRIORITY = 0
 
-_Key = tuple[str, int]
-"""Digest and bytes of a group."""
 _Place = tuple[TrackNamespace, str, int]
-"""Where a group is published."""
 
 
 class RelayTransfer(GroupTransfer):
-    """A group that is arriving; it is complete once its digest was checked."""
+    """A group that is arriving or being read; it is complete once its digest was checked."""
 
     readers: list[TransferReader]  # type: ignore[assignment]
 
-    def __init__(self, groups: RelayGroups, request: GroupRequest, digest: str) -> None:
-        """``request`` has the name under which it is fetched."""
+    def __init__(self, groups: RelayGroups, request: GroupRequest) -> None:
+        """``request`` has the exact size and the digest."""
         super().__init__(request)
-        self.digest = digest
         self.upstream: GroupReader | None = None
         self.task: asyncio.Task[None] | None = None
-        self.read_s = 0.0
+        self.expected = False
+        """Whether it is arriving in any case, so that it is stored even without a reader."""
         self._groups = groups
-
-    @property
-    def size(self) -> int:
-
-        return self.request.limit
-
-    @property
-    def key(self) -> _Key:
-        """Identifies transfers that readers can share."""
-        return self.digest, self.size
-
-    def other_name(self, but: Collection[TrackNamespace]) -> GroupRequest | None:
-        """Return the request of a reader of an asset that is not one of ``but``."""
-        return next((reader.request for reader in self.readers if reader.request.namespace not in but), None)
-
-    def begin_again(self, request: GroupRequest, error: TransportError) -> None:
-        """Fetch it under another name; fail readers that have read bytes, which may be wrong."""
-        self.request, self.data = request, memoryview(b"")
-        for reader in [reader for reader in self.readers if reader.has_read]:
-            reader.fail(error)
 
     def reprioritise(self) -> bool:
         changed = super().reprioritise()
@@ -87,33 +56,36 @@ class RelayTransfer(GroupTransfer):
             self._groups.metrics.priority_changes_total.inc()
         return changed
 
-    def unread(self) -> None:
-        self._groups.forget(self)
-
     def leave(self, reader: TransferListener) -> None:
-        """Remove a reader; if it was the last one of a complete transfer, release the memory."""
-        if reader in self.readers:
-            super().leave(reader)
-            if not self.readers and self.over:
-                self._groups.forget(self)
+        """Remove a reader; the next one accounts for the memory, and the last one ends the transfer."""
+        accounted = self.readers[:1] == [reader]
+        super().leave(reader)
+        if accounted and self.readers:
+            self.readers[0].on_more()
+        elif not self.readers and not (self.expected and not self.over):
+            self._groups.forget(self)
+
+    def unread(self) -> None:
+        """Leave the end to `leave`."""
 
 
 @dataclass(eq=False)
 class TransferReader(ArrivingGroup, TransferListener):
-    """One player's view of a group that is arriving."""
+    """One player's view of a group."""
 
     transfer: RelayTransfer
-    request: GroupRequest
-    """The reader's own; the transfer may use that of another asset."""
     objects: tuple[ObjectSpan, ...]
     priority: int
     more: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self.digest, self.size = self.transfer.digest, self.transfer.size
-        self.has_read = False
-        self._error: TransportError | None = None
-        self.memory = 0 if self.transfer.readers else self.size  # counts for the first player
+        request = self.transfer.request
+        self.digest, self.size = request.digest or "", request.limit
+
+    @property
+    def memory(self) -> int:
+        """The size for the first of its readers, 0 for the others."""
+        return self.size if self.transfer.readers[:1] == [self] else 0
 
     @property
     def wire_priority(self) -> int:
@@ -121,210 +93,180 @@ class TransferReader(ArrivingGroup, TransferListener):
 
     @property
     def available(self) -> int:
-        error = self._error or self.transfer.error
-        if error is not None:
-            raise error
+        if self.transfer.error is not None:
+            raise self.transfer.error
         return len(self.transfer.data)
 
     def on_more(self) -> None:
         self.more()
 
     def read(self, begin: int, end: int) -> memoryview:
-        self.has_read = True
-        self.transfer.read_s = asyncio.get_running_loop().time()
         return self.transfer.data[begin:end]
-
-    def fail(self, error: TransportError) -> None:
-        """Fail this reader only."""
-        self._error = error
-        self.more()
 
     def prioritise(self, priority: int) -> None:
         self.priority = priority
         self.transfer.reprioritise()
 
     def close(self) -> None:
-        """Leave the transfer, which ends with its last reader."""
         self.transfer.leave(self)
 
 
 class RelayGroups:
-    """All groups that are arriving at a relay, and the store of complete ones."""
+    """All groups that are arriving at a relay or being read, and the store of complete ones."""
 
     def __init__(
         self,
         upstream: Connection,
         store: GroupCache,
         metrics: ClientMetrics,
-        limit: int,
-        on_failed: Callable[[GroupRequest, TransportError], None] = lambda _request, _error: None,
+        on_failed: Callable[[GroupRequest, TransportError], None],
     ) -> None:
-        """Limit the bytes of groups that are arriving or being read; a larger group may be alone.
-
-        ``store`` has the complete groups; ``on_failed`` is called for groups that the origin refuses, or sends wrong.
-        """
-        self._upstream, self._store, self.metrics, self._limit = upstream, store, metrics, limit
-        self._on_failed = on_failed
-        self._transfers: dict[_Key, RelayTransfer] = {}
-        """Transfers that readers can join. The key includes the size because catalogs may have a wrong one."""
-        self._admitted: set[RelayTransfer] = set()
-        """Transfers that count towards the bound: arriving, or complete and still read."""
-        self._waiting: dict[RelayTransfer, asyncio.Future[None]] = {}
+        """``on_failed`` is called for groups that the origin refuses, or sends wrong."""
+        self._upstream, self._store, self.metrics, self._on_failed = upstream, store, metrics, on_failed
+        self._transfers: dict[GroupRequest, RelayTransfer] = {}
+        """Transfers that readers can join."""
         self._expected: dict[_Place, GroupReader] = {}
         """Groups that the origin has not published yet, and will send by subscription."""
-        self._looking: asyncio.TimerHandle | None = None
-        self.bytes = 0
-        """Bytes of groups that are arriving or being read."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._admitted) + len(self._waiting)
+        return len(self._transfers)
 
-    def has(self, digest: str, size: int) -> bool:
-        """Return whether a group is in memory, or arriving."""
-        return (digest, size) in self._transfers or self._store.held(digest) is not None
+    def __contains__(self, request: GroupRequest) -> bool:
+        """Return whether a group is arriving or being read, so that another reader needs no memory."""
+        return request in self._transfers
 
     def open(
-        self,
-        request: GroupRequest,
-        digest: str,
-        objects: tuple[ObjectSpan, ...],
-        priority: int,
-        on_more: Callable[[], None],
-    ) -> ArrivingGroup:
-        """Return a group that is in memory, or join its transfer, or start one.
+        self, request: GroupRequest, objects: tuple[ObjectSpan, ...], priority: int, on_more: Callable[[], None]
+    ) -> TransferReader:
+        """Join the transfer of a group, or start one.
 
-        ``request`` must have the group's exact size, ``digest`` is the group's; otherwise as `Publication.open`.
+        ``request`` must have the group's exact size and its digest; otherwise as `Publication.open`.
         """
-        held = self._store.held(digest)
-        if held is not None:
-            return PublishedGroup(held, objects, digest)
-        transfer = self._transfers.get((digest, request.limit))
-        if transfer is None:
-            transfer = RelayTransfer(self, request, digest)
-            self._transfers[transfer.key] = transfer
-            transfer.task = asyncio.get_running_loop().create_task(self._bring(transfer))
-        reader = TransferReader(transfer, request, objects, priority, on_more)
+        transfer = self._transfers.get(request) or self._begin(request, None)
+        reader = TransferReader(transfer, objects, priority, on_more)
         transfer.join(reader)
         return reader
 
     def expect(self, request: GroupRequest) -> None:
         """Subscribe to a group with unknown size and digest, if there is memory for it."""
         place = _place(request)
-        if (before := self._expected.get(place)) is not None:
-            if not _is_unusable(before):
-                return
-            self._cancel_expected(place)
-        taken = sum(one.transfer.request.limit for one in self._expected.values() if one.transfer is not None)
-        if len(self._expected) < MAX_EXPECTED and request.limit <= int(_EXPECTED_SHARE * self._limit) - taken:
+        if (before := self._expected.get(place)) is not None and not _has_ended(before):
+            return
+        self._cancel_expected(place)
+        taken = [one.transfer.request for one in self._expected.values() if one.transfer is not None]
+        taken += [one.request for one in self._transfers.values() if one.expected]
+        most = MAX_EXPECTED_BYTES - request.limit
+        if len(taken) < MAX_EXPECTED and sum(one.limit for one in taken) <= most:
             self._expected[place] = self._upstream.request(request, _TOP_PRIORITY)
 
-    def receive_expected(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
-        """Receive an expected group that is published by now; arguments as of `open`.
-
-        It is stored even without a reader, as it is arriving already.
-        """
-        place = _place(request)
-        if place not in self._expected:
+    def receive_expected(self, request: GroupRequest) -> None:
+        """Receive and store an expected group that is published by now; ``request`` as of `open`."""
+        expected = self._expected.pop(_place(request), None)
+        if expected is None:
             return
-        if self.has(digest, request.limit):
-            self._cancel_expected(place)
-            return
-        reader = self.open(request, digest, objects, _LOWEST_PRIORITY, lambda: self._close_when_done(reader))
+        if request in self or self._store.held(request.digest or "") is not None:
+            expected.cancel()
+        else:
+            self._begin(request, expected)
 
     def stop_expecting(self, namespace: TrackNamespace, track: str | None = None) -> None:
-        """Cancel the expected groups of an asset, or of one of its tracks, unless they are being received."""
+        """Cancel the expected groups of an asset, or of one of its tracks."""
         for place in [place for place in self._expected if place[0] == namespace and track in (None, place[1])]:
-            if not any(_place(transfer.request) == place for transfer in self._transfers.values()):
-                self._cancel_expected(place)
+            self._cancel_expected(place)
 
     def forget(self, transfer: RelayTransfer) -> None:
         """End a transfer without readers."""
         self._forget(transfer)
-        self._waiting.pop(transfer, None)  # at once, so that it does not get memory released in this turn
-        if transfer.task is not None and not transfer.task.done():
+        if transfer.task is not None:
             transfer.task.cancel()
-        else:
-            self.release(transfer)
 
-    async def drop(self, digests: Iterable[str] | None, error: TransportError) -> None:
+    def drop(self, digests: Collection[str] | None, error: TransportError) -> None:
         """Fail transfers with an error, and delete stored groups, of some digests or all."""
-        chosen = None if digests is None else set(digests)
         for transfer in list(self._transfers.values()):
-            if chosen is None or transfer.digest in chosen:
-                self._forget(transfer)
+            if digests is None or transfer.request.digest in digests:
                 transfer.fail(error)
-        for digest in list(self._store) if chosen is None else chosen:
-            await self._store.delete(digest)
+                self.forget(transfer)
+        self._start(self._delete(list(self._store) if digests is None else digests))
 
     async def close(self) -> None:
-        """End all transfers."""
+        """End all transfers, and finish deleting."""
         for place in list(self._expected):
             self._cancel_expected(place)
-        tasks = [one.task for one in (*self._admitted, *self._waiting) if one.task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        if self._looking is not None:
-            self._looking.cancel()
+        for transfer in list(self._transfers.values()):
+            self.forget(transfer)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
-    async def _bring(self, transfer: RelayTransfer) -> None:
+    # -------------------------------------------------------------- internals
+
+    def _begin(self, request: GroupRequest, expected: GroupReader | None) -> RelayTransfer:
+        transfer = self._transfers[request] = RelayTransfer(self, request)
+        held = self._store.held(request.digest or "")
+        if held is not None and len(held) == request.limit:
+            transfer.show(held)
+            return transfer
+        transfer.expected = expected is not None
+        transfer.task = self._start(self._bring(transfer, expected))
+        return transfer
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _delete(self, digests: Collection[str]) -> None:
+        for digest in digests:
+            await self._store.delete(digest)
+
+    async def _bring(self, transfer: RelayTransfer, expected: GroupReader | None) -> None:
+        request = transfer.request
         try:
-            await self._admit(transfer)
-            data = await self._store.get(transfer.digest)
-            data = data or await self._from_origin(transfer)
-            transfer.read_s = asyncio.get_running_loop().time()
-            if not transfer.over:
-                transfer.data = data
-                transfer.finish()
+            data = await self._store.get(request.digest or "")
+            if data is None or len(data) != request.limit:
+                data = await self._from_origin(transfer, expected)
+            transfer.show(data)
         except TransportError as error:
             if not isinstance(error, ConnectionLostError) or isinstance(error, UnauthorizedError):
-                self._on_failed(transfer.request, error)
+                self._on_failed(request, error)
             transfer.fail(error)
         finally:
-            # Later requests find it in the store, or start again.
-            self._forget(transfer)
-            self._cancel_expected(_place(transfer.request))
+            if expected is not None:
+                expected.cancel()
             if not transfer.complete or not transfer.readers:
-                self.release(transfer)
+                self._forget(transfer)
 
-    async def _from_origin(self, transfer: RelayTransfer) -> memoryview:
+    async def _from_origin(self, transfer: RelayTransfer, expected: GroupReader | None) -> memoryview:
         """Download a group, again if the connection is lost: groups do not change."""
-        loop = asyncio.get_running_loop()
-        progress_s = loop.time()
-        refused: set[TrackNamespace] = set()
-        while True:
-            before = len(transfer.data)
+        request = transfer.request
+        for _ in range(_TRIES):
+            download = expected or self._upstream.request(request, transfer.priority)
             try:
-                return await self._download(transfer)
+                return await self._download(transfer, download)
             except UnauthorizedError:
                 raise
-            except RequestError as error:
-                refused.add(transfer.request.namespace)
-                other = transfer.other_name(refused)
-                if other is None or transfer.error is not None or error.retry_after_s is not None:
-                    raise
-                self._on_failed(transfer.request, error)
-                transfer.begin_again(other, error)
-            except (ConnectionLostError, TimeoutError) as error:
-                if len(transfer.data) > before:
-                    progress_s = loop.time()
-                patience_s = PATIENCE_S if self._upstream.trouble is None else DISCONNECTED_S
-                if self._upstream.closed or loop.time() > progress_s + patience_s:
-                    why = f"{transfer.request.track[:80]}, group {transfer.request.group}: the relay's origin is away"
-                    raise RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S) from error
+            except RequestError:
+                if expected is None or download.data:
+                    raise  # otherwise the subscription has ended, so it must be fetched
+            except ConnectionLostError:
                 await asyncio.sleep(_PAUSE_S)
+            except TimeoutError:
+                break
+            expected = None
+        why = f"{request.track[:80]}, group {request.group}: the relay's origin is away"
+        raise RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S)
 
-    async def _download(self, transfer: RelayTransfer) -> memoryview:
-        """Download a group once, check it, and store it.
+    async def _download(self, transfer: RelayTransfer, download: GroupReader) -> memoryview:
+        """Receive a group, check it, and store it.
 
         Raises:
-            TransportError: It failed, or its digest is wrong.
-            TimeoutError: The origin has fallen silent.
+            TransportError: It failed, or its size or digest is wrong.
+            TimeoutError: The origin is away.
         """
-        size, result, received = transfer.size, "failed", 0
-        download, expected = self._begin(transfer)
+        size, digest, result, received = transfer.request.limit, transfer.request.digest or "", "failed", 0
         transfer.upstream = download
+        download.prioritise(transfer.priority)
         try:
             while received < size and (part := await self._read(download)):
                 received += len(part)
@@ -333,119 +275,50 @@ class RelayGroups:
                 if len(transfer.data) < received < size:
                     transfer.show(download.data[:received])
             result, data = "damaged", download.data
-            await self._check(transfer, download)
-            await self._store.put(transfer.digest, data)
+            loop, right = asyncio.get_running_loop(), len(data) == size
+            if not right or not await loop.run_in_executor(decoders(), download.has_digest, digest):
+                why = "the origin sent a group whose digest is not the one in its catalog"
+                raise RequestError(why, reason=Reason.WRONG)
+            await self._store.put(digest, data)
             result = "done"
         except asyncio.CancelledError:
             result = "cancelled"
             raise
-        except RequestError as error:
-            if not expected or received:
-                raise
-            raise TimeoutError from error  # the subscription has ended, so it must be fetched
         finally:
             transfer.upstream = None
             download.cancel()
             self.metrics.downloads_total.labels(result).inc()
         return data
 
-    @staticmethod
-    async def _check(transfer: RelayTransfer, download: GroupReader) -> None:
-        """Raise a `RequestError` if a group has a wrong size or digest."""
-        loop, right = asyncio.get_running_loop(), len(download.data) == transfer.size
-        if not right or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
-            why = "the origin sent a group whose digest is not the one in its catalog"
-            raise RequestError(why, reason=Reason.WRONG)
-
-    def _begin(self, transfer: RelayTransfer) -> tuple[GroupReader, bool]:
-        """Return the download of a group, and whether it is a subscription."""
-        request = transfer.request
-        if (expected := self._expected.pop(_place(request), None)) is not None:
-            if not _is_unusable(expected):
-                expected.prioritise(transfer.priority)
-                return expected, True
-            expected.cancel()
-        name = request.namespace, request.track, request.group
-        return self._upstream.fetch(*name, priority=transfer.priority, limit=transfer.size, exact=True), False
-
     async def _read(self, download: GroupReader) -> memoryview:
-        """Read from a download; raise `TimeoutError` when the whole connection is silent."""
-        reading = asyncio.ensure_future(download.read())
+        """Read from a download; raise `TimeoutError` when the whole connection is silent for too long."""
+        reading, quiet_s = asyncio.ensure_future(download.read()), 0.0
         try:
             while True:
                 before = self._upstream.stats().bytes_received
-                silence_s = SILENCE_S if self._upstream.trouble is None else min(SILENCE_S, DISCONNECTED_S)
-                await asyncio.wait({reading}, timeout=silence_s)
+                await asyncio.wait({reading}, timeout=DISCONNECTED_S)
                 if reading.done():
                     return reading.result()
-                if self._upstream.stats().bytes_received == before:
+                quiet_s = quiet_s + DISCONNECTED_S if self._upstream.stats().bytes_received == before else 0.0
+                if quiet_s >= (PATIENCE_S if self._upstream.trouble is None else DISCONNECTED_S):
                     raise TimeoutError
         finally:
             reading.cancel()
-
-    async def _admit(self, transfer: RelayTransfer) -> None:
-        """Wait for memory; the most urgent transfer goes first."""
-        if not self._waiting and self._take(transfer):
-            return
-        waiter = self._waiting[transfer] = asyncio.get_running_loop().create_future()
-        if self._looking is None:
-            self._look()
-        try:
-            await waiter
-        finally:
-            self._waiting.pop(transfer, None)
-
-    def _take(self, transfer: RelayTransfer) -> bool:
-        fits = not self._admitted or self.bytes + transfer.size <= self._limit
-        if fits:
-            self._admitted.add(transfer)
-            self.bytes += transfer.size
-        return fits
-
-    def release(self, transfer: RelayTransfer) -> None:
-        """Release the memory of a transfer to others."""
-        if transfer in self._admitted:
-            self._admitted.remove(transfer)
-            self.bytes -= transfer.size
-        while self._waiting:
-            first = min(self._waiting, key=lambda one: one.priority)  # of equals the oldest
-            if not self._take(first):
-                return
-            self._waiting.pop(first).set_result(None)
-
-    def _look(self) -> None:
-        """While groups wait for memory, take it from complete groups with idle readers."""
-        loop = asyncio.get_running_loop()
-        idle_s = loop.time() - IDLE_READ_S
-        slow = RequestError("read too slowly", reason=Reason.BUSY, retry_after_s=_BUSY_S)
-        for transfer in [one for one in self._admitted if one.complete and one.read_s < idle_s]:
-            self.release(transfer)
-            for reader in list(transfer.readers):
-                reader.fail(slow)
-        self._looking = loop.call_later(1.0, self._look) if self._waiting else None
-
-    def _close_when_done(self, reader: ArrivingGroup) -> None:
-        try:
-            done = reader.available == reader.size
-        except TransportError:
-            done = True
-        if done:
-            asyncio.get_running_loop().call_soon(reader.close)
 
     def _cancel_expected(self, place: _Place) -> None:
         if (expected := self._expected.pop(place, None)) is not None:
             expected.cancel()
 
     def _forget(self, transfer: RelayTransfer) -> None:
-        if self._transfers.get(transfer.key) is transfer:
-            del self._transfers[transfer.key]
+        if self._transfers.get(transfer.request) is transfer:
+            del self._transfers[transfer.request]
 
 
 def _place(request: GroupRequest) -> _Place:
     return request.namespace, request.track, request.group
 
 
-def _is_unusable(expected: GroupReader) -> bool:
+def _has_ended(expected: GroupReader) -> bool:
     """Return whether an expected group has ended without a byte."""
     transfer = expected.transfer
     return transfer is None or (transfer.over and not transfer.received)

@@ -12,14 +12,14 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvabr.server.live_tracks import GrowingAsset, LiveLevel, PublishedFrame
+from kvabr.server.live_tracks import GrowingAsset, LiveLevel
 from kvabr.server.publication import ArrivingGroup, BytesPublication
 from kvabr.server.relay_catalogs import Catalogs, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.news import News
 from kvabr.transfer.transfer import GroupRequest
-from kvabr.transfer.work import decoders
+from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.errors import AssetError, NotFoundError, Reason, RequestError
 from kvabr.types.live import EdgeMessage, LiveCatalog
 from kvabr.types.naming import LIVE_TRACK, TrackNamespace
@@ -53,12 +53,15 @@ class RelayedAsset(GrowingAsset):
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
         if self.gone:
             raise AssetError(_REMOVED)
-        frame = level.frame(group)
-        request = GroupRequest(self.namespace, level.name, group, frame.size)
-        return self._groups.open(request, frame.digest, level.objects(group), priority, on_more)
+        return self._groups.open(self._request(level, group), level.objects(group), priority, on_more)
 
-    def loads(self, frame: PublishedFrame) -> int:
-        return 0 if self._groups.has(frame.digest, frame.size) else frame.size
+    def loads(self, level: LiveLevel, group: int) -> int:
+        request = self._request(level, group)
+        return 0 if request in self._groups else request.limit
+
+    def _request(self, level: LiveLevel, group: int) -> GroupRequest:
+        frame = level.frame(group)
+        return GroupRequest(self.namespace, level.name, group, frame.size, exact=True, digest=frame.digest)
 
     def subscribed(self, level: LiveLevel) -> None:
         """Subscribe to the level at the origin, too."""
@@ -78,11 +81,7 @@ class RelayedAsset(GrowingAsset):
             if level.watched:
                 self.subscribed(level)
             for group in filter(level.has, range(groups, level.groups)):
-                frame = level.frame(group)
-                request = GroupRequest(self.namespace, level.name, group, frame.size)
-                self._groups.receive_expected(request, frame.digest, level.objects(group))
-        if self.over:
-            self._groups.stop_expecting(self.namespace)
+                self._groups.receive_expected(self._request(level, group))
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
@@ -94,17 +93,16 @@ class LiveRelay:
 
     def __init__(
         self, upstream: Connection, catalogs: Catalogs, groups: RelayGroups, log: FilteringBoundLogger,
-        on_gone: Callable[[RelayedAsset], None] = lambda _: None,
+        on_gone: Callable[[RelayedAsset], None],
     ) -> None:  # fmt: skip
         """``on_gone`` is called with assets that no longer exist at the origin."""
         self._upstream, self._catalogs, self._groups, self._log = upstream, catalogs, groups, log
         self._on_gone = on_gone
         self._assets: dict[TrackNamespace, RelayedAsset] = {}
-        self._following: dict[TrackNamespace, asyncio.Task[None]] = {}
         self._beginning: dict[TrackNamespace, asyncio.Task[RelayedAsset]] = {}
+        self._following: dict[RelayedAsset, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
-
         return len(self._assets)
 
     def find(self, namespace: TrackNamespace) -> RelayedAsset | None:
@@ -129,7 +127,7 @@ class LiveRelay:
         task = self._beginning.get(namespace)
         if task is None:
             task = self._beginning[namespace] = asyncio.get_running_loop().create_task(self._begin(namespace))
-            task.add_done_callback(lambda done: self._begun(namespace, done))
+            task.add_done_callback(lambda _: self._beginning.pop(namespace, None))
         return await asyncio.shield(task)
 
     def remove(self, chosen: Callable[[RelayedAsset], bool]) -> list[RelayedAsset]:
@@ -143,11 +141,7 @@ class LiveRelay:
 
     async def close(self) -> None:
         """Stop following all assets."""
-        tasks = [*self._following.values(), *self._beginning.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all([*self._beginning.values(), *self._following.values()])
         for asset in self._assets.values():
             asset.abandon("the relay is going away")
         self._assets.clear()
@@ -158,54 +152,48 @@ class LiveRelay:
             return False
         return bytes(answer.publication.open(0).data) != bytes(asset.text.open(0).data)
 
-    def _begun(self, namespace: TrackNamespace, task: asyncio.Task[RelayedAsset]) -> None:
-        self._beginning.pop(namespace, None)
-        if not task.cancelled():
-            task.exception()  # reported to those who wait, if there are any left
-
     async def _begin(self, namespace: TrackNamespace) -> RelayedAsset:
-        loop = asyncio.get_running_loop()
-        self._forget_idle()
         if len(self._assets) >= MAX_LIVE:
             raise RequestError("too many live assets at a time", reason=Reason.BUSY, retry_after_s=1.0)
+        loop = asyncio.get_running_loop()
         # The news will show whether an old live catalog is still that of the current production.
         answer = self._catalogs.last(namespace, LIVE_TRACK) or await self._catalogs.get(namespace, LIVE_TRACK)
         asset = await loop.run_in_executor(decoders(), RelayedAsset, answer.publication, self._groups, loop.time())
         self._assets[namespace] = asset
-        task = self._following[namespace] = loop.create_task(self._follow(asset))
-        task.add_done_callback(lambda done: self._followed(asset, done))
+        task = self._following[asset] = loop.create_task(self._follow(asset))
+        task.add_done_callback(lambda _: self._following.pop(asset, None))
         self._log.info("live asset", model=namespace.model, prompt=namespace.prompt[:16])
         return asset
 
     async def _follow(self, asset: RelayedAsset) -> None:
+        """Follow an asset until no player has requested it for a while."""
         news, loop = News(self._upstream, asset.namespace, len(asset.levels)), asyncio.get_running_loop()
         try:
-            while not asset.over and (asset.watched or loop.time() - asset.used_s < IDLE_S):
+            while asset.watched or loop.time() - asset.used_s < IDLE_S:
+                if asset.over:
+                    await asyncio.sleep(IDLE_S)
+                    continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_S):
                         messages = await news.after(asset.order.messages)
                     for message in messages:
                         if not asset.over:
                             asset.take(message)
+            asset.abandon("no player has requested it for a while")
+        except Exception as error:  # noqa: BLE001  # whatever happened, its players must learn of the end
+            self._lost(asset, error)
         finally:
             news.close()
+            self._forget(asset)
 
-    def _followed(self, asset: RelayedAsset, task: asyncio.Task[None]) -> None:
-        self._following.pop(asset.namespace, None)
-        error = None if task.cancelled() else task.exception()
-        if error is None:
-            if not asset.over:
-                asset.abandon("no player has requested it for a while")
-                self._forget(asset)
-            return
+    def _lost(self, asset: RelayedAsset, error: Exception) -> None:
         where = {"model": asset.namespace.model, "prompt": asset.namespace.prompt[:16]}
         self._log.warning("live asset lost", **where, groups=asset.chunks, why=str(error))
         if is_unauthorized(error):
             self._catalogs.revoke()
         self._catalogs.forget_live(asset.namespace)
-        self._forget(asset)
-        asset.gone = isinstance(error, NotFoundError) and asset.chunks > 0
         lost = isinstance(error, NotFoundError)
+        asset.gone = lost and asset.chunks > 0
         asset.abandon(f"{'the origin no longer has it' if lost else 'its news are wrong'}: {error}")
         if asset.gone:
             self._on_gone(asset)
@@ -213,10 +201,5 @@ class LiveRelay:
     def _forget(self, asset: RelayedAsset) -> None:
         if self._assets.get(asset.namespace) is asset:
             del self._assets[asset.namespace]
-            if (task := self._following.get(asset.namespace)) is not None:
+            if (task := self._following.get(asset)) is not None:
                 task.cancel()
-
-    def _forget_idle(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        for asset in [one for one in self._assets.values() if one.over and now_s - one.used_s >= IDLE_S]:
-            self._forget(asset)

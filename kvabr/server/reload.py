@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from kvabr.store.files import FileVersion
 from kvabr.types.errors import KvabrError
@@ -46,7 +46,6 @@ class Reloads:
         self._watched: list[_Watched] = []
         self._hung_up = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._before: Any = signal.SIG_DFL
 
     def add(self, what: str, paths: Sequence[Path], load: Callable[[], object]) -> None:
         """Watch files that have been read already; ``what`` names them in the log.
@@ -79,14 +78,12 @@ class Reloads:
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.getsignal(signal.SIGHUP)
             loop.add_signal_handler(signal.SIGHUP, self._hung_up.set)
         self._task = loop.create_task(self._watch())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP):
-            signal.signal(signal.SIGHUP, self._before)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})

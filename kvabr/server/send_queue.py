@@ -121,13 +121,14 @@ class Sending:
         elif part is not None:
             end = min(part.end, part.begin + most, self._opened.available)
             piece = self._opened.read(part.begin, end)
-            self.room.read(self)
             self._next = replace(part, begin=end) if end < part.end else next(self._parts, None)
         return piece
 
     def on_more(self) -> None:
         """Continue: there may be something to send, or memory for a group."""
         self._waits = False
+        if self._group is not None:
+            self.room.hold(self, self._group.memory)  # an earlier reader may have left it to this one
         self.wake()
 
     def reprioritise(self) -> None:
@@ -163,11 +164,9 @@ class Sending:
         if self._group is None:
             publication, room = self.request.publication, self.room
             loads = publication.loads(number)
-            if loads and not room.take(self, loads, wait=True):
+            if loads and not room.take(self, loads):
                 return False
             self._group = publication.open(number, self.request.priority, self.on_more)
-            if not loads:
-                room.take(self, self._group.memory)
         return True
 
     def _header(self, group: int, number: int, size: int, properties: tuple[KeyValue, ...]) -> bytes:

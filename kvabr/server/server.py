@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -29,9 +30,9 @@ from kvabr.link.tcp.listener import TcpListener
 from kvabr.link.tcp.tls import server_context
 from kvabr.link.tcp.transport import QmuxTransport, address_of
 from kvabr.moqt.wire import DRAFTS, Draft
-from kvabr.server.budgets import Host, site_of
+from kvabr.server.budgets import site_of
 from kvabr.server.certificates import ServerTls
-from kvabr.server.client_connection import ClientConnection
+from kvabr.server.client_connection import ClientConnection, Host
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import Source
@@ -48,6 +49,8 @@ _HALF_OPEN = 64
 admitted far enough to learn the reason for their refusal."""
 PATIENCE_S = 0.5
 """Most seconds to drain after Ctrl-C."""
+_LOOK_S = 0.02
+"""Seconds between checks whether all work is done, while draining."""
 _CLOSE_S = 0.2
 """Seconds for the last packets to leave."""
 _REFUSAL_LOG_S = 60.0
@@ -61,7 +64,7 @@ INTERRUPTED = 130
 """Exit status after a second signal."""
 
 
-class Server(Host[ClientConnection]):
+class Server(Host):
     """Serves a source; use it as an async context manager, or `start` and `close` it."""
 
     def __init__(
@@ -124,7 +127,8 @@ class Server(Host[ClientConnection]):
             family, _, _, _, address = found[0]
             socks = _bind(family, address, tcp=self.tcp != "off", shared=self._shared)
             cls = protocol_class(self._lib, lambda _: self._admit())
-            self._transport, self._server = await self._lib.open_server(socks[0], configuration, cls)
+            served = partial(self._lib.server, configuration=configuration, create_protocol=cls)
+            self._transport, self._server = await self._lib.open_socket(socks[0], served)
             if self.tcp != "off":
                 self._listener = TcpListener(socks[1], self._accepted)
             self._tick()
@@ -147,12 +151,8 @@ class Server(Host[ClientConnection]):
         until = time.monotonic() + grace_s
         for peer in list(self.peers):
             peer.say_goaway(grace_s)
-        while any(peer.busy for peer in self.peers) and (left := until - time.monotonic()) > 0:
-            self.idle.clear()
-            try:
-                await asyncio.wait_for(self.idle.wait(), left)
-            except TimeoutError:
-                break
+        while any(peer.busy for peer in self.peers) and time.monotonic() < until:  # noqa: ASYNC110  # soon enough
+            await asyncio.sleep(_LOOK_S)
         await self.close()
 
     async def close(self) -> None:
@@ -219,7 +219,7 @@ class Server(Host[ClientConnection]):
         """Check whether a token has expired. Regularly instead of by a timer, because wall clocks may jump."""
         now_s = time.time()
         for peer in list(self.peers):
-            if peer.expires_s <= now_s:
+            if peer.access.expires_s <= now_s:
                 peer.safely(peer.reconsider, now_s)
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
@@ -239,7 +239,11 @@ class Server(Host[ClientConnection]):
         own = sum(site_of(stream.address) == site for stream in unfinished)
         full = len(self.peers) >= most + _HALF_OPEN and not unfinished
         if full or own >= max(1, 3 * most // 4):
-            self._log_refusal(site, own, full=full)
+            if (now_s := time.monotonic()) >= self._next_refusal_s:
+                self._next_refusal_s = now_s + _REFUSAL_LOG_S
+                where = {"address": site, "waiting": own, "open": len(self.peers)}
+                hint = "raise the limit of connections, or find the client there that opens some and sends nothing"
+                self.log.warning("a TCP connection is refused", **where, hint=hint)
             sock.close()
             return
         stream = QmuxTransport(
@@ -248,17 +252,6 @@ class Server(Host[ClientConnection]):
         )  # fmt: skip
         self._streams[stream] = None
         stream.start()
-
-    def _log_refusal(self, site: str, own: int, *, full: bool) -> None:
-        now_s = time.monotonic()
-        if now_s < self._next_refusal_s:
-            return
-        self._next_refusal_s = now_s + _REFUSAL_LOG_S
-        hint = (
-            "raise the limit of connections" if full
-            else "a client there opens connections and sends nothing; TCP plays from that address are refused"
-        )  # fmt: skip
-        self.log.warning("a TCP connection is refused", address=site, waiting=own, open=len(self.peers), hint=hint)
 
     def _unfinished(self) -> list[QmuxTransport]:
         return [stream for stream in self._streams if stream.begins]

@@ -42,7 +42,6 @@ class Subscription(TrackRequest):
     sending: int = 0
     ending: tuple[PublishDoneCode, str] | None = None
     """Why it ends after these."""
-    unwatch: Callable[[], object] = lambda: None
 
     def confine(self, found: Filter, largest: Location | None) -> None:
         """Apply a new filter; groups that were pushed already are not affected."""
@@ -125,7 +124,7 @@ class Subscriptions:
             )  # fmt: skip
             subscription.confine(parameters.filter or Filter(), largest)
             self._growing[number] = subscription
-            subscription.unwatch = publication.watch(lambda: self._grown(subscription))
+            publication.watch(subscription, lambda: self._grown(subscription))
             self._advance(subscription)
             return
         responder.accept_subscribe(number, self._aliases, None if request.dense else largest)
@@ -187,7 +186,7 @@ class Subscriptions:
         """Remove a subscription, if this is one."""
         self._prefixes.pop(number, None)
         if (subscription := self._growing.pop(number, None)) is not None:
-            subscription.unwatch()
+            subscription.publication.unwatch(subscription)
 
     def _grown(self, subscription: Subscription) -> None:
         self._advance(subscription)

@@ -34,10 +34,6 @@ class ConnectionStats:
     """Smoothed round trip, seconds."""
     bytes_received: int = 0
     """Payload bytes of all downloads so far."""
-    lost_packets: int | None = None
-    """Packets sent by this side that were lost."""
-    rate: float | None = None
-    """The transport's own estimate of the path's rate towards us, bytes per second."""
     lanes: int = 1
     """Connections in use."""
 

@@ -146,15 +146,7 @@ class Peer(PeerConnection):
         every = [lane.connection.stats() for lane in self._lanes if lane.connection is not None]
         if not every:
             return ConnectionStats()
-        rates = [one.rate for one in every if one.rate is not None]
-        lost = [one.lost_packets for one in every if one.lost_packets is not None]
-        return ConnectionStats(
-            every[0].rtt_s,
-            self._received(),
-            sum(lost) if lost else None,
-            sum(rates) if rates else None,
-            self.used,
-        )
+        return ConnectionStats(every[0].rtt_s, self._received(), self.used)
 
     async def close(self) -> None:
         self._over = True

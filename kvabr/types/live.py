@@ -254,8 +254,8 @@ class NewsOrder:
         if message.key != self._key:
             raise FormatError("a message of another production")
 
-    def take(self, news: PublishedFrames) -> None:
-        """Process the next message.
+    def take(self, news: PublishedFrames) -> set[str]:
+        """Process the next message; return the names of the tracks that have a frame of its group now, or never will.
 
         Raises:
             FormatError: the message is from another production; its group is out of range, out of order or complete; a
@@ -280,10 +280,12 @@ class NewsOrder:
             what = "the live catalog lacks" if new else "no longer were to come"
             raise FormatError(f"group {group} has tracks that {what}: {min(wrong)[:80]}")
         self.coming.pop(group, None)
-        if news.rest_s is not None and (rest := due - news.frames.keys()):
+        rest = set[str]() if news.rest_s is None else due - news.frames.keys()
+        if rest:
             self.coming[group] = rest
         self.groups += new
         self.messages += 1
+        return due - rest
 
     def _check_base(self, news: PublishedFrames) -> None:
         for unit in self.units(news.group):

@@ -77,7 +77,7 @@ async def test_what_cannot_be_fetched_is_computed_or_ends_the_play_at_its_deadli
         async with WebServer(url, [on_data(keys, Fault(silent=True))]) as server, AsyncClient(server.url) as client:
             with pytest.raises(IncompleteError, match="missing"):
                 await client.play(TOKENS, deadline=10.0, model=SPEC)
-            assert not store_of(await client.connect())._wanted
+            assert not store_of(await client.connect())._pieces
 
     await asyncio.gather(ended(), *map(computed, BROKEN))
 
@@ -118,7 +118,7 @@ async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, 
             await read_all(connection.fetch(short.namespace, "FP16", 0, limit=short.by_name["FP16"].bytes[0]))
         assert "sent no data" in connection.trouble
         assert not store_of(connection)._transfers
-        assert not store_of(connection)._tries
+        assert not store_of(connection)._pieces
 
 
 def store_of(peer):

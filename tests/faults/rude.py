@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.link.quic.backend import library, load_certificates
@@ -129,7 +130,8 @@ async def rude_server(tls, *, greet=None, heard=None, alpn=tuple(draft.alpn for 
     sock.setblocking(False)
     sock.bind(("127.0.0.1", 0))
     made = protocol_class(lib, lambda _: RudeEnd(greet=greet, heard=heard))
-    transport, _ = await lib.open_server(sock, configuration, made)
+    served = partial(lib.server, configuration=configuration, create_protocol=made)
+    transport, _ = await lib.open_socket(sock, served)
     try:
         yield sock.getsockname()
     finally:

@@ -10,11 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvabr.server import relay_groups
-from kvabr.server.grants import EVERYTHING
 from kvabr.server.limits import ServerLimits
 from kvabr.store.local import LocalStore
 from kvabr.store.names import catalog_name, group_name
-from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.naming import CATALOG_TRACK
 from tests.assets import frame_file, make_asset
@@ -52,7 +50,6 @@ async def test_a_group_is_fetched_once_for_two_hundred_players(small, tls, fresh
         assert set(got) == {bytes(small.frame(3, "FP16"))}
         assert sent(server) == {CATALOG_TRACK: 1, "FP16": 1}
         await until(lambda: not relay.source.groups)
-        assert relay.source.groups.bytes == 0
 
 
 async def test_what_is_on_its_way_for_one_player_takes_no_room_of_the_others(asset, tls, fresh, monkeypatch):
@@ -98,7 +95,7 @@ async def test_a_cancel_reaches_the_origin_when_nobody_else_waits(asset, tls):
         for download in downloads:
             assert await download.read()
         downloads[0].cancel()
-        transfer = next(iter(relay.source.groups._admitted))
+        (transfer,) = relay.source.groups._transfers.values()
         await until(lambda: len(transfer.readers) == 1)
         assert upstream.downloads == 1
         await other.close()  # as good as a cancel
@@ -143,66 +140,40 @@ async def test_a_request_that_is_cancelled_before_anything_is_looked_up(small, t
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
-async def test_urgent_groups_get_the_room_first(asset, tls):
-    size = len(asset.frame(0, "FP16"))
-    stalled = Fault(stall_after=1000)
-    upstream = in_memory(asset, faults=lambda ask: stalled if ask.track == "FP16" and ask.group == 0 else None)
-    # A quarter is for groups on their way: one, while another group does not fit.
-    async with upstream, relaying(upstream, tls, memory_bytes=6 * size) as relay, await dialled(relay) as connection:
-        namespace, groups = asset.catalog.namespace, relay.source.groups
-        first = connection.fetch(namespace, "FP16", 0, limit=BIG)
-        assert await first.read()
-        waiting = {
-            group: connection.fetch(namespace, "FP16", group, limit=BIG, priority=priority)
-            for group, priority in ((1, 200), (2, 1), (3, 100))
-        }
-        await until(lambda: len(groups) == 4)
-        assert groups.bytes == size
-        order = []
-
-        async def read(group, download):
-            assert await read_all(download) == asset.frame(group, "FP16")
-            order.append(group)
-
-        tasks = [asyncio.create_task(read(*one)) for one in waiting.items()]
-        first.cancel()
-        await asyncio.gather(*tasks)
-        assert order == [2, 3, 1]
-        assert groups.bytes == len(groups) == 0
-
-
-async def test_a_reader_that_does_not_read_makes_room_for_others(asset, tls, monkeypatch):
-    monkeypatch.setattr(relay_groups, "IDLE_READ_S", -1.0)  # at once
-    size = len(asset.frame(0, "FP16"))
-    async with in_memory(asset) as upstream, relaying(upstream, tls, memory_bytes=6 * size) as server:
-        relay = server.source
-        track = await relay.find_soon(EVERYTHING, asset.catalog.namespace, "FP16")
-        deaf = track.open(0)
-        await until(lambda: deaf.available == deaf.size)
-        other = track.open(1)
-        await until(lambda: other.available == other.size)
-        with pytest.raises(RequestError, match="too slowly"):
-            _ = deaf.available
-        deaf.close()
-        other.close()
-        assert relay.groups.bytes == 0
+async def test_the_memory_of_a_shared_group_is_counted_for_the_reader_that_is_left(asset, tls):
+    upstream = in_memory(asset, faults=lambda ask: Fault(stall_after=1000) if ask.track == "FP16" else None)
+    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as one, await dialled(relay) as other:
+        size, namespace = len(asset.frame(0, "FP16")), asset.catalog.namespace
+        downloads = [connection.fetch(namespace, "FP16", limit=BIG) for connection in (one, other)]
+        for download in downloads:
+            assert await download.read()
+        accounts = [peer._room.accounts[0] for peer in relay.peers]
+        assert sorted(account.memory for account in accounts) == [0, size]
+        (transfer,) = relay.source.groups._transfers.values()
+        downloads[0].cancel()
+        await until(lambda: len(transfer.readers) == 1)
+        assert sorted(account.memory for account in accounts) == [0, size]
+        assert relay.budgets.total.memory == size
+        downloads[1].cancel()
+        await until(lambda: relay.budgets.total.memory == 0)
 
 
 async def test_memory_has_a_bound(tmp_path, tls, fresh):
     asset = make_asset(tmp_path / "asset", list(range(120)), frame_bytes=300_000)
-    most = 8_000_000
-    async with in_memory(asset) as upstream, relaying(upstream, tls, memory_bytes=most) as relay:
-        kept, on_their_way = relay.source.store.memory, relay.source.groups
+    most = 6_000_000
+    limits = ServerLimits(memory=2_000_000)
+    async with in_memory(asset) as upstream, relaying(upstream, tls, memory_bytes=most, limits=limits) as relay:
+        kept, sent_now = relay.source.store.memory, relay.budgets.total
         async with await dialled(relay) as connection:
             for track in ("FP16", "Int4"):
                 for group in range(30):
                     data = await get(connection, asset.catalog.namespace, track, group)
                     assert data == asset.frame(group, track)
-                    assert kept.total_bytes <= most * 3 // 4
-                    assert on_their_way.bytes <= most // 4
+                    assert kept.total_bytes <= most
+                    assert sent_now.memory <= 2_000_000
         assert kept.evicted > 0
         assert kept.total_bytes > most // 2
-        await until(lambda: not on_their_way)
+        await until(lambda: not relay.source.groups)
 
 
 async def test_the_disk_serves_what_memory_has_no_room_for_and_outlives_the_relay(tmp_path, tls, fresh):
@@ -213,7 +184,7 @@ async def test_the_disk_serves_what_memory_has_no_room_for_and_outlives_the_rela
             async with relaying(upstream, tls, **folder) as relay, await dialled(relay) as connection:
                 await play(connection, asset)
                 await until(lambda: not relay.source.store._writes)
-                assert len(relay.source.store.disk) == asset.catalog.groups
+                assert len(relay.source.store.disk.kept) == asset.catalog.groups
                 assert upstream.requests == asked  # the catalog anew, each group once
                 await play(connection, asset)
                 assert upstream.requests == asked
@@ -252,14 +223,6 @@ class Held:
         download._fault = replace(download._fault, stall_after=None)
         self.upstream.serve()
 
-    async def both_wait(self, one, other):
-        """Ask for the first group of each, so that the second player joins the first one's transfer."""
-        waiting = []
-        for player, asset in zip(self.players, (one, other), strict=True):
-            waiting.append(asyncio.create_task(get(player, asset.catalog.namespace, "FP16")))
-            await until(lambda: self.readers == [len(waiting)])
-        return waiting
-
 
 @contextlib.asynccontextmanager
 async def held(root, tls, asset, **fault):
@@ -274,34 +237,23 @@ async def held(root, tls, asset, **fault):
 
 
 @pytest.mark.parametrize("how", ["refused", "a lie"])
-async def test_a_group_on_its_way_comes_under_another_name(tmp_path, long, short, tls, how):
-    async with held(tmp_path, tls, long, stall_after=0, corrupt_at=0 if how == "a lie" else None) as world:
-        waiting = await world.both_wait(long, short)
+async def test_a_group_that_one_asset_lacks_is_fetched_for_another(tmp_path, long, short, tls, how):
+    """Both have the same groups, and the origin spoils that of one of them."""
+    async with held(tmp_path, tls, long, stall_after=5000, corrupt_at=0 if how == "a lie" else None) as world:
+        spoilt, right = (
+            asyncio.create_task(get(player, asset.catalog.namespace, "FP16"))
+            for player, asset in zip(world.players, (long, short), strict=True)
+        )
+        assert await right == short.frame(0, "FP16")
+        await until(lambda: world.readers == [1])
         if how == "refused":
             world.download.fail(RequestError("reset by the publisher"))
         else:
             world.release()
-        async with asyncio.timeout(LONG_S):
-            assert await asyncio.gather(*waiting) == 2 * [short.frame(0, "FP16")]
-        assert world.relay.source.groups.bytes == len(world.relay.source.groups) == 0
-
-
-async def test_who_has_read_some_of_a_lie_asks_again(tmp_path, long, short, tls):
-    async with held(tmp_path, tls, long, stall_after=5000, corrupt_at=0) as world:
-        waiting = await world.both_wait(long, short)
-        await until(
-            lambda: all(
-                reader.has_read
-                for transfer in world.relay.source.groups._transfers.values()
-                for reader in transfer.readers
-            )
-        )
-        world.release()
-        async with asyncio.timeout(LONG_S):
-            assert all(isinstance(one, RequestError) for one in await asyncio.gather(*waiting, return_exceptions=True))
-        for player, asset in zip(world.players, (long, short), strict=True):
-            assert await get(player, asset.catalog.namespace, "FP16") == asset.frame(0, "FP16")
-        await until(lambda: not len(world.relay.source.groups))
+        with pytest.raises(RequestError):
+            await spoilt
+        assert await get(world.players[0], long.catalog.namespace, "FP16") == long.frame(0, "FP16")
+        await until(lambda: not world.relay.source.groups)
 
 
 async def test_a_catalog_that_lies_about_a_size_holds_up_nobody_else(tmp_path, long, tls):

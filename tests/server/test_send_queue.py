@@ -140,6 +140,10 @@ class Growing(ArrivingGroup):
         self.objects, self.here, self.priority, self.open, self.error = objects, 0, None, True, None
         self.on_more = on_more
 
+    @property
+    def memory(self):
+        return self.size
+
     def come(self, here):
         self.here = here
         self.on_more()
@@ -173,7 +177,6 @@ class Coming(Publication):
 
     def open(self, group, priority=128, on_more=lambda: None):
         self.loaded.append(Growing(self.objects(0), on_more))
-        self.loaded[-1].memory = 30
         return self.loaded[-1]
 
 

@@ -177,7 +177,7 @@ async def test_the_transport_asks_for_more_in_the_moment_in_which_a_group_appear
         number = served.subscribe()
         await served.soon(Answered)
         (peer,) = served.server.peers
-        track.watch(peer.feed)  # after the subscription
+        track.watch(peer, peer.feed)  # after the subscription
         track.append(data(0))
         await served.soon(Ended)
         assert served.groups(number) == {0: [(0, data(0))]}

@@ -64,7 +64,7 @@ def share(part):
 
 ROWS = {
     "`connections`": [f"{DEFAULTS.connections}", f"up to {servers._HALF_OPEN} more"],
-    "`connections-per-address`": [f"{DEFAULTS.connections_per_address}; `off`"],
+    "`connections-per-address`": [f"{DEFAULTS.connections_per_address}"],
     "`handshake-s`, `idle-s`": [f"{DEFAULTS.handshake_s:g}, {DEFAULTS.idle_s:g} s"],
     "handshakes before addresses": [f"{servers._HALF_OPEN}"],
     "`requests-per-connection`, `requests`": [f"{DEFAULTS.requests_per_connection:,}, {DEFAULTS.requests:,}"],
@@ -77,7 +77,7 @@ ROWS = {
     "`requests-per-s`": [f"{DEFAULTS.requests_per_s:,.0f}"],
     "`memory-per-connection`": [
         sizes(DEFAULTS.memory_per_connection, DEFAULTS.memory_per_address, DEFAULTS.memory),
-        f"not read for {budgets.IDLE_READ_S:g} s",
+        f"after {budgets.OPEN_S:g} s",
     ],
     "`in-flight-per-connection`": [
         sizes(DEFAULTS.in_flight_per_connection, DEFAULTS.in_flight_per_address, DEFAULTS.in_flight),
@@ -97,15 +97,13 @@ ROWS = {
     ],
     "a token": [f"{peer.MAX_TOKEN_BYTES:,} bytes"],
     "what was taken back": [f"{changes._MAX_MARKS:,}", size(changes.MAX_CHANGES_BYTES)],
-    "relay: groups kept": [f"{round(1 / relay._TRANSIT_SHARE - 1)}/4, {share(relay._TRANSIT_SHARE)} of `--memory`"],
     "relay: catalogs and lookups": [
         f"{share(relay._CATALOGS_SHARE)} of `--memory`, at least {size(relay_catalogs.MIN_BYTES)}",
     ],
-    "relay: `--memory`": [size(relay.MEMORY_BYTES)],
+    "relay: groups kept": [size(relay.MEMORY_BYTES)],
     "relay: assets that grow": [f"{relay_live.MAX_LIVE}; after {relay_live.IDLE_S:g} s"],
     "relay: groups that it waits for": [
-        f"{relay_live._AHEAD_GROUPS}; {relay_groups.MAX_EXPECTED}, a quarter",
-        "a quarter" if relay_groups._EXPECTED_SHARE == 1 / 4 else "another share",
+        f"{relay_live._AHEAD_GROUPS}; {relay_groups.MAX_EXPECTED}, {size(relay_groups.MAX_EXPECTED_BYTES)}",
     ],
     "relay: lookups asked": [f"{relay_catalogs._MAX_REQUESTS:,}"],
     "relay: a group that does not come": [f"{relay_groups.PATIENCE_S:g} s"],

@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
 from kvabr.link.moqt.connection import MoqtConnection
@@ -21,11 +21,10 @@ from kvabr.link.moqt.options import (
     trusted_itself,
     why_refused,
 )
-from kvabr.link.quic.backend import IDLE_S, LIBRARIES, LibraryName, QuicLibrary, installed_libraries, library
+from kvabr.link.quic.backend import IDLE_S, LibraryName, QuicLibrary, installed_libraries, library
 from kvabr.link.quic.transport import protocol_class
 from kvabr.link.tcp.tls import certificate_at, client_context
 from kvabr.link.tcp.transport import QmuxTransport
-from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
 from kvabr.transfer.peer import Peer
 from kvabr.types.errors import FormatError, NoAnswerError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
@@ -47,7 +46,7 @@ TransportName = LibraryName | Literal["tcp"]
 """A transport: QUIC by a library, or QMux on TCP."""
 
 A = TypeVar("A")
-C = TypeVar("C")
+C = TypeVar("C", bound=MoqtConnection)
 
 
 def parse_url(url: str) -> tuple[str, int, str]:
@@ -136,7 +135,7 @@ class MoqtDialler:
         self._where = f"{options.host}:{options.port}"
         self.names = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
         self.most_lanes = options.how.lanes
-        self._works: TransportName | None = None
+        self._works: Over | None = None
         """The transport that reached the peer last."""
 
     async def dial(self) -> MoqtConnection:
@@ -145,11 +144,8 @@ class MoqtDialler:
             with contextlib.suppress(UsageError):  # the previous token may still be good
                 self._options = replace(self._options, token=how.secret())
         if how.transport == "auto" and how.quic == "auto":
-            made = await self._auto()
-        else:
-            made = await self._dial_over("quic" if how.transport == "auto" else how.transport)
-        self._works = cast("TransportName", made.backend)
-        return made
+            return await self._auto()
+        return await self._dial_over("quic" if how.transport == "auto" else how.transport)
 
     async def _auto(self) -> MoqtConnection:
         """Dial over TCP, and over QUIC if TCP fails or is slow; start with the transport that worked before.
@@ -158,47 +154,38 @@ class MoqtDialler:
         """
         # A silent TCP server may be another service.
         order: list[tuple[Over, float | None]] = [("quic", None), ("tcp", None)]
-        if self._over != "quic":
+        if self._works != "quic":
             order.insert(0, ("tcp", HEAD_START_S))
-        both = _Attempts(self._dial_over, f"{self._options.host}:{self._options.port}")
-        chosen: MoqtConnection | UnauthorizedError | None = None
-        try:
-            chosen = await first_of(order, both.attempt, _TCP_HEAD_START_S)
-        except NoAnswerError as error:
-            answer = next((each for each in both.failed.values() if not isinstance(each, NoAnswerError)), None)
-            raise answer or both.failed.get("quic", error) from None
-        finally:
-            for connection in both.made:  # both may have succeeded at the same time
-                if connection is not chosen:
-                    await connection.close()
-        if isinstance(chosen, UnauthorizedError):
-            raise chosen
-        return chosen
+        failed: dict[Over, TransportError] = {}
 
-    @property
-    def _over(self) -> Over | None:
-        return None if self._works is None else "tcp" if self._works == "tcp" else "quic"
+        async def attempt(how: tuple[Over, float | None]) -> MoqtConnection:
+            over, connect_s = how
+            hasty = over == "quic" and _is_refused(failed.get("tcp"))
+            try:
+                async with asyncio.timeout(_REFUSED_S if hasty else None):
+                    return await self._dial_over(over, connect_s)
+            except UnauthorizedError:
+                raise
+            except TimeoutError:
+                failed[over] = NoAnswerError(f"{self._where}: TCP refused, UDP silent; does a server run there?")
+            except TransportError as error:
+                failed[over] = error
+            # Another service may have the TCP port, so its answer does not count before that of QUIC.
+            raise NoAnswerError(str(failed[over])) if over == "tcp" else failed[over]
+
+        try:
+            return await first_of(order, attempt, _TCP_HEAD_START_S)
+        except NoAnswerError as error:
+            answer = next((each for each in failed.values() if not isinstance(each, NoAnswerError)), None)
+            raise answer or failed.get("quic", error) from None
 
     async def _dial_over(self, over: Over, connect_s: float | None = None) -> MoqtConnection:
-        """Connect over one transport, with QUIC by the first library that can talk to the peer."""
-        causes: dict[str, None] = {}
-        for name in self._names(over):
-            try:
-                connection = await dial(self._options, name, connect_s)
-            except (NoAnswerError, UnauthorizedError):
-                raise  # another library would fail as well
-            except TransportError as error:
-                causes[str(error)] = None
-            else:
-                connection.peer = peer_name(self._where, over)
-                return connection
-        raise TransportError("; ".join(causes))
-
-    def _names(self, over: Over) -> Sequence[TransportName]:
-        if over != "quic":
-            return (over,)
-        works = next((name for name in LIBRARIES if name == self._works), None)
-        return installed_libraries(works or self._options.how.quic)
+        """Connect over one transport."""
+        name: TransportName = "tcp" if over == "tcp" else installed_libraries(self._options.how.quic)[0]
+        connection = await dial(self._options, name, connect_s)
+        connection.peer = peer_name(self._where, over)
+        self._works = over
+        return connection
 
 
 async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s: float | None = None) -> MoqtConnection:
@@ -206,11 +193,8 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
 
     ``connect_s``: seconds for the TCP connection alone, before TLS; None: all of the timeout.
     """
-    if name in LIBRARIES:
-        library(name)  # raise before dialling if it is not installed
     where = f"{options.host}:{options.port}"
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + options.how.timeout_s
+    end_s = asyncio.get_running_loop().time() + options.how.timeout_s
     try:
         addresses = await asyncio.wait_for(addresses_of(options.host, options.port), options.how.timeout_s)
     except TimeoutError as error:
@@ -219,79 +203,26 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
         raise NoAnswerError(
             f"{where}: no such host ({error.strerror or error}); check the host's name in the URL"
         ) from error
-    known = {draft.alpn for draft in KNOWN_DRAFTS}
-    alpn = [draft for draft in options.drafts if draft in known]
-    if not alpn:
-        raise TransportError(f"{where}: {', '.join(options.drafts)}: this kvabr speaks {', '.join(sorted(known))}")
-
-    made: list[MoqtConnection] = []
 
     async def attempt(address: tuple[int, Any]) -> MoqtConnection:
-        made.append(await _dial_address(name, options, alpn, address, max(0.0, end_s - loop.time()), connect_s))
-        return made[-1]
+        return await _dial_address(name, options, address, end_s, connect_s)
 
-    chosen: MoqtConnection | None = None
     try:
-        chosen = await first_of(addresses[:_MAX_ADDRESSES], attempt, HEAD_START_S)
+        return await first_of(addresses[:_MAX_ADDRESSES], attempt, HEAD_START_S)
     except TransportError as error:
         raise type(error)(f"{where}: {error}") from error
-    finally:
-        for connection in made:  # two may have succeeded at the same time
-            if connection is not chosen:
-                await connection.close()
-    return chosen
-
-
-class _Attempts:
-    """Attempts over QUIC and TCP at the same time, and their results."""
-
-    def __init__(
-        self, dial_over: Callable[[Over, float | None], Coroutine[Any, Any, MoqtConnection]], where: str
-    ) -> None:
-        self.made: list[MoqtConnection] = []
-        self.failed: dict[Over, TransportError] = {}
-        self._dial_over, self._where = dial_over, where
-        self._refused = False
-        self._limit: asyncio.Timeout | None = None
-
-    async def attempt(self, how: tuple[Over, float | None]) -> MoqtConnection | UnauthorizedError:
-        """Dial over one transport, with a limit for TCP's handshake; return an `UnauthorizedError`."""
-        over, connect_s = how
-        try:
-            made = await (self._dial_quic() if over == "quic" else self._dial_over(over, connect_s))
-        except UnauthorizedError as error:
-            return error  # the other transport would be refused as well
-        except TransportError as error:
-            self.failed[over] = error
-            if over == "quic":
-                raise
-            self._refused = _is_refused(error)
-            if self._refused and self._limit is not None:
-                self._limit.reschedule(asyncio.get_running_loop().time() + _REFUSED_S)
-            # The port may belong to another service, and QUIC's may still be ours.
-            raise NoAnswerError(str(error)) from error
-        self.made.append(made)
-        return made
-
-    async def _dial_quic(self) -> MoqtConnection:
-        try:
-            async with asyncio.timeout(_REFUSED_S if self._refused else None) as self._limit:
-                return await self._dial_over("quic", None)
-        except TimeoutError as error:
-            raise NoAnswerError(f"{self._where}: TCP refused, UDP silent; does a server run there?") from error
-        finally:
-            self._limit = None
 
 
 async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any, Any, C]], head_start_s: float) -> C:
-    """Return the first successful result, of one attempt per candidate.
+    """Return the connection of the first successful attempt, of one per candidate; further ones are closed.
 
     Each attempt starts when the previous one has failed or has had its head start. Once all have started and one has
     been answered with an error, wait one more head start for the silent ones. Then raise the error of an answer, or
-    `NoAnswerError` if there was none. Remaining attempts are cancelled.
+    `NoAnswerError` if there was none. Remaining attempts are cancelled. An `UnauthorizedError` is raised at once.
     """
     tasks: list[asyncio.Task[C]] = []
     waiting = list(candidates)
+    chosen: C | None = None
     try:
         while waiting or not all(task.done() for task in tasks):
             if waiting:
@@ -302,15 +233,20 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
                 pending, timeout=None if patient else head_start_s, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                if task.exception() is None:
-                    return task.result()
+                if (error := task.exception()) is None:
+                    chosen = task.result()
+                    return chosen
+                if isinstance(error, UnauthorizedError):  # the others would be refused as well
+                    raise error
             if not waiting and not done and not patient:
                 break
         raise _answer(tasks) or NoAnswerError("no address to dial") from None
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # some may have failed meanwhile
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(result, BaseException) and result is not chosen:
+                await result.close()
 
 
 def _is_refused(error: BaseException | None) -> bool:
@@ -327,12 +263,10 @@ def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:
     return answers[0] if answers else errors[0] if len(errors) == len(tasks) else None
 
 
-async def _dial_quic(
-    lib: QuicLibrary, options: DialOptions, alpn: list[str], address: tuple[int, Any]
-) -> MoqtConnection:
+async def _dial_quic(lib: QuicLibrary, options: DialOptions, address: tuple[int, Any]) -> MoqtConnection:
     family, where = address
-    configuration = lib.configure(client=True, alpn=alpn, server_name=options.host)
-    trust(configuration, options, lib.name)
+    configuration = lib.configure(client=True, alpn=options.drafts, server_name=options.host)
+    trust(configuration, options)
     connection = MoqtConnection(lib.name, options)
     cls = protocol_class(lib, lambda _: connection)
     sock = socket.socket(family, socket.SOCK_DGRAM)
@@ -348,49 +282,40 @@ async def _dial_quic(
     return connection
 
 
-async def _dial_tcp(
-    options: DialOptions, alpn: list[str], address: tuple[int, Any], connect_s: float
-) -> MoqtConnection:
+async def _dial_tcp(options: DialOptions, address: tuple[int, Any], connect_s: float) -> MoqtConnection:
     family, where = address
-    context = client_context(options, alpn)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, where), connect_s)
-        connection = MoqtConnection("tcp", options)
-        transport = QmuxTransport(sock, connection, context, client=True, idle_s=IDLE_S, host=options.host)
-    except TimeoutError as error:
-        sock.close()
-        raise NoAnswerError(f"no answer on TCP within {connect_s:.3g} s") from error
-    except OSError as error:
-        sock.close()
-        raise NoAnswerError(f"no TCP connection ({error.strerror or error}); does the server listen there?") from error
-    except ValueError as error:  # from TLS
-        sock.close()
-        raise TransportError(f"{options.host!r} cannot be the name of a server ({error})") from error
-    except BaseException:
-        sock.close()
-        raise
+    context = client_context(options)
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        try:
+            sock.setblocking(False)
+            await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, where), connect_s)
+            connection = MoqtConnection("tcp", options)
+            transport = QmuxTransport(sock, connection, context, client=True, idle_s=IDLE_S, host=options.host)
+        except TimeoutError as error:
+            raise NoAnswerError(f"no answer on TCP within {connect_s:.3g} s") from error
+        except OSError as error:
+            why = error.strerror or error
+            raise NoAnswerError(f"no TCP connection ({why}); does the server listen there?") from error
+        except ValueError as error:  # from TLS
+            raise TransportError(f"{options.host!r} cannot be the name of a server ({error})") from error
+        stack.pop_all()
     transport.start()
     return connection
 
 
 async def _dial_address(
-    name: TransportName,
-    options: DialOptions,
-    alpn: list[str],
-    address: tuple[int, Any],
-    timeout_s: float,
-    connect_s: float | None,
+    name: TransportName, options: DialOptions, address: tuple[int, Any], end_s: float, connect_s: float | None
 ) -> MoqtConnection:
-    clock = asyncio.get_running_loop().time
-    end_s = clock() + timeout_s
+    def left_s() -> float:
+        return max(0.0, end_s - asyncio.get_running_loop().time())
+
     if name == "tcp":
-        connection = await _dial_tcp(options, alpn, address, connect_s or timeout_s)
+        connection = await _dial_tcp(options, address, connect_s or left_s())
     else:
-        connection = await _dial_quic(library(name), options, alpn, address)
+        connection = await _dial_quic(library(name), options, address)
     try:
-        await asyncio.wait_for(asyncio.shield(connection.ready), max(0.0, end_s - clock()))
+        await asyncio.wait_for(asyncio.shield(connection.ready), left_s())
     except TimeoutError as error:
         await connection.close()
         within = f"within {options.how.timeout_s:.3g} s"
@@ -400,23 +325,19 @@ async def _dial_address(
         raise NoAnswerError(
             f"no answer {within}; is a server running there, and is {over} allowed? timeout_s= (--timeout) allows more"
         ) from error
-    except (TransportError, OSError, ssl.SSLError) as error:
+    except UnauthorizedError:
+        await connection.close()
+        raise
+    except TransportError as error:
         await connection.close()
         why, transport = str(error), connection.transport
         if isinstance(transport, QmuxTransport) and isinstance(transport.failure, ssl.SSLCertVerificationError):
-            connection.refused = await certificate_at(address[1], options.host, max(0.0, end_s - clock()))
+            connection.refused = await certificate_at(address[1], options.host, left_s())
             why = why_refused(connection.refused, options.host)
-        if (itself := trusted_itself(connection.refused, options)) is not None:
-            return await _dial_address(
-                name,
-                replace(options, how=replace(options.how, fingerprint=itself)),
-                alpn,
-                address,
-                timeout_s,
-                connect_s,
-            )
-        kind = UnauthorizedError if isinstance(error, UnauthorizedError) else TransportError
-        raise kind(why) from error
+        if (itself := trusted_itself(connection.refused, options)) is None:
+            raise TransportError(why) from error
+        options = replace(options, how=replace(options.how, fingerprint=itself))
+        return await _dial_address(name, options, address, end_s, connect_s)
     except BaseException:
         await connection.close()
         raise

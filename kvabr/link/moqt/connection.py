@@ -80,8 +80,7 @@ class MoqtConnection(Endpoint, PeerConnection):
     # ------------------------------------------------------------------ Connection
 
     def stats(self) -> ConnectionStats:
-        rtt = self.round_trip()
-        return ConnectionStats(rtt, self._received, self.transport.lost())
+        return ConnectionStats(self.round_trip(), self._received)
 
     async def answers(self, within_s: float) -> bool:
         self._received_any.clear()

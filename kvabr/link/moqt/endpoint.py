@@ -30,8 +30,6 @@ class Endpoint(ABC):
     """Whether SETUP is sent after the handshake; otherwise the subclass starts the session."""
 
     def __init__(self) -> None:
-        self.underway: set[int] = set()
-        """Streams that were given to the transport completely, and that the peer may lack in part."""
         self.session: MoqtSession | None = None
         """None before the handshake is done."""
         self._held: dict[int, list[Write | Reset | Stop]] = {}
@@ -49,7 +47,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def ended(self, reason: str, code: int) -> None:
-        """Handle the end of the connection."""
+        """Handle the end of the connection; further calls have no effect."""
 
     def alive(self) -> None:  # noqa: B027  # optional
         """Handle the acknowledgement of a PING."""

@@ -41,19 +41,23 @@ class DialOptions:
     names: Names = "draft"
 
 
-def trust(configuration: Any, options: DialOptions, library: str) -> None:
-    """Configure the certificates that a QUIC library trusts; raise TransportError if they cannot be read."""
+def trust(configuration: Any, options: DialOptions) -> None:
+    """Configure the certificates that a QUIC library or a TLS context trusts.
+
+    Raise TransportError if they cannot be read.
+    """
     if options.how.insecure or options.how.fingerprint is not None:
         # `check_pinned` checks a pinned certificate before any data is sent.
+        for checks in ("check_hostname", "verify_hostname"):  # of Python, of qh3
+            if hasattr(configuration, checks):
+                setattr(configuration, checks, False)
         configuration.verify_mode = ssl.CERT_NONE
-        if library == "qh3":
-            configuration.verify_hostname = False
     elif options.how.ca is not None:
-        check_ca(options.how.ca)
+        _check_ca(options.how.ca)
         configuration.load_verify_locations(cafile=str(options.how.ca))
 
 
-def check_ca(path: Path) -> None:
+def _check_ca(path: Path) -> None:
     """Raise TransportError unless a file has PEM certificates."""
     try:
         pem = path.read_bytes()

@@ -69,10 +69,8 @@ class StoreConnection(PeerConnection):
         self._finding: dict[GroupTransfer, asyncio.Task[None]] = {}
         """Tasks that locate a group, or read it as a whole."""
         self._pieces: dict[GroupTransfer, Piece] = {}
-        self._wanted: dict[Piece, GroupTransfer] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._transfers: dict[RangeTransfer, asyncio.Task[None]] = {}
-        self._tries: dict[Piece, int] = {}
         self._starting: asyncio.Handle | None = None
         self._bytes, self._received_s = 0, -math.inf
         self._rate = 0.0
@@ -81,7 +79,6 @@ class StoreConnection(PeerConnection):
         """The fastest recent time to first byte, seconds, and when it was measured."""
         # Only its data about this processor is used here: HTTP has no PING.
         self._watch = LimitWatch(lambda: None, lambda: None)
-        self.gets = 0
 
     async def open(self) -> None:
         """Check that the store can be read; raise `TransportError` if not."""
@@ -115,11 +112,9 @@ class StoreConnection(PeerConnection):
             task.cancel()
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
-        piece = self._pieces.get(transfer)
-        if piece is not None:
-            self._forget(piece)
-            if (carrying := self._lanes.cancel(piece)) is not None:
-                self._end(carrying)
+        piece = self._pieces.pop(transfer, None)
+        if piece is not None and (carrying := self._lanes.cancel(piece)) is not None:
+            self._end(carrying)
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`; the round trip is the fastest recent time to first byte."""
@@ -147,7 +142,6 @@ class StoreConnection(PeerConnection):
         if self._starting is not None:
             self._starting.cancel()
         await cancel_all(tasks)
-        await self.index.close()
         self._store.close()
 
     # ---------------------------------------------------------- places of groups
@@ -194,8 +188,7 @@ class StoreConnection(PeerConnection):
         if end - begin > transfer.request.limit:
             transfer.too_long()
             return
-        piece = self._pieces[transfer] = self._lanes.want(key, begin, end, transfer.priority)
-        self._wanted[piece] = transfer
+        self._pieces[transfer] = self._lanes.want(key, begin, end, transfer.priority, transfer)
         self._start_soon()
 
     # ---------------------------------------------------------- transfers
@@ -209,9 +202,8 @@ class StoreConnection(PeerConnection):
         self._starting = None
         loop = asyncio.get_running_loop()
         for transfer in self._lanes.due():
-            tries = max(self._tries.get(piece, 0) for piece in transfer.pieces)
+            tries = max(piece.tries for piece in transfer.pieces)
             self._transfers[transfer] = loop.create_task(self._carry(transfer, 2.0**tries))
-            self.gets += 1
 
     async def _carry(self, transfer: RangeTransfer, patience: float) -> None:
         """Receive the bytes of a transfer; ``patience`` multiplies the timers."""
@@ -239,15 +231,10 @@ class StoreConnection(PeerConnection):
         if (seconds := time.monotonic() - begun_s) > 0:
             self._rate = (transfer.end - transfer.begin) / seconds
 
-    def wanting(self, piece: Piece) -> GroupTransfer | None:
-        """Return the transfer of a piece; None if it is unwanted."""
-        return self._wanted.get(piece)
-
-    def advanced(self, piece: Piece, transfer: GroupTransfer) -> None:
-        """End a transfer once its piece is complete."""
-        if piece.begin == piece.end:
-            self._forget(piece)
-            transfer.finish()
+    def complete(self, transfer: GroupTransfer) -> None:
+        """End a transfer, as its piece is complete."""
+        self._pieces.pop(transfer, None)
+        transfer.finish()
 
     def _settle(self, transfer: RangeTransfer, error: Exception | None) -> None:
         left = self._lanes.ended(transfer)
@@ -262,15 +249,14 @@ class StoreConnection(PeerConnection):
         self._start_soon()
 
     def _try_again(self, piece: Piece, error: Exception) -> None:
-        tries = self._tries[piece] = self._tries.get(piece, 0) + 1
+        piece.tries += 1
         busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
         lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
-        if (busy or lost) and tries < _TRIES and not self.closed:
-            pause_s = scattered(_PAUSE_S * 2.0**tries) if busy else 0.0
+        if (busy or lost) and piece.tries < _TRIES and not self.closed:
+            pause_s = scattered(_PAUSE_S * 2.0**piece.tries) if busy else 0.0
             asyncio.get_running_loop().call_later(pause_s, self._again, piece)
-        elif (wanted := self._wanted.get(piece)) is not None:
-            self._forget(piece)
-            wanted.fail(error)
+        elif piece.group is not None and self._pieces.pop(piece.group, None) is not None:
+            piece.group.fail(error)
 
     def _again(self, piece: Piece) -> None:
         if piece.wanted and not self.closed:
@@ -286,10 +272,6 @@ class StoreConnection(PeerConnection):
             task.cancel()
         self._start_soon()
 
-    def _forget(self, piece: Piece) -> None:
-        if (transfer := self._wanted.pop(piece, None)) is not None:
-            self._pieces.pop(transfer, None)
-        self._tries.pop(piece, None)
 
     # ---------------------------------------------------------- measurements of the path
 
@@ -347,7 +329,7 @@ class Arriving:
             self._late_until_s = owner.first_byte(self._begun_s, now)
         limit = owner.received(len(part), late=now < self._late_until_s)
         for piece, own in self._transfer.take(part):
-            wanted = owner.wanting(piece)
-            if wanted is not None:
-                wanted.push(own, limit)
-                owner.advanced(piece, wanted)
+            if piece.group is not None:
+                piece.group.push(own, limit)
+                if piece.begin == piece.end:
+                    owner.complete(piece.group)

@@ -92,7 +92,6 @@ class StoreIndex:
         """``on_object`` is called with the bytes of every small object received, and its seconds."""
         self._store, self._on_object = store, on_object
         self._opened = False
-        self._opening: asyncio.Task[KVSpec | None] | None = None
         self._pages: TTLCache[str, Page] = TTLCache(_PAGES, _PAGES_S, time.monotonic)
         """By name of the object."""
         self._gone: TTLCache[str, bool] = TTLCache(_MAX_MISSING, _PAGES_S, time.monotonic)
@@ -113,16 +112,8 @@ class StoreIndex:
     async def open(self) -> None:
         """Check once that this is a readable store; raise `TransportError` if not."""
         if not self._opened:
-            if self._opening is None:
-                self._opening = asyncio.get_running_loop().create_task(self._model(0))
-                self._opening.add_done_callback(self._open_done)
-            await asyncio.shield(self._opening)
+            await self._model(0)
             self._opened = True
-
-    def _open_done(self, task: asyncio.Task[KVSpec | None]) -> None:
-        self._opening = None
-        if not task.cancelled():
-            task.exception()  # avoids a warning if no waiter is left
 
     async def models(self) -> bytes:
         """Return the list of models in an origin's format."""
@@ -156,12 +147,6 @@ class StoreIndex:
         if time.monotonic() > _WARN_AT_S.get(self._store.url, -math.inf):
             _WARN_AT_S[self._store.url] = time.monotonic() + _WARN_S
             LOG.warning("%s: cannot be used: %s", self._store.where(name), why)
-
-    async def close(self) -> None:
-        """Cancel the check of `open`."""
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.wait({self._opening})
 
     # ------------------------------------------------------------- lookups
 

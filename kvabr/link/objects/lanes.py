@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvabr.player.requests import DEARER_PRIORITY, UPGRADE_PRIORITY
+from kvabr.transfer.transfer import GroupTransfer
 
 LANES, SPARE_LANES = 4, 1
 MAX_BYTES = 1 << 20
@@ -43,6 +44,10 @@ class Piece:
     priority: int
     number: int = 0
     """Order among pieces of equal priority."""
+    group: GroupTransfer | None = field(default=None, repr=False)
+    """The transfer that wants it."""
+    tries: int = 0
+    """GETs that have failed."""
     transfer: RangeTransfer | None = field(default=None, repr=False)
     """The GET that carries it; None while it waits and once it is over."""
     wanted: bool = True
@@ -103,9 +108,9 @@ class Lanes:
         """Number of pieces that wait for a lane."""
         return len(self._waiting)
 
-    def want(self, key: str, begin: int, end: int, priority: int) -> Piece:
+    def want(self, key: str, begin: int, end: int, priority: int, group: GroupTransfer | None = None) -> Piece:
         """Add bytes ``begin`` to ``end`` (at least one) of an object; `due` schedules them."""
-        piece = Piece(key, begin, end, priority, self._wanted)
+        piece = Piece(key, begin, end, priority, self._wanted, group)
         self._wanted += 1
         self._waiting[piece] = None
         return piece

@@ -11,7 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,12 +91,6 @@ class QuicLibrary:
             fast = import_module("qh3.asyncio._transport").create_optimized_datagram_transport
             return await fast(loop, protocol, sock=sock)  # type: ignore[no-any-return]
         return await loop.create_datagram_endpoint(protocol, sock=sock)
-
-    async def open_server(
-        self, sock: socket.socket, configuration: Any, protocol: Any
-    ) -> tuple[asyncio.DatagramTransport, Any]:
-        """Serve on a bound socket, with one ``protocol`` per connection."""
-        return await self.open_socket(sock, partial(self.server, configuration=configuration, create_protocol=protocol))
 
 
 def _quiet_goodbye(record: logging.LogRecord) -> bool:

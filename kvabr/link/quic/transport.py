@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,17 +21,12 @@ _INVALID_TOKEN = 0xB
 """QUIC error code (RFC 9000, section 20.1). Our Retry tokens are valid, so it means that the server is full."""
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
 _CANNOT_SEND = "the QUIC library can no longer send on this connection"
-MAX_STALL_S = 1.0
-"""Seconds without sending, although undelivered data exists and may be sent, after which a connection is given up: its
-library has lost track of a stream."""
-_DATAGRAM = 1500
-"""More bytes than any datagram has, unless the path's MTU is unusual."""
 _TOO_LONG = "capacity exhausted"
 """Part of qh3's message when a packet does not fit."""
 _NO_STREAM = "reserved stream is missing"
 """Part of qh3's message when data set aside for sending again is of a stream that was acknowledged meanwhile: after
 losses or late acknowledgements. qh3 2.1 then drops the packet, and silently never sends other streams' data that was
-set aside."""
+set aside: a client whose requests get no answer dials again (`kvabr.transfer.lane`)."""
 _LOST_PACKETS = 64
 """Most packets in a row that may be lost in this way."""
 _LOST_TRACK_MESSAGE = "stream reservation is already active"
@@ -48,7 +42,6 @@ class QuicTransport(StreamTransport):
 
     def __init__(self, library: QuicLibrary, driver: Any, quic: Any, endpoint: Endpoint) -> None:
         self.driver, self.quic, self._endpoint = driver, quic, endpoint
-        self.name = library.name
         self.socket: asyncio.DatagramTransport | None = None
         """Socket of a client, which has one for each connection."""
         self._kinds = library.events
@@ -120,9 +113,6 @@ class QuicTransport(StreamTransport):
         """
         return self.quic._close_event
 
-    def sent(self) -> None:  # only qh3 needs it
-        """Note that the library has sent all that it could."""
-
 
 class AioquicTransport(QuicTransport):
     """One connection of aioquic, mostly by its private attributes."""
@@ -172,9 +162,6 @@ class AioquicTransport(QuicTransport):
     def round_trip(self) -> float | None:
         return float(self._path._rtt_smoothed) if self._path._rtt_initialized else None
 
-    def lost(self) -> int | None:
-        return None
-
     @property
     def address(self) -> str:
         return str(self.quic._network_paths[0].addr[0])
@@ -195,10 +182,7 @@ class Qh3Transport(QuicTransport):
 
         self.broken = (*_STREAM_OVER_ERRORS, QuicConnectionError)
         quic.datagrams_to_send = self._sendable_packets
-        self._given_up = self._stuck = self._doubtful = False
-        self._still: tuple[tuple[int, int], float] | None = None
-        """Undelivered data that may be sent, and since when."""
-        self._looking_again: asyncio.TimerHandle | None = None
+        self._given_up = False
 
     def may_open(self, stream: int) -> bool:
         return bool(stream // 4 < self._path.stream_limits[bool(stream & 2)])
@@ -220,9 +204,6 @@ class Qh3Transport(QuicTransport):
     def round_trip(self) -> float | None:
         return None if self._path is None else self._path.smoothed_rtt
 
-    def lost(self) -> int | None:
-        return None if self._path is None else int(self._path.loss_total)
-
     @property
     def address(self) -> str:
         return str(self.quic._remote_addr[0])
@@ -231,52 +212,17 @@ class Qh3Transport(QuicTransport):
         certificate = self.quic.get_peercert()
         return None if certificate is None else bytes(certificate.public_bytes())
 
-    def sent(self) -> None:
-        """End the connection after this turn of the event loop if the library can never send on it again."""
-        if self._given_up:
-            return
-        loop = asyncio.get_running_loop()
-        if self._is_stuck():
-            self._given_up = True
-            loop.call_soon(self._endpoint.safely, self._give_up)
-        elif self._looking_again is None and self._still is not None:
-            self._looking_again = loop.call_later(MAX_STALL_S, self._look_again)
-
-    def _look_again(self) -> None:
-        self._looking_again = None
-        if self.closing is None:
-            self.sent()
-
     def _give_up(self) -> None:
         with contextlib.suppress(*self.broken):
             self.close(SessionCode.INTERNAL_ERROR, _CANNOT_SEND)
         self._endpoint.ended(_CANNOT_SEND, SessionCode.INTERNAL_ERROR)
 
-    def _is_stuck(self) -> bool:
-        """Return whether the connection can never send all of its data."""
-        core, underway = self._path, self._endpoint.underway
-        if self._stuck or core is None or not (underway or self._doubtful):
-            return self._stuck
-        flying, still = core.bytes_in_flight, None
-        if flying and not self._doubtful:  # the usual case: this runs at every transmission
-            self._still = None
-            return False
-        unsent = self.quic.get_send_buffer_size()
-        if unsent and self._doubtful and core.congestion_window - flying >= _DATAGRAM:
-            still = unsent, 0  # it may send; a silent peer is no loss
-        elif underway and not unsent and not flying:
-            still = 0, min(underway)  # lost data is not sent again
-        now_s = time.monotonic()
-        if still is None or self._still is None or self._still[0] != still:
-            self._still = None if still is None else (still, now_s)
-            return False
-        return now_s - self._still[1] >= MAX_STALL_S
-
     def _sendable_packets(self, now: float) -> list[tuple[bytes, Any]]:
         """Return the packets to send, up to the point where qh3 2.1 would raise and lose them.
 
         It raises when a packet exceeds the limit before a peer's address is validated (RFC 9000, section 8.1), which
-        delays connecting by a second, and when a stream that it wants to send on is gone, as after losses.
+        delays connecting by a second, and when a stream that it wants to send on is gone, as after losses. If it can
+        never send again, end the connection after this turn of the event loop.
         """
         core, lost = self._path, 0
         made: list[tuple[bytes, Any]] = []
@@ -286,11 +232,12 @@ class Qh3Transport(QuicTransport):
             except (RuntimeError, ValueError) as error:
                 message = str(error)
                 if _NO_STREAM in message:
-                    self._doubtful = True
                     lost += 1
                     continue
-                self._stuck = _LOST_TRACK_MESSAGE in message
-                if not self._stuck and _TOO_LONG not in message:
+                if _LOST_TRACK_MESSAGE in message and not self._given_up:
+                    self._given_up = True
+                    asyncio.get_running_loop().call_soon(self._endpoint.safely, self._give_up)
+                elif _LOST_TRACK_MESSAGE not in message and _TOO_LONG not in message:
                     raise
                 break
             if packet is None:
@@ -340,6 +287,5 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
         def transmit(self) -> None:
             self.endpoint.feed()
             super().transmit()
-            self.streams.sent()
 
     return EndpointProtocol

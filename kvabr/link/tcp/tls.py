@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvabr.link.moqt.options import DialOptions, check_ca
+from kvabr.link.moqt.options import DialOptions, trust
 from kvabr.types.errors import TransportError
 
 PREFIX = "qmux-01."
@@ -17,19 +17,13 @@ PREFIX = "qmux-01."
 accepted, for peers that use them (moq-transport #1626)."""
 
 
-def client_context(options: DialOptions, drafts: Iterable[str]) -> ssl.SSLContext:
+def client_context(options: DialOptions) -> ssl.SSLContext:
     """Return the TLS context of a client; raise `TransportError` if certificates cannot be read."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if options.how.insecure or options.how.fingerprint is not None:
-        # `check_pinned` checks a pinned certificate before any data is sent.
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    elif options.how.ca is not None:
-        check_ca(options.how.ca)
-        context.load_verify_locations(cafile=str(options.how.ca))
-    else:
+    trust(context, options)
+    if context.verify_mode != ssl.CERT_NONE and options.how.ca is None:
         context.load_default_certs()
-    return _with_protocols(context, drafts)
+    return _with_protocols(context, options.drafts)
 
 
 def server_context(certfile: Path, keyfile: Path, drafts: Iterable[str]) -> ssl.SSLContext:

@@ -97,7 +97,6 @@ class _TcpInfo:
         self.round_trip: float | None = None
         self.rate = 0
         """Recent rate of the path, bytes per second; 0 if unknown."""
-        self.retransmitted = 0
 
     def read(self, now_s: float) -> None:
         """Read the data again, unless they are recent."""
@@ -106,9 +105,8 @@ class _TcpInfo:
         self._until_s = now_s + _INFO_S
         with contextlib.suppress(OSError, AttributeError):
             data = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
-            if len(data) >= 104:
+            if len(data) >= 72:
                 (rtt_us,) = struct.unpack_from("=I", data, 68)
-                (self.retransmitted,) = struct.unpack_from("=I", data, 100)
                 self.round_trip = rtt_us / 1e6 or None
             if len(data) >= 168:
                 (mss,), (window,) = struct.unpack_from("=I", data, 16), struct.unpack_from("=I", data, 80)
@@ -170,7 +168,9 @@ class QmuxTransport(StreamTransport):
         self._low_water = 0
         self._active_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = self._ended = self._shut = self._lingers = False
+        self._closed = self._shut = self._lingers = False
+        self.failure: Exception | None = None
+        """Why TLS was not established."""
         self._gone: asyncio.Future[None] = self._loop.create_future()
 
     def start(self) -> None:
@@ -195,7 +195,7 @@ class QmuxTransport(StreamTransport):
 
     def close(self, code: int, reason: str) -> None:
         if self._conn is None:
-            self._finish(f"closed before TLS was established: {reason}" if reason else "closed by this side")
+            self.abandon(f"closed before TLS was established: {reason}" if reason else "closed by this side")
         else:
             self._conn.close(code, reason)
 
@@ -214,7 +214,7 @@ class QmuxTransport(StreamTransport):
         finally:
             self._busy = False
             if self._again:
-                self._loop.call_soon(self._more)
+                self._loop.call_soon(self._endpoint.safely, self.flush)
 
     async def wait_closed(self) -> None:
         await asyncio.shield(self._gone)
@@ -232,9 +232,10 @@ class QmuxTransport(StreamTransport):
         if not self._gone.done():
             self._gone.set_result(None)
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, code: int = 0) -> None:
         """End at once, without notifying the peer."""
-        self._finish(reason)
+        self._endpoint.ended(reason, code)
+        self.drop()
 
     def may_open(self, stream: int) -> bool:
         return self._conn is not None and self._conn.may_open(stream)
@@ -273,10 +274,6 @@ class QmuxTransport(StreamTransport):
             self._info.read(self._loop.time())
         return self._info.round_trip
 
-    def lost(self) -> int | None:
-        self.round_trip()
-        return self._info.retransmitted
-
     @property
     def address(self) -> str:
         return self._address
@@ -314,7 +311,7 @@ class QmuxTransport(StreamTransport):
             return False
         except OSError as error:
             self.failure = error
-            self._finish(_why(error), SessionCode.INTERNAL_ERROR)
+            self.abandon(_why(error), SessionCode.INTERNAL_ERROR)
             return False
         self._watch_room(bool(self._channel.unsent))
         if done:
@@ -395,7 +392,7 @@ class QmuxTransport(StreamTransport):
         self._endpoint.settle()
         self.flush()
         if count == 0:
-            self._finish("")
+            self.abandon("")
         elif conn.waits or ((count or self._channel.spent) and self._channel.pending):
             self._loop.call_soon(self._ready)  # the socket would not wake it
 
@@ -496,7 +493,7 @@ class QmuxTransport(StreamTransport):
             why = f"closed with {name_of(code, SessionCode)}{details}" if code else f"the connection ended{details}"
         else:
             why = f"QMux error 0x{event.code:x}{details}" if event.code else event.reason
-        self._tell_end(why, code)
+        self._endpoint.ended(why, code)
 
     # ------------------------------------------------------------------ writing
 
@@ -514,7 +511,7 @@ class QmuxTransport(StreamTransport):
                 if not self._out:
                     break
                 if left <= 0:
-                    self._loop.call_soon(self._more)
+                    self._loop.call_soon(self._endpoint.safely, self.flush)
                     break
                 left -= self._channel.send(self._out)
         except (BlockingIOError, InterruptedError):
@@ -522,7 +519,7 @@ class QmuxTransport(StreamTransport):
         except OSError as error:
             conn.lost(_why(error))
             self._handle(conn)
-            self._finish("")
+            self.abandon("")
             return
         if self._closed:
             return
@@ -532,10 +529,6 @@ class QmuxTransport(StreamTransport):
         if conn.terminated is not None:
             self._shut_down()
         self._adapt()
-
-    def _more(self) -> None:
-        if not self._closed:
-            self._endpoint.safely(self.flush)
 
     def _adapt(self) -> None:
         """Adapt the unsent bytes, here and in the kernel, to a few milliseconds of the path's rate."""
@@ -564,7 +557,7 @@ class QmuxTransport(StreamTransport):
         if left > 0:
             self._timer = self._loop.call_later(left, self._look_idle)
         else:
-            self._finish("the connection was idle for too long")
+            self.abandon("the connection was idle for too long")
 
     def _shut_down(self) -> None:
         """Send the remaining output, and wait a moment for the peer to read it and end as well (section 7.2)."""
@@ -580,17 +573,6 @@ class QmuxTransport(StreamTransport):
             self._channel.finish()
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
-
-    def _finish(self, reason: str, code: int = 0) -> None:
-        self._tell_end(reason, code)
-        self.drop()
-
-    failure: Exception | None = None
-
-    def _tell_end(self, reason: str, code: int) -> None:
-        if not self._ended:
-            self._ended = True
-            self._endpoint.ended(reason, code)
 
 
 def _rest(buffers: list[memoryview], count: int) -> Iterator[memoryview]:
