@@ -243,6 +243,8 @@ class RelayedTrack(CatalogLevel):
     def __init__(self, relayed: RelayGroups, facts: AssetFacts, track: str) -> None:
         super().__init__(facts.spec, facts.tokens, track, facts.sizes[track])
         self._relayed, self.facts = relayed, facts
+        self._last: GroupRequest | None = None
+        """The last result of `_request`: `loads` and `open` are called for a group one after the other."""
 
     def readable(self, grant: Grant) -> bool:
         del grant
@@ -258,8 +260,10 @@ class RelayedTrack(CatalogLevel):
         return self._relayed.open(self._request(group), self.objects(group), priority, on_more)
 
     def _request(self, group: int) -> GroupRequest:
-        size, digest = self.size(group), self.facts.digest(self.name, group)
-        return GroupRequest(self.facts.namespace, self.name, group, size, exact=True, digest=digest)
+        if self._last is None or self._last.group != group:
+            size, digest = self.size(group), self.facts.digest(self.name, group)
+            self._last = GroupRequest(self.facts.namespace, self.name, group, size, exact=True, digest=digest)
+        return self._last
 
 
 def _players(token: str) -> Grants:

@@ -234,7 +234,9 @@ class Catalogs:
         last = self._answers.get(name)
         if last is None and not first_s and self._upstream.trouble is not None and self._requests:
             raise self._unknown(name)  # no asset grows meanwhile, so a live track waits only if it is the first to
-        task = self._requests.get(name) or self._request(name)
+        task = self._requests.get(name)
+        if task is None or task.done():  # its callback is due
+            task = self._request(name)
         while not task.done():
             lost = self._upstream.trouble is not None
             if last is None:

@@ -38,8 +38,6 @@ PROTOCOL = "kvabr.objects/1"
 FIRST_BYTE_S, SILENCE_S = 2.0, 2.0
 """Seconds that a GET may take to its first byte, and between bytes; doubled for each further try. Players repeat
 stalled requests much sooner; these are for requests that no player watches."""
-_MOVED_SHARE = 0.1
-"""Share of such a time after which received bytes extend it, to save timer updates."""
 _TRIES, _PAUSE_S = 3, 0.05
 """GETs for the same bytes, and the pause before the next if the store is busy; doubled each time."""
 _PART_S, _MAX_PART_BYTES = 0.005, 1 << 20
@@ -208,33 +206,36 @@ class StoreConnection(PeerConnection):
     async def _carry(self, transfer: RangeTransfer, patience: float) -> None:
         """Receive the bytes of a transfer; ``patience`` multiplies the timers."""
         error: Exception | None = None
-        arriving = Arriving(self, transfer, asyncio.timeout(patience * FIRST_BYTE_S), patience * SILENCE_S)
+        wait_s, begun_s, late_until_s = patience * FIRST_BYTE_S, time.monotonic(), math.nan
+        part_bytes = int(min(_MAX_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
+        stream = self._store.stream(transfer.key, transfer.begin, transfer.end, part_bytes=part_bytes)
+        silence = asyncio.timeout(wait_s)
         try:
-            async with arriving.silence:
-                await self._receive(transfer, arriving)
+            async with silence, contextlib.aclosing(stream) as parts:
+                async for part in parts:
+                    now = time.monotonic()
+                    if math.isnan(late_until_s):
+                        wait_s, late_until_s = patience * SILENCE_S, self._first_byte(begun_s, now)
+                    if not silence.expired():
+                        silence.reschedule(asyncio.get_running_loop().time() + wait_s)
+                    self._push(transfer, part, self.received(len(part), late=now < late_until_s))
+            self._rate = (transfer.end - transfer.begin) / max(1e-9, time.monotonic() - begun_s)
         except Exception as failure:  # noqa: BLE001  # raised for the readers
             error = failure
-            if arriving.silence.expired():
-                quiet_s = patience * (SILENCE_S if arriving.begun else FIRST_BYTE_S)
-                error = ConnectionLostError(f"{transfer.key}: the store sent no data for {quiet_s:.3g} s")
+            if silence.expired():
+                error = ConnectionLostError(f"{transfer.key}: the store sent no data for {wait_s:.3g} s")
         finally:
             if self._transfers.pop(transfer, None) is not None:
                 self._settle(transfer, error)
 
-    async def _receive(self, transfer: RangeTransfer, arriving: Arriving) -> None:
-        begun_s = time.monotonic()
-        part_bytes = int(min(_MAX_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
-        span = transfer.key, transfer.begin, transfer.end
-        async with contextlib.aclosing(self._store.stream(*span, part_bytes=part_bytes)) as parts:
-            async for part in parts:
-                arriving.push(part)
-        if (seconds := time.monotonic() - begun_s) > 0:
-            self._rate = (transfer.end - transfer.begin) / seconds
-
-    def complete(self, transfer: GroupTransfer) -> None:
-        """End a transfer, as its piece is complete."""
-        self._pieces.pop(transfer, None)
-        transfer.finish()
+    def _push(self, transfer: RangeTransfer, part: memoryview, limit: Limit) -> None:
+        """Deliver received bytes to their pieces."""
+        for piece, own in transfer.take(part):
+            if (group := piece.group) is not None:
+                group.push(own, limit)
+                if piece.begin == piece.end:
+                    self._pieces.pop(group, None)
+                    group.finish()
 
     def _settle(self, transfer: RangeTransfer, error: Exception | None) -> None:
         left = self._lanes.ended(transfer)
@@ -272,7 +273,6 @@ class StoreConnection(PeerConnection):
             task.cancel()
         self._start_soon()
 
-
     # ---------------------------------------------------------- measurements of the path
 
     def received(self, count: int, *, late: bool = False) -> Limit:
@@ -287,7 +287,7 @@ class StoreConnection(PeerConnection):
         self.received(count)
         self._sooner(seconds)
 
-    def first_byte(self, begun_s: float, now: float) -> float:
+    def _first_byte(self, begun_s: float, now: float) -> float:
         """Note the first byte of a transfer; return the time until which the store is the limit."""
         usual = self._soonest[0]
         quiet = now - max(begun_s, self._received_s)
@@ -305,31 +305,3 @@ class StoreConnection(PeerConnection):
         """Remember why the store is unreachable; a refused request does not count."""
         if isinstance(error, TransportError) and not isinstance(error, RequestError):
             self.trouble = str(error)
-
-
-class Arriving:
-    """Delivers the bytes of a transfer to its pieces."""
-
-    def __init__(
-        self, owner: StoreConnection, transfer: RangeTransfer, silence: asyncio.Timeout, further_s: float
-    ) -> None:
-        """``silence`` ends the transfer if there is no first byte in time, or then no further one in ``further_s``."""
-        self._owner, self._transfer, self.silence, self._further_s = owner, transfer, silence, further_s
-        self.begun = False
-        self._begun_s, self._late_until_s = time.monotonic(), -math.inf
-
-    def push(self, part: memoryview) -> None:
-        """Deliver received bytes; unwanted ones are dropped."""
-        now, owner = time.monotonic(), self._owner
-        due_s = asyncio.get_running_loop().time() + self._further_s
-        if not self.silence.expired() and due_s - (self.silence.when() or due_s) > _MOVED_SHARE * self._further_s:
-            self.silence.reschedule(due_s)
-        if not self.begun:
-            self.begun = True
-            self._late_until_s = owner.first_byte(self._begun_s, now)
-        limit = owner.received(len(part), late=now < self._late_until_s)
-        for piece, own in self._transfer.take(part):
-            if piece.group is not None:
-                piece.group.push(own, limit)
-                if piece.begin == piece.end:
-                    owner.complete(piece.group)
