@@ -138,7 +138,8 @@ class _Sending:
             self._open()
 
         self._waiting = True
-        self._unwatch = publication.watch(look)
+        publication.watch(self, look)
+        self._unwatch = lambda: publication.unwatch(self)
         return True
 
     def _forget(self) -> None:
