@@ -14,22 +14,21 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from kvabr.abr.tail import TailOffer
-from kvabr.client.call import Memory, PlayCall
+from kvabr.client.call import Memory
 from kvabr.client.compute import compute
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
-from kvabr.client.division import computes_at_once, computes_blindly, lookup_time, tail_choices
-from kvabr.client.engine_costs import COSTS_FILE, costs_at
+from kvabr.client.engine_work import COSTS_FILE, costs_at, measure_prefill, on_engine
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
 from kvabr.client.options import (
     Limits,
@@ -43,14 +42,13 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeersLike, first_found
+from kvabr.client.peers import ClientPeer, PeersLike, Query, first_found, relieving
 from kvabr.client.play import play_coded, play_prefix, play_whole
-from kvabr.client.prepare import prepare
+from kvabr.client.prepare import computes_at_once, computes_blindly, lookup_time, prepare, tail_choices
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.report import report_coded, report_prefix, report_whole
-from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
-from kvabr.client.runner import PlayRunner, Purpose
+from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.sources import PlaySources, first_reached
 from kvabr.client.warming import warm_engine
@@ -72,7 +70,6 @@ from kvabr.types.errors import (
     PlayError,
     TransportError,
     UsageError,
-    told_if_exhausted,
 )
 from kvabr.types.events import LookupFailed
 from kvabr.types.home import HomeProcess
@@ -148,7 +145,7 @@ class AsyncClient:
         )
         if engine is not None and self.options.recompute:
             self._memory.costs.of(engine).cost()  # fits earlier timings, which takes milliseconds
-        self._runner = PlayRunner(bounds, self.metrics)
+        self._runner = PlayRunner(bounds, self._memory, self.metrics)
         self._peers: dict[object, ClientPeer] = {}
         self._origins: tuple[ClientPeer, ...] = ()
         self._home = HomeProcess("the client")
@@ -180,10 +177,8 @@ class AsyncClient:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
         """
         some = self._some(peer)
-        with ExitStack() as told:
-            for one in some:
-                told.enter_context(told_if_exhausted(one.relieve))
-            peers = [one.downloads.peer for one in some]
+        with relieving(some):
+            peers = [one.peer for one in some]
             return peers[await first_reached(peers)]
 
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
@@ -216,7 +211,7 @@ class AsyncClient:
         some = self._some(peer)
         links = []
         for one in some:
-            known, now = self._memory.history.best(one.downloads.names), one.downloads.link.known()
+            known, now = self._memory.history.link(one.names), one.link.known()
             links.append(KnownLink(now, known.ttfb_s) if now else known)
         if catalog is None:
             return KnownLink.of_all(links), 0
@@ -242,7 +237,7 @@ class AsyncClient:
         engine = engine or self.engine
         if engine is None:
             raise UsageError("measure_prefill: there is no engine; give one here or to the client")
-        cost = await in_thread(partial(measure_prefill, engine, tokens), lane_of(engine))
+        cost = await on_engine(engine, partial(measure_prefill, engine, tokens))
         await asyncio.get_running_loop().run_in_executor(None, self._memory.costs.save_engine, engine)
         return cost
 
@@ -294,14 +289,13 @@ class AsyncClient:
             prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens, computing)
-        peer = self._some(peer)  # fixed now: peers may be added later
-        how = {"any_group_tokens": any_size, "salt": options.salt, "live": options.live}
+        peers = self._some(peer)  # fixed now: peers may be added later
 
         alone = computing if prompt is None else None
-        at_once, deadline = await self._computed(tokens, deadline, options, wanted, alone, cost, peer)
+        at_once, deadline = await self._computed(tokens, deadline, options, wanted, alone, cost, peers)
         if at_once is not None:
             return at_once
-        async with self._play(deadline, options, peer, computing, cost, tokens) as play:
+        async with self._runner.play(peers, deadline, options, computing, cost, tokens) as play:
             clock = play.clock
             spec, prepared, limit = None, None, None
             found: Found | Unplayable | None
@@ -314,9 +308,9 @@ class AsyncClient:
                         play.connection.alone()
                         found, spec = await prompt.find(play.connection)
                     else:
-                        found, spec = await self._find(
-                            play.connection, peer, tokens, wanted, lookup_s, wait_s=wait_s, **how
-                        )
+                        query = Query(tokens, wanted, any_size, options.salt, live=options.live, wait_s=wait_s)
+                        look = partial(ClientPeer.find, query=query)
+                        found, spec = await first_found(play.connection, peers, look, len(tokens), lookup_s)
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
                 elif found is not None:
@@ -328,10 +322,10 @@ class AsyncClient:
                     of = "what the origin has of " if isinstance(error, FormatError) else ""
                     raise PlayError(f"{of}this prompt cannot be played: {reason}") from error
             if prepared is not None:
-                return play.turn.over(await report_whole(play, await play_whole(play, prepared, prompt)))
+                return play.over(await report_whole(play, await play_whole(play, prepared, prompt)))
             if computing is not None:
-                return play.turn.over(replace(await compute(play), limited_by=limit))
-            return play.turn.over(NothingCached(spec, clock.now(), limit))
+                return play.over(replace(await compute(play), limited_by=limit))
+            return play.over(NothingCached(spec, clock.now(), limit))
 
     async def play_asset(
         self,
@@ -366,15 +360,15 @@ class AsyncClient:
         computing, cost = engine_of(engine or self.engine, options, self._memory.costs) if len(tokens) else (None, None)
         if len(tokens):
             check_prompt(tokens, computing)
-        name, peer = parse_namespace(asset) if isinstance(asset, str) else asset, self._some(peer)
+        name, peers = parse_namespace(asset) if isinstance(asset, str) else asset, self._some(peer)
 
-        async with self._play(deadline, options, peer, computing, cost, tokens) as play:
+        async with self._runner.play(peers, deadline, options, computing, cost, tokens) as play:
             if isinstance(name, Found):
                 found = name
             else:
                 try:
                     async with asyncio.timeout(play.clock.left()):
-                        found = await self._catalog(play.connection, peer, name, play.clock.left(), live=options.live)
+                        found = await _catalog(play.connection, peers, name, play.clock.left(), live=options.live)
                 except TimeoutError as error:
                     late = f"the catalog did not come within the deadline of {deadline:g} s"
                     raise PlayError(play.with_trouble(late)) from error
@@ -382,7 +376,7 @@ class AsyncClient:
                 check_engine(computing, found.catalog.spec)
             if len(tokens):
                 await check_tokens(found.catalog, tokens, options.salt)
-            return play.turn.over(await report_whole(play, await play_whole(play, await prepare(play, found))))
+            return play.over(await report_whole(play, await play_whole(play, await prepare(play, found))))
 
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
@@ -406,8 +400,8 @@ class AsyncClient:
             BusyError, IncompleteError, PlayError, PolicyError: as `play`; the error has no cache.
         """
         options = replace(options or self.options, out=None, after=None)
-        async with self._play(deadline, options, peer) as play:
-            return play.turn.over(report_coded(play, await play_coded(play, await prepare(play, found))))
+        async with self._runner.play(self._some(peer), deadline, options) as play:
+            return play.over(report_coded(play, await play_coded(play, await prepare(play, found))))
 
     async def hint_asset(
         self,
@@ -448,9 +442,9 @@ class AsyncClient:
         if not isinstance(name, Found):
             name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
         left_s = max(_MIN_S, ends_s - asyncio.get_running_loop().time())
-        async with self._play(left_s, options, peer, purpose="hint") as play:
+        async with self._runner.play(self._some(peer), left_s, options, purpose="hint") as play:
             ended = await play_coded(play, await prepare(play, name))
-            played = play.turn.over(report_coded(play, ended, whole=False))
+            played = play.over(report_prefix(play, ended, 1))
         if keep_s > 0:
             # First groups of all tracks first: the store drops the protection of later ones first.
             groups = zip_longest(*(track.digests for track in name.catalog.tracks))
@@ -492,9 +486,10 @@ class AsyncClient:
         if block < 1:
             raise UsageError(f"blocks of {block} tokens; an engine's have at least one")
 
-        async with self._play(deadline, replace(options or self.options, out=None), peer, cost=cost) as play:
+        options = replace(options or self.options, out=None)
+        async with self._runner.play(self._some(peer), deadline, options, cost=cost) as play:
             prepared = await prepare(play, found, skip, behind=behind, block=block)
-            return play.turn.over(report_prefix(play, await play_prefix(play, prepared, behind), block))
+            return play.over(report_prefix(play, await play_prefix(play, prepared, behind), block))
 
     async def tail_of(
         self,
@@ -529,7 +524,7 @@ class AsyncClient:
 
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._memory.history.refresh()  # another process of the engine may play
-            link = KnownLink.of_all(self._memory.history.best(one.downloads.names) for one in some)
+            link = self._memory.history.links(one.names for one in some)
             rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
@@ -570,10 +565,11 @@ class AsyncClient:
         check_prompt(tokens)
         wanted, any_size = model_of(model or self._model, self.engine)
         chosen = self.options.salt if salt is None else salt
-        how = {"any_group_tokens": any_size, "salt": chosen, "any_dtype": any_dtype}
-        live, peer = self.options.live if live is None else live, self._some(peer)
-        async with self._asking(within_s, peer) as connection:
-            found, _ = await self._find(connection, peer, tokens, wanted, within_s, live=live, **how)
+        live, peers = self.options.live if live is None else live, self._some(peer)
+        query = Query(tokens, wanted, any_size, chosen, any_dtype=any_dtype, live=live)
+        async with self._asking(within_s, peers) as connection:
+            look = partial(ClientPeer.find, query=query)
+            found, _ = await first_found(connection, peers, look, len(tokens), within_s)
             return found if isinstance(found, Found) else None
 
     async def find_asset(
@@ -592,9 +588,9 @@ class AsyncClient:
             FormatError: it does not match its name.
         """
         name = parse_namespace(asset) if isinstance(asset, str) else asset
-        live, peer = self.options.live if live is None else live, self._some(peer)
-        async with self._asking(within_s, peer) as connection:
-            return await self._catalog(connection, peer, name, within_s, live=live)
+        live, peers = self.options.live if live is None else live, self._some(peer)
+        async with self._asking(within_s, peers) as connection:
+            return await _catalog(connection, peers, name, within_s, live=live)
 
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeersLike = None) -> None:
         """Fetch the codec profile of an asset unless it is cached.
@@ -649,7 +645,7 @@ class AsyncClient:
         model: KVSpec | str | None,
         engine: Engine | None,
         cost: PrefillCost | None,
-        peer: PeersLike,
+        peers: Sequence[ClientPeer],
     ) -> tuple[Played | None, float]:
         """Compute a prompt without a lookup, if that pays.
 
@@ -657,15 +653,15 @@ class AsyncClient:
         """
         if engine is None or cost is None:
             return None, deadline
-        link = KnownLink.of_all(self._memory.history.best(one.downloads.names) for one in self._some(peer))
+        link = self._memory.history.links(one.names for one in peers)
         at_once = computes_at_once(options, cost, len(tokens), link)
         timed = options.prefill_cost is not None or not self._memory.costs.of(engine).empty
         if not at_once and not (timed and computes_blindly(options, cost, len(tokens), deadline, link)):
             return None, deadline
-        async with self._play(deadline, options, peer, engine, cost, tokens) as play:
-            trying = [] if at_once else [asyncio.create_task(self._try(tokens, deadline, options, model, peer))]
+        async with self._runner.play(peers, deadline, options, engine, cost, tokens) as play:
+            trying = [] if at_once else [asyncio.create_task(self._try(tokens, deadline, options, model, peers))]
             try:
-                return play.turn.over(await compute(play)), play.clock.left()
+                return play.over(await compute(play)), play.clock.left()
             except ModelError:  # the origin may have it
                 if play.clock.left() <= 0:
                     raise
@@ -674,15 +670,20 @@ class AsyncClient:
         return None, play.clock.left()
 
     async def _try(
-        self, tokens: Sequence[int], deadline: float, options: PlayOptions, model: KVSpec | str | None, peer: PeersLike
+        self,
+        tokens: Sequence[int],
+        deadline: float,
+        options: PlayOptions,
+        model: KVSpec | str | None,
+        peers: Sequence[ClientPeer],
     ) -> None:
         """Fetch a prompt's cache while an engine computes it, to measure the link."""
         options = replace(options, log=None, telemetry=None, watch=None, out=None, after=None)
         with suppress(KvabrError):
-            found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False)
+            found = await self.find(tokens, model=model, salt=options.salt, peer=peers, live=False)
             if found is not None:
-                async with self._play(deadline, options, peer, purpose="trial") as play:
-                    play.turn.over(report_coded(play, await play_coded(play, await prepare(play, found))))
+                async with self._runner.play(peers, deadline, options, purpose="trial") as play:
+                    play.over(report_coded(play, await play_coded(play, await prepare(play, found))))
 
     def _peer(self, peer: PeerConnection | ClientPeer | str) -> ClientPeer:
         if isinstance(peer, ClientPeer):
@@ -704,58 +705,25 @@ class AsyncClient:
             raise UsageError("say from whom: give the client an origin, or the play a peer")
         return named
 
-    async def _find(
-        self,
-        connection: PlaySources,
-        peers: PeersLike,
-        tokens: Sequence[int],
-        model: KVSpec | str | None,
-        within_s: float,
-        **how: Any,
-    ) -> tuple[Found | Unplayable | None, KVSpec | None]:
-        pairs = zip(self._some(peers), connection.sources, strict=True)
-        lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
-        found, spec = await first_found(connection, lookups, len(tokens), within_s)
-        return found, spec
-
-    async def _catalog(
-        self, connection: PlaySources, peers: PeersLike, name: TrackNamespace, within_s: float, *, live: bool
-    ) -> Found:
-        pairs = zip(self._some(peers), connection.sources, strict=True)
-        found, _ = await first_found(
-            connection, [one.catalog(source, name, live=live) for one, source in pairs], within_s=within_s
-        )
-        assert isinstance(found, Found)  # noqa: S101  # if it is missing, first_found raises
-        return found
-
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
         """Yield the sources for requests outside plays."""
         some = self._some(peers)
         try:
-            with ExitStack() as told:
-                for one in some:
-                    told.enter_context(told_if_exhausted(one.relieve))
-                async with asyncio.timeout(seconds), PlaySources([one.downloads for one in some]) as connection:
+            with relieving(some):
+                async with asyncio.timeout(seconds), PlaySources(some) as connection:
                     yield connection
         except TimeoutError as error:
             raise TransportError(_unanswered(some, seconds)) from error
 
-    @asynccontextmanager
-    async def _play(
-        self,
-        deadline: float,
-        options: PlayOptions,
-        peer: PeersLike,
-        engine: Engine | None = None,
-        cost: PrefillCost | None = None,
-        tokens: Sequence[int] = (),
-        *,
-        purpose: Purpose = "play",
-    ) -> AsyncIterator[PlayCall]:
-        check_deadline(deadline)
-        async with self._runner.play(self._some(peer), deadline, options, purpose) as turn:
-            yield PlayCall(turn, self._memory, engine, cost, tokens)
+
+async def _catalog(
+    connection: PlaySources, peers: Sequence[ClientPeer], name: TrackNamespace, within_s: float, *, live: bool
+) -> Found:
+    look = partial(ClientPeer.catalog, name=name, live=live)
+    found, _ = await first_found(connection, peers, look, within_s=within_s)
+    assert isinstance(found, Found)  # noqa: S101  # if it is missing, first_found raises
+    return found
 
 
 def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:

@@ -89,13 +89,18 @@ class LoopThread:
         if not self.home.here:
             work.close()
             self.home.check()
-        if not self._thread.is_alive():
+        if not self.open:
             work.close()
             raise UsageError("the client is closed")
 
+    @property
+    def open(self) -> bool:
+        """True until `close`."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Cancel all tasks, and end the thread."""
-        if not self._thread.is_alive():
+        if not self.open:
             return
 
         async def clear() -> None:
@@ -160,7 +165,7 @@ def _blocking(
     """Make a blocking method of `Client`."""
 
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._call(method(self._client, *args, **kwargs))
+        return self._loop.call(method(self._client, *args, **kwargs))
 
     update_wrapper(call, method)
     return call
@@ -183,7 +188,6 @@ class Background(Generic[C]):
         """Start the thread."""
         self._client = client
         self._loop = LoopThread()
-        self._closed = False
 
     def begin(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Handle[T]:
         """Start any work of the client on its event loop, and return at once.
@@ -191,24 +195,15 @@ class Background(Generic[C]):
         Raises:
             UsageError: this client is closed.
         """
-        if self._closed:
-            raise UsageError("the client is closed")
         return Handle(self._loop.begin(work(self._client)))
 
     def close(self) -> None:
         """Close the client, and end the thread; may be called twice. Has no effect in a forked child."""
-        if not self._closed and self._loop.home.here:
-            self._closed = True
+        if self._loop.open and self._loop.home.here:
             try:
                 self._loop.call(self._client.close())
             finally:
                 self._loop.close()
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            raise UsageError("the client is closed")
-        return self._loop.call(work)
 
 
 class Client(Background[AsyncClient]):
@@ -243,7 +238,7 @@ class Client(Background[AsyncClient]):
 
     def connect(self, peer: PeerLike = None) -> None:
         """See `AsyncClient.connect`."""
-        self._call(self._client.connect(peer))
+        self._loop.call(self._client.connect(peer))
 
     def stats(self, peer: PeerLike = None) -> ConnectionStats:
         """Return the statistics of the connection to a peer, connecting if necessary."""
@@ -251,7 +246,7 @@ class Client(Background[AsyncClient]):
         async def ask() -> ConnectionStats:
             return (await self._client.connect(peer)).stats()
 
-        return self._call(ask())
+        return self._loop.call(ask())
 
     @_like(AsyncClient.play)
     def submit(self, *args: Any, **kwargs: Any) -> Handle[Played | NothingCached]:
@@ -260,7 +255,7 @@ class Client(Background[AsyncClient]):
 
     def __enter__(self) -> Self:
         try:
-            self._call(self._client.__aenter__())
+            self._loop.call(self._client.__aenter__())
         except BaseException:
             self.close()
             raise

@@ -1,4 +1,4 @@
-"""One call of a client: its turn, engine and prompt, and the client's measurements."""
+"""One call of a client: its sources, clock, options, engine and prompt, and the client's measurements."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from kvabr.abr.estimator import Estimator
 from kvabr.client.decode_speeds import DecodeSpeeds
-from kvabr.client.engine_costs import EngineCosts
-from kvabr.client.options import PlayOptions, guard_s
+from kvabr.client.engine_work import EngineCosts
+from kvabr.client.options import PlayOptions, check_deadline, guard_s
 from kvabr.client.profiles import ProfileCache
-from kvabr.client.runner import Clock, Turn
+from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.shared_bandwidth import KnownLink, PeerHistory
 from kvabr.client.sources import PlaySources
 from kvabr.codec.threads import decoder_threads
@@ -26,6 +26,7 @@ from kvabr.types.engine import Engine
 from kvabr.types.errors import PlayError
 from kvabr.types.events import SourceLeftOut
 
+R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 T = TypeVar("T")
 
 _FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
@@ -46,28 +47,48 @@ class Memory:
     """Prefill costs of engines on this machine."""
 
 
+class Clock:
+    """Seconds since a play's call, and to its deadline."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """Start on the running event loop; raise `UsageError` unless the deadline is a positive number of seconds."""
+        check_deadline(deadline_s)
+        self._loop = asyncio.get_running_loop()
+        self._start_s, self.deadline_s = self._loop.time(), deadline_s
+
+    def now(self) -> float:
+        """Return the seconds since the call."""
+        return self._loop.time() - self._start_s
+
+    def left(self) -> float:
+        """Return the seconds to the deadline; negative once it has passed."""
+        return self._start_s + self.deadline_s - self._loop.time()
+
+
 @dataclass(slots=True)
 class PlayCall:
     """One play, from its turn on."""
 
-    turn: Turn
+    connection: PlaySources
+    clock: Clock
+    options: PlayOptions
+    """The requested options, logging to telemetry."""
     memory: Memory
+    plays: Callable[[], int]
+    """Returns the number of current plays with this one; they share link, decoders and engine."""
     engine: Engine | None
     """Computes late groups."""
     cost: PrefillCost | None
     """Cost of the engine's prefill; required for a prefix play."""
     tokens: Sequence[int]
     """Ids of the prompt, for the engine."""
-    connection: PlaySources = field(init=False)
-    options: PlayOptions = field(init=False)
-    clock: Clock = field(init=False)
+    result: Played | NothingCached | PlayedPrefix | None = None
     device: torch.device | None = field(init=False)
     """Device for decoding the cache; None: the processor."""
     decoders: int = field(init=False)
     """Groups decoded in parallel; a GPU takes one batch at a time."""
 
     def __post_init__(self) -> None:
-        self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
         # A bound method would make the connection keep the play's data in memory.
         self.connection.left_out = partial(_left_out, self.options, self.clock)
         out, device = self.options.out, self.options.device
@@ -75,11 +96,15 @@ class PlayCall:
         batches = self.options.decode_share is not None or (self.device is not None and self.device.type == "cuda")
         self.decoders = 1 if batches else decoder_threads()
 
+    def over(self, result: R) -> R:
+        """Record the result of the play, and return it."""
+        self.result = result
+        return result
+
     @property
     def link(self) -> KnownLink:
         """Estimate of the links to all sources together, from earlier plays."""
-        history = self.memory.history
-        return KnownLink.of_all(history.best(source.names) for source in self.connection.downloads)
+        return self.memory.history.links(peer.names for peer in self.connection.peers)
 
     @property
     def left_s(self) -> float:

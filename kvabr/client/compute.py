@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from kvabr.client.call import PlayCall
-from kvabr.client.resources import on_engine, timed
+from kvabr.client.engine_work import on_engine, timed
 from kvabr.client.result import Played
 from kvabr.codec.quantised import all_finite, as_type, check_wanted, convert
 from kvabr.player.session_types import ENGINE_PATIENCE, GroupRecord, PlayRecord
@@ -60,7 +60,8 @@ async def compute(call: PlayCall) -> Played:
 
 def _checked(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Compute the whole prompt, and check it; called in the engine's thread, which waits for a GPU."""
-    parts = computed(engine, tokens)
+    room = engine.reside(len(tokens)) if isinstance(engine, ResidentEngine) else None
+    parts = prefill_classes(engine, tokens) if room is None else (room.prefill(tokens, 0),)
     for kv, part in zip(parts, engine.spec.parts, strict=True):
         due = computed_shape(part, len(tokens))
         if tuple(kv.shape) != due or not all_finite(kv):
@@ -84,9 +85,3 @@ def _placed(call: PlayCall, parts: tuple[torch.Tensor, ...], spec: KVSpec) -> tu
     check_wanted(place.dtype, spec)
     convert(parts[0], place, spec)
     return (place,)
-
-
-def computed(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Compute a whole prompt, [layer, K/V, head, token, dim] per layer class, on the engine's own device."""
-    room = engine.reside(len(tokens)) if isinstance(engine, ResidentEngine) else None
-    return prefill_classes(engine, tokens) if room is None else (room.prefill(tokens, 0),)

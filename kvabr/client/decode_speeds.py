@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,14 @@ from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.native.coder import active_path
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
+from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.sample_frames import CHUNK, SampleFrames
 from kvabr.codec.threads import CORES
 from kvabr.player.decode_queue import DecodeRates, family
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import digest_of
 from kvabr.types.errors import KvabrError
+from kvabr.types.kv import KVSpec
 from kvabr.types.once import once
 
 SPEEDS_FILE = "decode-rates.json"
@@ -103,7 +104,7 @@ def measure(
         if clock() - began >= share * budget_s:
             break
         with CORES.all_taken(), contextlib.suppress(KvabrError, RuntimeError, MemoryError):
-            seconds = _timed_decode(catalog, track, profile, samples, clock)
+            seconds = _timed_decode(catalog, track.name, profile, samples, clock)
             if _sound(seconds):
                 found[track.name] = seconds
     return found
@@ -128,47 +129,47 @@ def _by_family(catalog: Catalog) -> Iterator[tuple[Track, float]]:
 
 def _timed_decode(
     catalog: Catalog,
-    track: Track,
+    track: str,
     profile: Profile | None,
     samples: dict[int, SampleFrames],
     clock: Callable[[], float],
 ) -> float:
-    spec, separable = catalog.spec.largest, BUILTIN[track.name].layout is not None
+    spec, separable = catalog.spec.largest, BUILTIN[track].layout is not None
     most = _SMALL if separable else _LARGE
     tokens = min(spec.rows, max(16, most // spec.elements_per_token))
-    sample, below = _sample(catalog, track, profile, tokens, samples)
-    frame = sample.frame(track.name)
+    sample = samples.setdefault(tokens, new_sample(spec, profile, tokens))
+    frame, below = sample.frame(track), sample_group(sample, track).below
     digest = digest_of(frame, catalog.digest_kind)
     out = torch.zeros(spec.shape(tokens), dtype=spec.torch_dtype)
     times = []
     for _ in range(_RUNS):
         start = clock()
-        decode_group(frame, track.name, sample.context, CHUNK, 0, out, below, digest=digest)
+        decode_group(frame, track, sample.context, CHUNK, 0, out, below, digest=digest)
         times.append(clock() - start)
     return min(times) / tokens
 
 
-def _sample(
-    catalog: Catalog, track: Track, profile: Profile | None, tokens: int, samples: dict[int, SampleFrames]
-) -> tuple[SampleFrames, list[memoryview]]:
-    """Return the maker of a group's frames, and the payloads below a track."""
-    spec = catalog.spec.largest
+def new_sample(spec: KVSpec, profile: Profile | None, tokens: int) -> SampleFrames:
+    """Return the maker of a synthetic group's frames, for one layer class."""
     sinks = 0 if profile is None else profile.of(spec).sinks
     behind_sinks = spec.group_tokens * (1 + sinks // spec.group_tokens)
-    sample = samples.setdefault(tokens, SampleFrames(GroupContext(spec, behind_sinks, tokens, profile)))
-    below: list[memoryview] = []
-    lower = track
-    while lower.refines is not None:
-        lower = catalog.track(lower.refines)
-        below.insert(0, payload_of(sample.frame(lower.name)))
-    return sample, below
+    return SampleFrames(GroupContext(spec, behind_sinks, tokens, profile))
+
+
+def sample_group(sample: SampleFrames, track: str) -> CodedGroup:
+    """Return a synthetic group on a track, with all layers below."""
+    stack = [track]
+    while (lower := track_below(stack[0])) is not None:
+        stack.insert(0, lower)
+    *below, payload = (payload_of(sample.frame(each)) for each in stack)
+    return CodedGroup(payload, track, sample.context, below)
 
 
 def _measure_batches(
     catalog: Catalog, profile: Profile | None, device: torch.device, budget_s: float
 ) -> dict[str, float]:
     spec, found = catalog.spec.largest, dict[str, float]()
-    samples: dict[int, SampleFrames] = {}
+    sample = new_sample(spec, profile, spec.rows)
     places = [
         TensorPlace(torch.zeros(spec.shape(spec.rows), dtype=spec.torch_dtype, device=device)) for _ in range(_BATCHED)
     ]
@@ -177,8 +178,7 @@ def _measure_batches(
         if spent_s >= share * budget_s:
             break
         with contextlib.suppress(KvabrError, RuntimeError, MemoryError):
-            sample, below = _sample(catalog, track, profile, spec.rows, samples)
-            group = CodedGroup(payload_of(sample.frame(track.name)), track.name, sample.context, below)
+            group = sample_group(sample, track.name)
             one_s, took_s = _timed_batch(group, places[:1])
             many_s, also_s = _timed_batch(group, places)
             spent_s += took_s + also_s
@@ -227,28 +227,15 @@ def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class ModelKey:
-    """Key of decode times within a machine."""
+def speeds_key(catalog: Catalog, device: torch.device | None = None) -> str:
+    """Return the key of a catalog's decode times on this machine; ``device`` None: the processor.
 
-    model: str
-    """Digest of the KV's spec."""
-    profile: str
-    """SHA-256 of the codec profile; empty without one."""
-    path: str
-    """Code path: the native coder's, or the GPU's name."""
-
-    @classmethod
-    def of(cls, catalog: Catalog, device: torch.device | None = None) -> ModelKey:
-        """Return the key of a catalog's model; ``device`` None: the processor."""
-        path = "none"
-        with contextlib.suppress(KvabrError):  # KVABR_CODER is wrong; decoding AC reports it
-            path = f"gpu {torch.cuda.get_device_name(device)}" if _is_gpu(device) else active_path()
-        return cls(catalog.spec.digest().hex(), catalog.profile or "", path)
-
-    def __str__(self) -> str:
-        """Return the key in the file."""
-        return f"{self.model}:{self.profile}:{self.path}"
+    It has the digest of the KV's spec, that of the profile, if any, and the native coder's code path or the GPU's name.
+    """
+    path = "none"
+    with contextlib.suppress(KvabrError):  # KVABR_CODER is wrong; decoding AC reports it
+        path = f"gpu {torch.cuda.get_device_name(device)}" if _is_gpu(device) else active_path()
+    return f"{catalog.spec.digest().hex()}:{catalog.profile or ''}:{path}"
 
 
 class DecodeSpeeds:
@@ -258,14 +245,14 @@ class DecodeSpeeds:
         """Read the file if it exists; never raises. Without a path, rates are only corrected."""
         self._file = MachineFile(path, "decode_rates", _tracks)
         self._lock = threading.Lock()
-        self._tried: set[ModelKey] = set()
+        self._tried: set[str] = set()
         self._rates: LRUCache[tuple[object, ...], DecodeRates] = LRUCache(MAX_MODELS)
 
     def rates(self, catalog: Catalog, device: torch.device | None = None) -> DecodeRates:
         """Return the decode rates for a play; plays of one model share and correct them."""
-        key = ModelKey.of(catalog, device)
+        key = speeds_key(catalog, device)
         times = tuple((track.name, track.decode_s) for track in catalog.tracks)
-        known = self._file.get(str(key))
+        known = self._file.get(key)
         with self._lock:
             found: DecodeRates | None = self._rates.get((key, times, known is None))
             if found is None:
@@ -279,20 +266,20 @@ class DecodeSpeeds:
 
     def lacks(self, catalog: Catalog, device: torch.device | None = None) -> bool:
         """Return whether `measure` is useful: there is a file or a GPU, and no entry."""
-        key = ModelKey.of(catalog, device)
+        key = speeds_key(catalog, device)
         wanted = self._file.path is not None or _is_gpu(device)  # a catalog has no GPU times
-        return wanted and key not in self._tried and self._file.get(str(key)) is None
+        return wanted and key not in self._tried and self._file.get(key) is None
 
     def measure(self, catalog: Catalog, profile: Profile | None, device: torch.device | None = None) -> None:
         """Measure a model, and update the file; never raises. Takes about `BUDGET_S`."""
-        key = ModelKey.of(catalog, device)
+        key = speeds_key(catalog, device)
         with self._lock:
             if key in self._tried:
                 return
             self._tried.add(key)
         per_token = measure(catalog, profile, device=device)
         if per_token:
-            self._file.keep(str(key), per_token)
+            self._file.keep(key, per_token)
 
 
 @once

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from kvabr.client.shared_bandwidth import link_of
+from kvabr.abr.estimator import Estimator
+from kvabr.client.shared_bandwidth import PeerHistory, link_of
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.peer import Peer
-from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
+from kvabr.transfer.transfer import Carrier, GroupRequest, GroupTransfer
 from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError
 
@@ -116,27 +119,26 @@ class Downloads(Carrier):
         self._under_way: dict[GroupRequest, Download] = {}
         self._heard_s: dict[int, float] = {}
         """By priority, time of its last bytes."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._closed = False
 
-    def get(self, request: GroupRequest, reader: GroupReader) -> None:
-        """Add a reader to the download of a group, starting it if necessary."""
+    def get(self, request: GroupRequest, priority: int) -> Download:
+        """Return the download of a group; if it is not under way, start it at a priority, for readers to join."""
         self._loop = asyncio.get_running_loop()
         download = self._under_way.get(request)
         if download is not None and not download.damaged:
-            reader.join(download)
             self._count(download, "joined")
-            return
+            return download
         download = Download(request, self)
+        download.priority = priority
         kept = request.digest is not None and request.digest in self.store
         data = self.store.held(request.digest) if kept and request.digest is not None else None
         if data is not None and len(data) == request.limit:
             download.keep(data, "memory")
-            reader.join(download)
         else:
             self._under_way[request] = download
-            reader.join(download)
             download.begin(self if kept else self.peer)
+        return download
 
     def carry(self, transfer: GroupTransfer) -> None:
         """See `Carrier.carry`."""
@@ -147,6 +149,20 @@ class Downloads(Carrier):
     def names(self) -> Sequence[str]:
         """Names of the connection in a `PeerHistory`."""
         return self.peer.names
+
+    @contextmanager
+    def estimating(self, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
+        """Yield a play's estimator, primed from the history; record its measurements at the end."""
+        names = self.names
+        known = [prior for name in names if (prior := history.of(name)) is not None]
+        with self.link.joined(estimator, max(known, key=lambda prior: prior.rate, default=None)) as share:
+            try:
+                yield share
+            finally:
+                # A play without bytes must not make old records look fresh, nor may a play redialled over another
+                # transport be recorded.
+                if share.heard and len(self.names) == 1 and self.names[0] in names:
+                    history.heard(self.names[0], share.link_rate(), share.ttfb())
 
     def waits_its_turn(self, download: GroupTransfer) -> bool:
         """Return whether a download is idle because others, at least as urgent, receive bytes."""
@@ -225,10 +241,7 @@ class Downloads(Carrier):
 
     def _put(self, digest: str, data: memoryview) -> None:
         if not self._closed and digest not in self.store:
-            self._track(self._stored(digest, data))
-
-    async def _stored(self, digest: str, data: memoryview) -> None:
-        await self.store.put(digest, data)
+            self._track(self.store.put(digest, data))
 
     async def _look(self, download: Download, digest: str) -> None:
         # Memory has only checked groups; the store checks those on disk.
@@ -246,7 +259,7 @@ class Downloads(Carrier):
         if self._under_way.get(download.request) is download:
             del self._under_way[download.request]
 
-    def _track(self, work: Coroutine[None, None, None]) -> None:
+    def _track(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,8 +1,7 @@
 """Drive one `player.Session` over one `Connection`: clock, downloads, decoding and engine.
 
 Only decoding and prefill leave the event loop's thread. A few threads shared by all plays decode, in parallel with the
-network; many very small groups are decoded on the loop. Each engine has its own thread and computes one play at a time.
-A play that ends discards their late results.
+network. Each engine has its own thread and computes one play at a time. A play that ends discards their late results.
 """
 
 from __future__ import annotations
@@ -10,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
-from heapq import heappop, heappush
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
 from kvabr.abr.plugins import shipped
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
+from kvabr.client.engine_work import on_engine, timed, timings_of
 from kvabr.client.live_feed import LiveFeed
-from kvabr.client.resources import on_engine, timed, timings_of
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.player.assembler import Assembler, Layer, Placement
@@ -41,7 +38,7 @@ from kvabr.player.session_types import (
 )
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.transfer import GroupReader
-from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
+from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.engine import Engine, ResidentCache, ResidentEngine, prefill_classes
 from kvabr.types.errors import (
@@ -59,10 +56,8 @@ class EngineCache:
     """Computes groups of a play, in the engine's threads, one call at a time."""
 
     def __init__(self, engine: Engine, catalog: Catalog, tokens: Sequence[int], assembler: Assembler) -> None:
-        """Prepare. The first computation allocates the engine's cache."""
+        """Prepare."""
         self._engine, self._catalog, self._tokens, self._assembler = engine, catalog, tokens, assembler
-        self._room: ResidentCache | None = None
-        self._asked = False
         self._held: list[str | None] = [None] * catalog.groups
         """By group, the track that the engine holds, or ``recomputed``."""
 
@@ -71,10 +66,6 @@ class EngineCache:
         catalog, assembler = self._catalog, self._assembler
         begin, end = catalog.tokens_before(first), catalog.tokens_before(last)
         tokens = self._tokens[begin:end]
-        if not self._asked:
-            self._asked = True
-            if isinstance(self._engine, ResidentEngine) and catalog.every_token and not catalog.first_token:
-                self._room = self._engine.reside(catalog.tokens)
         if self._room is None:
             before = assembler.before_classes(first) if first else None
             assembler.put_computed(first, last, *prefill_classes(self._engine, tokens, before))
@@ -85,6 +76,14 @@ class EngineCache:
         computed = self._room.prefill(tokens, begin)
         self._held[first:last] = [RECOMPUTED] * (last - first)
         assembler.put_computed(first, last, computed)
+
+    @cached_property
+    def _room(self) -> ResidentCache | None:
+        """The engine's cache, allocated by the first computation; None if it has none."""
+        catalog, engine = self._catalog, self._engine
+        if isinstance(engine, ResidentEngine) and catalog.every_token and not catalog.first_token:
+            return engine.reside(catalog.tokens)
+        return None
 
     def _place(self, room: ResidentCache, groups: int) -> None:
         coverage = self._assembler.coverage[:groups]  # read first: a group that arrives during the copy is copied again
@@ -101,12 +100,6 @@ _PAUSE_SHARE = 1 / 50
 """Share of the deadline to wait before repeating a refused request, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
 """Longest such wait as a share of the deadline, even if the peer names more."""
-_MAX_THREADED_GROUPS = 64
-"""Prompts of at most this many groups are always decoded in threads."""
-_MAX_DECODE_TURN_S = 0.01
-"""Seconds of decoding small groups before the event loop runs again."""
-_MAX_READS = 96
-"""Groups read at once. A connection sends fewer requests at a time anyway."""
 
 _UNREACHABLE_S = 1.0
 """Seconds without a reachable source before the engine computes the rest; a relay restarts faster."""
@@ -121,14 +114,6 @@ _SLOW_EVERY_S = 60.0
 _next_slow_s = 0.0
 
 _log = logging.getLogger("kvabr.client")
-
-
-class _RefusedError(Exception):
-    """A frame cannot be decoded."""
-
-    def __init__(self, request: int, cause: Exception) -> None:
-        super().__init__(request)
-        self.request, self.cause = request, cause
 
 
 class Driver:
@@ -165,20 +150,15 @@ class Driver:
         self._engine, self._tokens = engine, tokens
         self._computed: EngineCache | None = None
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
-        self._reads: dict[int, tuple[asyncio.Task[None], GroupReader]] = {}
-        self._later: list[tuple[int, int, FetchGroup]] = []
-        self._unwanted: set[int] = set()
-        """Cancelled requests in `_later`."""
+        self._reads: dict[int, GroupReader] = {}
+        """By request, downloads under way."""
         self._frames: dict[int, GroupReader] = {}
         """By request, downloads to decode."""
         # An engine's hook decides when a group is written.
-        largest, many = self._catalog.spec.largest, self._catalog.groups > _MAX_THREADED_GROUPS
-        self._small = hook is None and many and 2 * largest.rows * largest.elements_per_token <= SMALL_BYTES
-        """True if this thread decodes the groups, small and numerous."""
         self._together = hook is None and assembler.together
         """True if waiting groups are decoded in one batch."""
-        self._waiting: deque[Decode] = deque()
-        """Groups to decode here or in the next batch."""
+        self._waiting: list[Decode] = []
+        """Groups for the next batch."""
         self._batching = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -200,15 +180,15 @@ class Driver:
         try:
             self._tell(self.session.start)
             if self._feed is not None and not self._over.done():
-                self._begin(self._feed.run(self))
+                stopped = partial(self._tell, self.session.producer_stopped)
+                self._begin(self._feed.run(self._published, stopped))
             await self._over
         finally:
             # End the timer and every download and task.
             if self._timer is not None:
                 self._timer.cancel()
-            for task, download in self._reads.values():
+            for download in self._reads.values():
                 download.cancel()
-                self._tasks.add(task)
             await cancel_all(self._tasks)
             self._computed = None  # free the engine's memory for the next play
         self._show()
@@ -219,9 +199,7 @@ class Driver:
         return self._loop.time() - self._start_s
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        self._track(self._loop.create_task(work))
-
-    def _track(self, task: asyncio.Task[None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -266,10 +244,8 @@ class Driver:
                 self._decode(action)
             case Recompute():
                 self._compute(action)
-            case ChooseTokens():
-                self._begin(self._choose())
-            case RecomputeTokens():
-                self._begin(self._compute_again(action))
+            case ChooseTokens() | RecomputeTokens():
+                self._begin(self._recompute_tokens(action))
 
     def _schedule(self) -> None:
         when = self.session.next_timer()
@@ -306,36 +282,13 @@ class Driver:
         if self._watch is not None:
             self._watch(Snapshot.of(self.session, self.assembler, self._connection.stats(), self.now()))
 
-    # ------------------------------------------------------------- live edge
-
-    def published(self, edge: int, changes: EdgeChanges) -> None:
-        """See `LiveFeed.run`."""
+    def _published(self, edge: int, changes: EdgeChanges) -> None:
         self._tell(partial(self.session.published, changes=changes), edge)
-
-    def stopped(self, reason: str) -> None:
-        """See `LiveFeed.run`."""
-        self._tell(self.session.producer_stopped, reason)
 
     # ------------------------------------------------------------- downloads
 
     def _fetch(self, action: FetchGroup) -> None:
-        if len(self._reads) < _MAX_READS or action.pushed:
-            self._fetch_now(action)
-        else:
-            heappush(self._later, (action.priority, action.request, action))
-
-    def _ended(self, request: int) -> None:
-        self._reads.pop(request, None)
-        while self._later and len(self._reads) < _MAX_READS and not self._over.done():
-            _, _, action = heappop(self._later)
-            if action.request in self._unwanted:
-                self._unwanted.discard(action.request)
-            else:
-                self._fetch_now(action)
-
-    def _fetch_now(self, action: FetchGroup) -> None:
-        ahead = self._feed.take(action.group) if self._feed is not None and action.pushed else None
-        download, before = ahead or (None, 0)
+        download = self._feed.take(action.group) if self._feed is not None and action.pushed else None
         if download is None:
             track, group = self._catalog.address(action.group, action.track)
             download = self._sources[action.source].fetch(
@@ -346,59 +299,47 @@ class Driver:
                 limit=action.bytes,
                 exact=True,
             )
-        self._reads[action.request] = self._loop.create_task(self._read(action, download, before)), download
+        self._reads[action.request] = download
+        self._begin(self._read(action, download))
 
     def _cancel(self, request: int) -> None:
         self._frames.pop(request, None)
-        found = self._reads.get(request)
-        if found is None:
-            if self._later:
-                self._unwanted.add(request)
-            return
-        task, download = found
-        self._track(task)
-        task.cancel()
-        download.cancel()
-        self._ended(request)
+        if (download := self._reads.pop(request, None)) is not None:
+            download.cancel()  # its read ends with an error, which the session ignores
 
-    async def _read(self, action: FetchGroup, download: GroupReader, before: int) -> None:
+    async def _read(self, action: FetchGroup, download: GroupReader) -> None:
+        kept = len(download.data) == action.bytes  # a pushed group may arrive before the news of it
         try:
-            await self._receive(action, download, before)
+            await self._receive(action, download)
         except PolicyError as error:
             if not self._over.done():
                 self._over.set_exception(error)
         except Exception as error:  # noqa: BLE001  # any transport error fails this request
-            if download.stats.first_byte_s is None:
+            if not download.data:
                 await self._pause(error)
-            self._ended(action.request)
+            self._reads.pop(action.request, None)
             busy = isinstance(error, RequestError) and error.reason in (Reason.BUSY, Reason.AWAY)
             lost = self._sources[action.source].closed
             self._tell(partial(self.session.failed, busy=busy, lost=lost), action.request, said(error))
         else:
-            self._ended(action.request)
+            self._reads.pop(action.request, None)
             self._frames[action.request] = download
-            self._tell(partial(self.session.done, limit=download.stats.limit), action.request)
+            self._tell(partial(self.session.done, limit="kept" if kept else download.limit), action.request)
         finally:
             download.cancel()
 
-    async def _receive(self, action: FetchGroup, download: GroupReader, before: int) -> None:
-        """Read a group up to its last byte; ``before`` bytes are already read."""
-        size, received = action.bytes, before
-        if 0 < received <= size:
-            self.session.first_byte(action.request, self.now(), "network" if received < size else "kept")
-            self.session.progress(action.request, received, self.now(), "network" if received < size else "kept")
-        while received != size:
-            part = await download.read() if received < size else memoryview(b"")
+    async def _receive(self, action: FetchGroup, download: GroupReader) -> None:
+        """Read a group up to its last byte."""
+        size, received = action.bytes, 0
+        while received < size:
+            part = await download.read()
             if not part or received + len(part) > size:
-                what = f"group {action.group} of {action.track}"
-                got = "more" if part or received > size else str(received)
-                raise RequestError(f"{what}: {got} bytes came, the catalog says {size}")
-            first = not received
+                got = "more" if part else str(received)
+                what = f"group {action.group} of {action.track}: {got} bytes came"
+                raise RequestError(f"{what}, the catalog says {size}")
             received += len(part)
-            if first:
-                self.session.first_byte(action.request, self.now(), download.stats.limit)
             if received < size:
-                self.session.progress(action.request, received, self.now(), download.stats.limit)
+                self.session.progress(action.request, received, self.now(), download.limit)
 
     async def _pause(self, error: Exception) -> None:
         """Wait as a busy peer requests: immediate retries would use up the attempts."""
@@ -413,57 +354,62 @@ class Driver:
     # -------------------------------------------------------------- decoding
 
     def _decode(self, action: Decode) -> None:
-        if not self._together and not self._small:
-            self._begin(self._place(action))
+        if not self._together:
+            self._begin(self._place([action]))
             return
         self._waiting.append(action)
-        if not self._together:
-            if len(self._waiting) == 1:
-                self._loop.call_soon(self._decode_small)
-        elif not self._batching:
+        if not self._batching:
             self._batching = True
-            self._begin(self._place_together())
+            self._begin(self._place_waiting())
 
-    async def _place(self, action: Decode) -> None:
-        layers = self._layers(action)
-        try:
-            work = partial(timed, self._loop.time, self._decoded, action, layers)
-            write, seconds = await self._loop.run_in_executor(decoders(), work)
-        except _RefusedError as error:
-            self._refuse(action, error)
-            return
-        self._forget_frames(action)
-        if self._hook is not None and write is not None:
-            unit = self._catalog.unit(action.group)
-            try:
-                await self._hook.write(unit.first, unit.first + unit.tokens, write)
-            except Exception as error:  # noqa: BLE001  # any engine error ends the upgrades
-                self.engine_error = error
-                self._tell(partial(self.session.stop, reason=said(error)))
-                return
-        self._tell(partial(self.session.decoded, seconds=seconds), action.request)
-
-    async def _place_together(self) -> None:
-        """Decode all waiting groups in a thread, then later arrivals."""
+    async def _place_waiting(self) -> None:
+        """Decode all waiting groups in a batch, then later arrivals."""
         while self._waiting and not self._over.done():
             await asyncio.sleep(0)  # groups that arrive in one turn of the loop share a batch
-            actions = list(self._waiting)
-            self._waiting.clear()
-            batch = [(action.group, self._layers(action)) for action in actions]
-            verdicts: Sequence[Placement | Exception]
-            work = partial(timed, self._loop.time, self.assembler.put_many, batch)
-            try:
-                verdicts, seconds = await self._loop.run_in_executor(decoders(), work)
-            except Exception as error:  # noqa: BLE001  # any device error
-                verdicts, seconds = [error] * len(batch), 0.0
-            shares = self._shares(actions, seconds)
-            for action, (_, layers), verdict, share in zip(actions, batch, verdicts, shares, strict=True):
-                if isinstance(verdict, Exception):
-                    self._refuse(action, self._refused(action, layers, verdict))
-                else:
-                    self._forget_frames(action)
-                    self._tell(partial(self.session.decoded, seconds=share), action.request)
+            actions, self._waiting = self._waiting, []
+            await self._place(actions)
         self._batching = False
+
+    async def _place(self, actions: Sequence[Decode]) -> None:
+        """Decode groups in a thread, and report them to the session."""
+        batch = [(action.group, self._layers(action)) for action in actions]
+        placed: Sequence[Placement | Callable[[], Placement] | Exception]
+        try:
+            work = partial(timed, self._loop.time, self._decoded, batch)
+            placed, seconds = await self._loop.run_in_executor(decoders(), work)
+        except Exception as error:  # noqa: BLE001  # any device error
+            placed, seconds = [error] * len(batch), 0.0
+        shares = self._shares(actions, seconds)
+        for action, (_, layers), result, share in zip(actions, batch, placed, shares, strict=True):
+            if isinstance(result, Exception):
+                self._refuse(action, layers, result)
+                continue
+            for request in (*action.below, action.request):
+                self._frames.pop(request, None)
+            if self._hook is None or isinstance(result, Placement) or await self._written(self._hook, action, result):
+                self._tell(partial(self.session.decoded, seconds=share), action.request)
+
+    def _decoded(self, batch: Sequence[tuple[int, Sequence[Layer]]]) -> Sequence[Any]:
+        """Return each group's placement, the function that writes it into a cache in use, or its error.
+
+        Runs in a thread.
+        """
+        if self._over.done():
+            return [Placement.LATE] * len(batch)
+        on_one_core()
+        if self._hook is None:
+            return self.assembler.put_many(batch)
+        ((group, (*below, top)),) = batch
+        return [self.assembler.prepare(group, top.track, top.frame, has_digest=top.has_digest, below=below)]
+
+    async def _written(self, hook: EngineHook, action: Decode, write: Callable[[], object]) -> bool:
+        unit = self._catalog.unit(action.group)
+        try:
+            await hook.write(unit.first, unit.first + unit.tokens, write)
+        except Exception as error:  # noqa: BLE001  # any engine error ends the upgrades
+            self.engine_error = error
+            self._tell(partial(self.session.stop, reason=said(error)))
+        return self.engine_error is None
 
     def _shares(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
         """Return each group's share of the batch's time without fixed latency; None: not decoded."""
@@ -474,81 +420,29 @@ class Driver:
         spent, whole = max(0.0, seconds - view.decode_latency_s(actions[0].track)), sum(own)
         return [spent * (each / whole if whole else 1 / len(own)) for each in own]
 
-    def _note_damage(self, group: int, track: str, why: str) -> None:
-        """Record an unusable frame; log the first one of a play."""
-        damaged = self.session.record.damaged
-        if not damaged:
-            name = self._catalog.namespace.prompt
-            _log.warning(
-                "kvabr: group %d of %s on %s is damaged (%s); see `kvabr store verify --deep`", group, name, track, why
-            )
-        damaged.append((group, track, why))
-
-    def _decode_small(self) -> None:
-        """Decode small groups here for at most `_MAX_DECODE_TURN_S`, and the others after the loop has run."""
-        until_s = self._loop.time() + _MAX_DECODE_TURN_S
-        while self._waiting and not self._over.done():
-            action = self._waiting[0]
-            try:
-                _, seconds = timed(self._loop.time, self._decoded, action, self._layers(action))
-            except _RefusedError as error:
-                self._refuse(action, error)
-            else:
-                self._forget_frames(action)
-                self._tell(partial(self.session.decoded, seconds=seconds), action.request)
-            self._waiting.popleft()
-            if self._waiting and self._loop.time() >= until_s:
-                self._loop.call_soon(self._decode_small)
-                return
-
-    def _names(self, action: Decode) -> tuple[tuple[int, ...], Sequence[str]]:
-        """Return the requests and tracks of a group's layers, lowest first."""
-        requests = (*action.below, action.request)
-        return requests, self.session.view.ladder.stacks[action.track][-len(requests) :]
-
     def _layers(self, action: Decode) -> list[Layer]:
-        requests, names = self._names(action)
-        downloads = [self._frames[request] for request in requests]
+        """Return the received layers of a group, lowest first."""
+        downloads = [self._frames[request] for request in (*action.below, action.request)]
+        names = self.session.view.ladder.stacks[action.track][-len(downloads) :]
         return [Layer(name, one.data, one.has_digest) for name, one in zip(names, downloads, strict=True)]
 
-    def _refuse(self, action: Decode, error: _RefusedError) -> None:
-        requests, names = self._names(action)
-        if isinstance(error.cause, FormatError):  # other errors are local
-            self._note_damage(action.group, names[requests.index(error.request)], said(error.cause))
-        self._frames.pop(error.request, None)
-        self._tell(self.session.refused, error.request, said(error.cause))
-
-    def _forget_frames(self, action: Decode) -> None:
-        for request in (*action.below, action.request):
-            self._frames.pop(request, None)
-
-    def _decoded(self, action: Decode, layers: Sequence[Layer]) -> Callable[[], object] | None:
-        """Place a group, or return the function that writes it if the cache is in use; runs in a thread.
-
-        Raises:
-            _RefusedError: a frame cannot be used; the cache is unchanged.
-        """
-        if self._over.done():
-            return None
-        if not self._small:
-            on_one_core()
-        group, assembler = action.group, self.assembler
-        *below, (track, frame, has_digest) = layers
-        put = assembler.put if self._hook is None else assembler.prepare
-        try:
-            written = put(group, track, frame, has_digest=has_digest, below=below)
-        except Exception as error:  # any error makes a frame unusable
-            raise self._refused(action, layers, error) from error
-        return written if callable(written) else None
-
-    def _refused(self, action: Decode, layers: Sequence[Layer], error: Exception) -> _RefusedError:
-        """Return the error for the first unusable frame of a group."""
-        for request, layer in zip(action.below, layers, strict=False):
+    def _refuse(self, action: Decode, layers: Sequence[Layer], error: Exception) -> None:
+        """Report the first unusable layer of a group that was not placed; log the first one of a play."""
+        request, track = action.request, action.track
+        for below, layer in zip(action.below, layers, strict=False):
             try:
                 self.assembler.check(action.group, layer)
             except Exception as lower:  # noqa: BLE001  # any error, as for the whole group
-                return _RefusedError(request, lower)
-        return _RefusedError(action.request, error)
+                request, track, error = below, layer.track, lower
+                break
+        if isinstance(error, FormatError):  # other errors are local
+            damaged, name = self.session.record.damaged, self._catalog.namespace.prompt
+            if not damaged:
+                what = f"group {action.group} of {name} on {track}"
+                _log.warning("kvabr: %s is damaged (%s); see `kvabr store verify --deep`", what, said(error))
+            damaged.append((action.group, track, said(error)))
+        self._frames.pop(request, None)
+        self._tell(self.session.refused, request, said(error))
 
     # ---------------------------------------------------------------- engine
 
@@ -574,25 +468,20 @@ class Driver:
 
         self._begin(compute())
 
-    async def _choose(self) -> None:
-        aim, again, assembler = self.session.aim, self._again, self.assembler
-        if again is None or not isinstance(aim, BlendAim):
-            raise KvabrError("this play is to choose tokens, and has nothing that does")
-        try:
-            await on_engine(again.engine, lambda: again.choose(assembler.before(self._catalog.groups)))
-        except Exception as error:  # noqa: BLE001  # engines and selectors raise arbitrary errors
-            self._tell(aim.tokens_failed, said(error))
-        else:
-            self._tell(aim.tokens_chosen)
-
-    async def _compute_again(self, action: RecomputeTokens) -> None:
+    async def _recompute_tokens(self, action: ChooseTokens | RecomputeTokens) -> None:
         aim, again, assembler = self.session.aim, self._again, self.assembler
         if again is None or not isinstance(aim, BlendAim):
             raise KvabrError("this play is to compute tokens again, and has nothing that does")
-        ahead = action.passage is not None
+        done: Callable[..., None] = aim.tokens_chosen
+        failed: Callable[..., None] = aim.tokens_failed
+        if isinstance(action, RecomputeTokens):
+            ahead = action.passage is not None
+            done, failed = partial(aim.tokens_recomputed, ahead=ahead), partial(failed, ahead=ahead)
 
         def work() -> None:
-            if action.passage is not None:
+            if isinstance(action, ChooseTokens):
+                again.choose(assembler.before(self._catalog.groups))
+            elif action.passage is not None:
                 again.compute_ahead(assembler, action.passage, action.tokens)
             else:
                 coverage = [track or "" for track in assembler.coverage]
@@ -600,10 +489,10 @@ class Driver:
 
         try:
             await on_engine(again.engine, work)
-        except Exception as error:  # noqa: BLE001  # as above
-            self._tell(partial(aim.tokens_failed, ahead=ahead), said(error))
+        except Exception as error:  # noqa: BLE001  # engines and selectors raise arbitrary errors
+            self._tell(failed, said(error))
         else:
-            self._tell(partial(aim.tokens_recomputed, ahead=ahead))
+            self._tell(done)
 
 
 def said(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from kvabr.client.resources import in_thread
+from kvabr.client.engine_work import WorkThread
 from kvabr.types.errors import UsageError
 
 Rewrite = Callable[[int, int, Callable[[], None]], bool]
@@ -39,24 +39,19 @@ class StepGate:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Keep the cache unchanged during the block. Not reentrant."""
-        with self._my_turn():
-            yield
-
-    def __call__(self, first: int, last: int, write: Callable[[], None]) -> bool:
-        """Write between two steps; see `Rewrite`."""
-        del first, last  # a step reads all tokens
-        with self._my_turn():
-            write()
-        return True
-
-    @contextmanager
-    def _my_turn(self) -> Iterator[None]:
         with self._next:
             self._lock.acquire()
         try:
             yield
         finally:
             self._lock.release()
+
+    def __call__(self, first: int, last: int, write: Callable[[], None]) -> bool:
+        """Write between two steps; see `Rewrite`."""
+        del first, last  # a step reads all tokens
+        with self.step():
+            write()
+        return True
 
 
 class EngineHook:
@@ -65,7 +60,11 @@ class EngineHook:
     def __init__(self) -> None:
         self._rewrite: Rewrite | None = None
         self._there = asyncio.Event()
-        self._turn = asyncio.Lock()
+        self._thread = WorkThread()
+
+    def close(self) -> None:
+        """End the hook's thread after a running call; `write` is not called again."""
+        self._thread.close()
 
     def use(self, rewrite: Rewrite) -> None:
         """Set the engine's hook; call on the loop's thread."""
@@ -87,14 +86,10 @@ class EngineHook:
             write()
             written = True
 
-        while not await self._called(first, last, once):
+        assert self._rewrite is not None  # noqa: S101  # after _there is set
+        while not await self._thread.run(partial(self._rewrite, first, last, once)):
             await asyncio.sleep(pause_s)
             pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
         # Do not require an improvement: the write may be cancelled, or the group already on as good a track.
         if not written:
             raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} and did not write")
-
-    async def _called(self, first: int, last: int, write: Callable[[], None]) -> bool:
-        assert self._rewrite is not None  # noqa: S101  # after _there is set
-        async with self._turn:
-            return await in_thread(partial(self._rewrite, first, last, write))

@@ -61,14 +61,10 @@ class MachineFile(Generic[V]):
         with self._lock:
             return self._known.get(key)
 
-    def put(self, key: str, value: V) -> None:
-        """Set an entry in memory."""
-        with self._lock:
-            self._put(key, value)
-
     def keep(self, key: str, value: V) -> None:
         """Set an entry, and write the file if there is one; never raises."""
-        self.put(key, value)
+        with self._lock:
+            self._put(key, value)
         self.save(key)
 
     def refresh(self, own: str | None = None) -> None:

@@ -32,18 +32,16 @@ async def find_passages(
     spec: KVSpec,
     *,
     salt: bytes = b"",
-    any_dtype: bool = False,
     refused: Callable[[Passage, str], None] = lambda *_: None,
 ) -> dict[Passage, Found]:
     """Return the usable ones of some passages at an origin.
 
-    All are requested at once, in one round trip. ``refused`` receives the reason for each unusable one. ``any_dtype``
-    accepts any element type.
+    All are requested at once, in one round trip. ``refused`` receives the reason for each unusable one.
 
     Raises `TransportError` or `FormatError` if none was found, and one failed with it.
     """
     wanted = list(dict.fromkeys(passages))
-    asked = (_find(origin, each, spec, salt, any_dtype=any_dtype) for each in wanted)
+    asked = (_find(origin, each, spec, salt) for each in wanted)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     found = {passage: answer for passage, answer in zip(wanted, answers, strict=True) if isinstance(answer, Found)}
     for passage, answer in zip(wanted, answers, strict=True):
@@ -55,7 +53,7 @@ async def find_passages(
     return found
 
 
-async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes, *, any_dtype: bool) -> Found:
+async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes) -> Found:
     chunks = passage_chain(
         passage.ids, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
     )
@@ -64,7 +62,7 @@ async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes,
     catalog = found.catalog
     if catalog.passage is None or catalog.tokens != len(passage.ids) or catalog.chunks != tuple(chunks):
         raise ForeignError(f"what the origin has under the name of {catalog.namespace.prompt[:12]}... is no passage")
-    if catalog.spec.digest() != (spec.with_dtypes(catalog.spec) if any_dtype else spec).digest():
+    if catalog.spec.digest() != spec.digest():
         raise ForeignError(f"the origin's passage is of {catalog.spec.summary}, ours of {spec.summary}")
     return found
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,14 @@ from kvabr.player.sources import NOT_KNOWN
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
-from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
+from kvabr.types.errors import (
+    ForeignError,
+    FormatError,
+    NotFoundError,
+    TransportError,
+    UsageError,
+    told_if_exhausted,
+)
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
@@ -36,24 +44,36 @@ _AGAIN_S = 0.05
 _Answer = Found | Unplayable | None
 Answered = tuple[_Answer, KVSpec | None]
 """A peer's answer to a lookup, and its model's spec."""
-_Lookup = Callable[[Sequence[KVSpec]], Awaitable[_Answer]]
+_Asked = asyncio.Task[Answered | Exception]
 
 
-class ClientPeer:
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A lookup of a prompt's longest cached prefix."""
+
+    tokens: Sequence[int]
+    model: KVSpec | str | None
+    """A spec, a name at the peer, or None for its only model. A name is looked up in up to four group sizes and
+    shapes."""
+    any_group_tokens: bool = False
+    """Look up a spec also in other group sizes."""
+    salt: bytes = b""
+    any_dtype: bool = False
+    live: bool = False
+    """Include assets still being prefilled."""
+    wait_s: float = 0.0
+    """If ``live`` and there is no asset, repeat the lookup for this many seconds."""
+
+
+class ClientPeer(Downloads):
     """An origin or a relay, created by `AsyncClient.peer`."""
 
     def __init__(
-        self,
-        name: str,
-        peer: PeerConnection,
-        store: GroupCache,
-        metrics: ClientMetrics,
-        *,
-        own: bool,
+        self, name: str, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool
     ) -> None:
         """Prepare without dialling; for the arguments see `Downloads`."""
+        super().__init__(peer, store, metrics, own=own)
         self.name = name
-        self.downloads = Downloads(peer, store, metrics, own=own)
         self._models: Sequence[KVSpec] = ()
         self._asked_s = -math.inf
         """Time of the last request for models."""
@@ -61,110 +81,75 @@ class ClientPeer:
     @property
     def trouble(self) -> str | None:
         """The current connection error; None if there is none."""
-        return self.downloads.peer.trouble
+        return self.peer.trouble
 
     @property
     def reached(self) -> bool:
         """True if it is or was connected."""
-        return self.downloads.peer.reached
+        return self.peer.reached
 
-    async def find(
-        self,
-        connection: Connection,
-        tokens: Sequence[int],
-        model: KVSpec | str | None,
-        *,
-        any_group_tokens: bool = False,
-        salt: bytes = b"",
-        any_dtype: bool = False,
-        live: bool = False,
-        wait_s: float = 0.0,
-    ) -> Answered:
+    async def find(self, connection: Connection, query: Query) -> Answered:
         """Return the longest cached prefix of a prompt, and the spec of its model; each None if not found.
 
-        The model is a spec, a name at the peer, or None for its only one. A name is looked up in up to four group sizes
-        and shapes; a spec with ``any_group_tokens`` also in other sizes. ``live`` includes assets still being
-        prefilled; if there is none, the lookup is repeated, and answers within ``wait_s`` seconds. Errors as
-        `AsyncClient.find`.
+        Errors as `AsyncClient.find`.
         """
         clock = asyncio.get_running_loop().time
-        end_s = clock() + (wait_s if live else 0.0)
-        await self.downloads.peer.connected()
-        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live)
-        find = partial(self._find, connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
-        answer = await find()
-        with contextlib.suppress(TimeoutError):  # the last answer stands
+        end_s = clock() + (query.wait_s if query.live else 0.0)
+        await self.peer.connected()
+        answer = await self._find(connection, query)
+        with suppress(TimeoutError):  # the last answer stands
             async with asyncio.timeout_at(end_s):
                 while not isinstance(answer[0], Found) and clock() + _AGAIN_S <= end_s:
                     await asyncio.sleep(_AGAIN_S)
-                    answer = await find()
+                    answer = await self._find(connection, query)
         return answer
 
-    async def _find(
-        self,
-        connection: Connection,
-        tokens: Sequence[int],
-        model: KVSpec | str | None,
-        lookup: _Lookup,
-        *,
-        any_group_tokens: bool,
-    ) -> Answered:
+    async def _find(self, connection: Connection, query: Query) -> Answered:
+        model = query.model
         if isinstance(model, KVSpec):
-            found = await (
-                self._in_any_size(connection, tokens, model, lookup) if any_group_tokens else lookup([model])
-            )
-            return found, model
+            if query.any_group_tokens:
+                return await self._in_any_size(connection, query, model), model
+            return await _longest(connection, query, [model]), model
         recent, tried, found = self._recent(), None, None
         if recent is not None:
-            with contextlib.suppress(ForeignError, UsageError):  # new publications may change the answer
+            with suppress(ForeignError, UsageError):  # new publications may change the answer
                 specs = _shapes(recent, model)
-                found = await lookup(specs)
+                found = await _longest(connection, query, specs)
                 if isinstance(found, Found):
                     return found, found.catalog.spec
                 tried = specs
         specs = _shapes(await self._ask(connection), model)
-        found = found if specs == tried else await lookup(specs)
+        found = found if specs == tried else await _longest(connection, query, specs)
         return found, specs[0] if specs else None
 
     async def catalog(self, connection: Connection, name: TrackNamespace, *, live: bool) -> Answered:
         """Return an asset's catalog, like `find`; errors as `AsyncClient.find_asset`."""
-        await self.downloads.peer.connected()
+        await self.peer.connected()
         return await fetch_catalog(connection, name, live=live), None
 
-    def relieve(self) -> None:
-        """See `Connection.relieve`."""
-        self.downloads.peer.relieve()
-
-    async def close(self) -> None:
-        """End all transfers, and close the connection if this dialled it."""
-        await self.downloads.close()
-
-    async def _in_any_size(
-        self, connection: Connection, tokens: Sequence[int], model: KVSpec, lookup: _Lookup
-    ) -> _Answer:
+    async def _in_any_size(self, connection: Connection, query: Query, model: KVSpec) -> _Answer:
         """Return the longest prefix in any group size; other sizes may fail and have limited time."""
         clock = asyncio.get_running_loop().time
         begun_s = clock()
-        others = asyncio.create_task(self._in_other_sizes(connection, model, lookup))
+        others = asyncio.create_task(self._in_other_sizes(connection, query, model))
         try:
-            found = await lookup([model])
-            if _tokens(found) < len(tokens):
-                with contextlib.suppress(TimeoutError):
+            found = await _longest(connection, query, [model])
+            if _tokens(found) < len(query.tokens):
+                with suppress(TimeoutError):
                     other = await asyncio.wait_for(
                         others, max(_MIN_OTHER_SIZES_S, _OTHER_SIZES_FACTOR * (clock() - begun_s))
                     )
-                    if _tokens(other) > _tokens(found):
-                        return other
+                    return max(found, other, key=_tokens)
         finally:
             others.cancel()
         return found
 
-    async def _in_other_sizes(self, connection: Connection, model: KVSpec, lookup: _Lookup) -> _Answer:
-        with contextlib.suppress(TransportError, FormatError, UsageError):
+    async def _in_other_sizes(self, connection: Connection, query: Query, model: KVSpec) -> _Answer:
+        with suppress(TransportError, FormatError, UsageError):
             recent = self._recent()
             told = await self._ask(connection) if recent is None else recent
             others = [spec for spec in told if spec != model and spec.same_cache(model)]
-            return await lookup(others[:_MAX_SHAPES])
+            return await _longest(connection, query, others[:_MAX_SHAPES])
         return None
 
     def _recent(self) -> Sequence[KVSpec] | None:
@@ -184,6 +169,15 @@ class ClientPeer:
         return self._models
 
 
+@contextmanager
+def relieving(peers: Iterable[ClientPeer]) -> Iterator[None]:
+    """Release the peers' unused resources if one is exhausted; see `told_if_exhausted`."""
+    with ExitStack() as told:
+        for each in peers:
+            told.enter_context(told_if_exhausted(each.peer.relieve))
+        yield
+
+
 PeerLike = ClientPeer | PeerConnection | str | None
 """A peer as named by a play: a `ClientPeer`, an open connection, or a URL; None: the client's origin."""
 PeersLike = PeerLike | Sequence[PeerLike]
@@ -192,7 +186,8 @@ PeersLike = PeerLike | Sequence[PeerLike]
 
 async def first_found(
     connection: PlaySources,
-    lookups: Sequence[Coroutine[Any, Any, Answered]],
+    peers: Sequence[ClientPeer],
+    look: Callable[[ClientPeer, Connection], Coroutine[Any, Any, Answered]],
     tokens: int = 1,
     within_s: float = math.inf,
 ) -> Answered:
@@ -202,70 +197,66 @@ async def first_found(
     before ``within_s`` seconds, use the answers so far. Other sources with the same asset join the play when they
     answer.
     """
-    if len(lookups) == 1:
+    pairs = list(zip(peers, connection.sources, strict=True))
+    if len(pairs) == 1:
         connection.answered_by(0)
-        return await lookups[0]
-    asked = [asyncio.ensure_future(lookup) for lookup in lookups]
+        return await look(*pairs[0])
+    asked = [connection.meanwhile(_said(look(*pair))) for pair in pairs]
+    found: dict[int, Found] = {}
     try:
         round_trip_s = max((each or 0.0 for each in connection.round_trips), default=0.0)
         doubted = {task for task, source in zip(asked, connection.sources, strict=True) if source.unreachable}
         found = await _found_by(asked, doubted, tokens, round_trip_s, _REPORT_SHARE * within_s)
-    except BaseException:
-        for task in asked:
-            task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)  # one may fail at this moment
-        raise
+    finally:
+        silent = [] if found else [task.cancel() for task in asked if not task.done()]
     if not found:
-        told = [task.result() for task in asked if task.done() and task.exception() is None]
-        silent = [task.cancel() for task in asked if not task.done()]
-        if told:
-            return next((answer for answer in told if answer[0] is not None), told[0])
-        if silent:
-            raise TimeoutError
+        said = [task.result() for task in asked if task.done() and not task.cancelled()]
+        answers = [each for each in said if not isinstance(each, Exception)]
+        if answers:
+            return next((answer for answer in answers if answer[0] is not None), answers[0])
+        errors = [each for each in said if isinstance(each, Exception)]
         # "Not found" does not speak for sources that were not reached.
-        raise next((error for task in asked if not isinstance(error := task.exception(), NotFoundError)), None) or (
-            asked[0].exception() or TimeoutError()
-        )
+        raise TimeoutError if silent else min(errors, key=lambda error: isinstance(error, NotFoundError))
     best = max(found, key=lambda source: (_tokens(found[source]), -source))
     connection.answered_by(best)
     for source, task in enumerate(asked):
+        connection.offer(source, NOT_KNOWN)
+        offered = partial(_offer, connection, source, played=found[best])
         if task.done():
-            _offer(connection, source, task, found[best])
+            offered(task)
         else:
-            connection.offer(source, NOT_KNOWN)
-            late = connection.meanwhile(_offered(connection, source, task, found[best]))
-            late.add_done_callback(partial(_let_go, task))  # even if cancelled before its start
-    return await asked[best]
+            task.add_done_callback(offered)
+    return found[best], None
 
 
-async def _offered(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
-    await asyncio.wait({asked})
-    _offer(connection, source, asked, played)
+async def _said(lookup: Coroutine[Any, Any, Answered]) -> Answered | Exception:
+    """Return a lookup's answer or error."""
+    try:
+        return await lookup
+    except Exception as error:  # noqa: BLE001  # any error excludes only this source
+        return error
 
 
-def _let_go(asked: asyncio.Future[Answered], _: object) -> None:
-    """End an unneeded lookup, which may fail at this moment."""
-    if not asked.cancel() and not asked.cancelled():
-        asked.exception()
-
-
-def _offer(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
+def _offer(connection: PlaySources, source: int, asked: _Asked, played: Found) -> None:
     """Record the tracks that a source shares with the play, and why others are excluded."""
+    if asked.cancelled():
+        return
     same: Collection[str] = frozenset()
-    if (error := asked.exception()) is not None:
-        why: str | None = str(error) or repr(error)
-    elif not isinstance(answer := asked.result()[0], Found):
+    answer, found = asked.result(), _found(asked)
+    if isinstance(answer, Exception):
+        why: str | None = str(answer) or repr(answer)
+    elif found is None:
         why = "it has nothing of it"
     else:
-        same, why = _same_tracks(played, answer)
+        same, why = _same_tracks(played, found)
     connection.offer(source, same)
     if why is not None:
         connection.left_out(source, why)
 
 
 async def _found_by(
-    asked: Sequence[asyncio.Future[Answered]],
-    doubted: AbstractSet[asyncio.Future[Answered]],
+    asked: Sequence[_Asked],
+    doubted: AbstractSet[_Asked],
     tokens: int,
     round_trip_s: float,
     within_s: float,
@@ -293,13 +284,13 @@ async def _found_by(
     return found
 
 
-def _answered(task: asyncio.Future[Answered]) -> bool:
-    return task.done() and task.exception() is None
+def _answered(task: _Asked) -> bool:
+    return task.done() and not isinstance(task.result(), Exception)
 
 
-def _found(task: asyncio.Future[Answered]) -> Found | None:
-    answer = None if task.exception() is not None else task.result()[0]
-    return answer if isinstance(answer, Found) else None
+def _found(task: _Asked) -> Found | None:
+    answer = task.result()
+    return answer[0] if not isinstance(answer, Exception) and isinstance(answer[0], Found) else None
 
 
 def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]:
@@ -330,12 +321,13 @@ def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
     return specs
 
 
-async def _longest(connection: Connection, tokens: Sequence[int], specs: Sequence[KVSpec], **how: Any) -> _Answer:
+async def _longest(connection: Connection, query: Query, specs: Sequence[KVSpec]) -> _Answer:
     """Return the longest cached prefix under any spec; raise an error only if there is none."""
-    answers = await asyncio.gather(
-        *(find_prefix(connection, tokens, spec, **how) for spec in specs),
-        return_exceptions=True,
+    lookups = (
+        find_prefix(connection, query.tokens, spec, salt=query.salt, any_dtype=query.any_dtype, live=query.live)
+        for spec in specs
     )
+    answers = await asyncio.gather(*lookups, return_exceptions=True)
     found = [answer for answer in answers if isinstance(answer, Found)]
     for answer in answers:
         if isinstance(answer, BaseException) and not found:

@@ -24,7 +24,6 @@ from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.prepare import Prepared
-from kvabr.client.shared_bandwidth import estimating
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned, warm_in_background
@@ -114,7 +113,7 @@ async def _run(
         assembler = Assembler(catalog, prepared.profile, out=room, dtype=options.dtype, coded=coded)
     except RuntimeError as error:
         raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
-    rates = options.decode_share or DecodeShare(call.memory.speeds.rates(catalog, call.device), call.turn.plays)
+    rates = options.decode_share or DecodeShare(call.memory.speeds.rates(catalog, call.device), call.plays)
     cost_s = rest_s
     if coded:  # it is expanded after its arrival
         cheapest = ladder.cheapest
@@ -141,7 +140,7 @@ async def _run(
             ladder,
             wanted_s,
             options.policy,
-            [links.enter_context(estimating(each, call.estimator(), history)) for each in connection.downloads],
+            [links.enter_context(peer.estimating(call.estimator(), history)) for peer in connection.peers],
             goal=goal,
             cost=call.cost,
             mode=mode,
@@ -236,10 +235,10 @@ def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
     tracks = zip(assembler.coverage, final, strict=True)
     rate = view.rate or session.record.bytes_fetched / max(view.now, 1e-3)
     shared, estimators = ExitStack(), []
-    for source in connection.downloads:
+    for peer in connection.peers:
         own = call.estimator()
-        own.prime(Prior(rate / len(connection.downloads), view.ttfb_s))
-        estimators.append(shared.enter_context(source.link.joined(own)))
+        own.prime(Prior(rate / len(connection.peers), view.ttfb_s))
+        estimators.append(shared.enter_context(peer.link.joined(own)))
     upgrading = new_session(
         ladder,
         call.clock.deadline_s,

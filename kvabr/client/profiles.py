@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 from cachetools import LRUCache
@@ -28,11 +27,8 @@ PROFILES = "profiles"
 """Name of the profiles' folder in a client's."""
 _MAX_KEPT = 8
 _profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
-_LOCK = threading.Lock()
-_Reading = dict[Hashable, asyncio.Future[Profile | None]]
-_reading: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Reading] = weakref.WeakKeyDictionary()
-"""By source, profiles being read and checked, shared by plays of a loop. This never waits for a network: one peer must
-not delay plays from others."""
+_LOCK, _READING = threading.Lock(), threading.Lock()
+"""For the profiles in memory; and for reading one, which plays then share. Nothing waits for a network under a lock."""
 
 
 class ProfileCache:
@@ -66,38 +62,23 @@ class ProfileCache:
         """
         if catalog.profile is None:
             return None
-        name = _name(catalog)
-        wanted, size = name.prompt, catalog.profile_bytes
-        profile = _known(wanted)
-        if profile is None and self._folder is not None:
-            profile = await _once(("file", self._folder, wanted), partial(self._stored, wanted))
+        name, size = _name(catalog), catalog.profile_bytes
+        loop, wanted = asyncio.get_running_loop(), name.prompt
+        profile = _known(wanted) or await loop.run_in_executor(decoders(), self._local, wanted, size, catalog.spec)
         if profile is None:
-            packaged = partial(_packaged, wanted, size, catalog.spec)
-            profile = await _once(("package", wanted, size, catalog.spec), packaged)
-        if profile is None:
-            profile = await self._fetch(origin, name, size)
+            data = await fetch_view(origin, name, PROFILE_TRACK, size)
+            profile = await loop.run_in_executor(decoders(), self._received, wanted, data)
         profile.check(catalog.spec)
         return profile
 
-    async def _fetch(self, origin: Connection, name: TrackNamespace, size: int) -> Profile:
-        wanted = name.prompt
-        with suppress(FormatError):  # another peer's data was wrong
-            if (profile := _known(wanted) or await _under_way(("peer", wanted))) is not None:
-                return profile
-        data = await fetch_view(origin, name, PROFILE_TRACK, size)
-        check = partial(_checked, data, wanted)
-        try:
-            profile = await _once(("peer", wanted), check)
-        except FormatError:
-            # It may be another peer's data.
-            profile = await asyncio.get_running_loop().run_in_executor(decoders(), check)
-        assert profile is not None  # noqa: S101  # or an error was raised
-        await asyncio.get_running_loop().run_in_executor(decoders(), self._keep, wanted, data)
-        return profile
+    def _local(self, sha256: str, size: int, spec: KVSpec) -> Profile | None:
+        if self._folder is not None and (profile := self._stored(_file(self._folder, sha256), sha256)) is not None:
+            return profile
+        data = _shipped(sha256, size, spec)
+        return None if data is None else _checked(data, sha256)
 
-    def _stored(self, sha256: str) -> Profile | None:
-        assert self._folder is not None  # noqa: S101  # or this is not called
-        file = _file(self._folder, sha256)
+    @staticmethod
+    def _stored(file: Path, sha256: str) -> Profile | None:
         try:
             with file.open("rb") as stream:
                 return _checked(stream.read(MAX_PROFILE_BYTES + 1), sha256)
@@ -108,14 +89,15 @@ class ProfileCache:
             pass  # missing
         return None
 
-    def _keep(self, sha256: str, data: bytes | memoryview) -> None:
-        if self._folder is None or _file(self._folder, sha256).is_file():
-            return
+    def _received(self, sha256: str, data: memoryview) -> Profile:
+        profile = _checked(data, sha256)
         try:
-            self._folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-            write_file(_file(self._folder, sha256), bytes(data), mode=PRIVATE)
+            if self._folder is not None and not (file := _file(self._folder, sha256)).is_file():
+                self._folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+                write_file(file, bytes(data), mode=PRIVATE)
         except (OSError, AssetError) as error:
             self._on_failure(str(error))  # a failed write must not fail the play
+        return profile
 
 
 def keep(profile: Profile) -> None:
@@ -127,22 +109,6 @@ def keep(profile: Profile) -> None:
 def _known(sha256: str) -> Profile | None:
     with _LOCK:
         return _profiles.get(sha256)
-
-
-async def _once(key: Hashable, work: Callable[[], Profile | None]) -> Profile | None:
-    """Return the result of ``work`` in a decoder thread, shared by calls with the same key."""
-    loop = asyncio.get_running_loop()
-    reading = _reading.setdefault(loop, {})
-    if key not in reading:
-        reading[key] = loop.run_in_executor(decoders(), work)
-        reading[key].add_done_callback(lambda _: reading.pop(key))
-    return await asyncio.shield(reading[key])
-
-
-async def _under_way(key: Hashable) -> Profile | None:
-    """Return the result of running work; None if there is none."""
-    reading = _reading.get(asyncio.get_running_loop(), {}).get(key)
-    return None if reading is None else await asyncio.shield(reading)
 
 
 def _name(catalog: Catalog) -> TrackNamespace:
@@ -157,18 +123,15 @@ def _shipped(sha256: str, size: int, spec: KVSpec) -> bytes | None:
     return shipped_bytes(sha256, size, spec)
 
 
-def _packaged(sha256: str, size: int, spec: KVSpec) -> Profile | None:
-    data = _shipped(sha256, size, spec)
-    return None if data is None else _checked(data, sha256)
-
-
 def _checked(data: bytes | memoryview, sha256: str) -> Profile:
     """Return a profile, and keep it in memory even if its caller is gone."""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise FormatError("the profile is not the one that the catalog names (its SHA-256 differs)")
-    profile = Profile.from_bytes(bytes(data))
-    with _LOCK:
-        _profiles[sha256] = profile
+    with _READING:
+        if (profile := _known(sha256)) is None:
+            profile = Profile.from_bytes(bytes(data))
+            with _LOCK:
+                _profiles[sha256] = profile
     return profile
 
 

@@ -98,17 +98,13 @@ def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> 
     return IncompleteError(call.with_trouble(message), reason, missing, record, prefix)
 
 
-def report_coded(call: PlayCall, ended: EndedPlay, *, whole: bool = True) -> PlayedPrefix:
-    """Return the compressed cache of a play.
-
-    Raises `IncompleteError` if groups are missing; if not ``whole``, return the groups before the first missing one.
-    """
+def report_coded(call: PlayCall, ended: EndedPlay) -> PlayedPrefix:
+    """Return the compressed cache of a play; raise `IncompleteError` if groups are missing."""
     record = ended.record
     if record.gave_up is not None:
         call.options.note(PlayGaveUp(call.clock.now(), record.gave_up))
-        if whole:
-            message = f"no complete cache after {call.clock.now():.2f} s: {record.gave_up}"
-            raise IncompleteError(call.with_trouble(message), record.gave_up, record.missing, record, None)
+        message = f"no complete cache after {call.clock.now():.2f} s: {record.gave_up}"
+        raise IncompleteError(call.with_trouble(message), record.gave_up, record.missing, record, None)
     return report_prefix(call, ended, 1)
 
 

@@ -16,20 +16,23 @@ import asyncio
 import heapq
 import math
 from bisect import insort
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import replace
+from typing import Generic, Literal, TypeVar
 
+from kvabr.client.call import Clock, Memory, PlayCall
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.peers import ClientPeer
-from kvabr.client.result import NothingCached, Played, PlayedPrefix
+from kvabr.client.peers import ClientPeer, relieving
+from kvabr.client.result import NothingCached, Played
 from kvabr.client.sources import PlaySources
 from kvabr.client.upgrades import Upgrades
 from kvabr.player.requests import DEARER_PRIORITY, UPGRADE_PRIORITY
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.work import cancel_all
-from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
+from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import Engine
+from kvabr.types.errors import BusyError, PlayError
 
 K = TypeVar("K")
 Purpose = Literal["play", "hint", "trial"]
@@ -197,70 +200,35 @@ class EdfScheduler(Generic[K]):
 
 # -------------------------------------------------------------------- the plays
 
-R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
-
 _MIN_LEFT_S = 1e-3
 _LOWEST_PRIORITY = 255
 """Priority of upgrades of caches in use, and of hints' upgrades, while there are plays."""
 
 
-class Clock:
-    """Seconds since a play's call, and to its deadline."""
-
-    def __init__(self, deadline_s: float) -> None:
-        """Start on the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._start_s, self.deadline_s = self._loop.time(), deadline_s
-
-    def now(self) -> float:
-        """Return the seconds since the call."""
-        return self._loop.time() - self._start_s
-
-    def left(self) -> float:
-        """Return the seconds to the deadline; negative once it has passed."""
-        return self._start_s + self.deadline_s - self._loop.time()
-
-
-@dataclass(slots=True)
-class Turn:
-    """The turn of one play."""
-
-    connection: PlaySources
-    clock: Clock
-    options: PlayOptions
-    """The requested options, logging to telemetry."""
-    plays: Callable[[], int]
-    """Returns the number of current plays with this one; they share link, decoders and engine."""
-    played: Played | NothingCached | PlayedPrefix | None = None
-
-    def over(self, played: R) -> R:
-        """Record the result of the play, and return it."""
-        self.played = played
-        return played
-
-
 class PlayRunner:
     """The plays of one client, and upgrades that continue after them."""
 
-    def __init__(self, limits: Limits, metrics: ClientMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, limits: Limits, memory: Memory, metrics: ClientMetrics) -> None:
+        self._memory, self._metrics = memory, metrics
         self._admission, self._ahead = (
             Admission(limits.plays, limits.waiting, metrics, ahead=ahead) for ahead in (False, True)
         )
         """For plays, and for hints."""
         self._hints: set[PlaySources] = set()
         self._schedule: EdfScheduler[PlaySources] = EdfScheduler()
-        self._plays: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
+        self._plays: dict[asyncio.Timeout, asyncio.Future[None]] = {}
+        """The end of each play; its timeout ends it when the client is closed."""
         self._upgrades: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def close(self) -> None:
         """End all plays and upgrades, and refuse waiting plays."""
-        first, self._closing = not self._closing, True
+        self._closing = True
         self._admission.close()
         self._ahead.close()
-        for task in self._plays if first else ():  # cancel each once
-            task.cancel()
+        for limit in self._plays:
+            if not limit.expired():
+                limit.reschedule(0.0)
         if self._plays:
             await asyncio.wait(self._plays.values())
         await cancel_all(self._upgrades)
@@ -271,30 +239,37 @@ class PlayRunner:
         peers: Sequence[ClientPeer],
         deadline_s: float,
         options: PlayOptions,
+        engine: Engine | None = None,
+        cost: PrefillCost | None = None,
+        tokens: Sequence[int] = (),
+        *,
         purpose: Purpose = "play",
-    ) -> AsyncIterator[Turn]:
-        """Yield a play's turn when it starts; the body plays, and reports its result with `Turn.over`.
+    ) -> AsyncIterator[PlayCall]:
+        """Yield a play when its turn comes; the body plays, and reports its result with `PlayCall.over`.
 
         Hints use neither turns of plays nor, while plays use it, the link. The metrics omit trials, which run while a
         play computes, and plays without a result, which continue in another turn. The first request to ``peers`` dials
         them. Closing the client ends the body, not its task.
 
         Raises:
+            UsageError: the deadline is not a positive number of seconds.
             BusyError: there are too many plays.
             PlayError: the client was closed meanwhile.
         """
         clock, result, ahead = Clock(deadline_s), "failed", purpose == "hint"
+        closed = asyncio.timeout(None)
         try:
             with ExitStack() as reporting:
-                for peer in peers:
-                    reporting.enter_context(told_if_exhausted(peer.relieve))
+                reporting.enter_context(relieving(peers))
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
                 async with self._connected(peers, clock, ahead=ahead) as connection:
-                    turn = Turn(connection, clock, options, self._under_way)
-                    with self._until_closed():
-                        yield turn
-                    played = turn.played
+                    call = PlayCall(connection, clock, options, self._memory, self._under_way, engine, cost, tokens)
+                    async with closed:
+                        closed.reschedule(0.0 if self._closing else None)
+                        with self._closable(closed):
+                            yield call
+                    played = call.result
                     if isinstance(played, Played) and played.upgrades is not None:
                         self._keep(connection, played.upgrades)
             if isinstance(played, Played):
@@ -307,10 +282,12 @@ class PlayRunner:
             raise
         except asyncio.CancelledError:
             result = "aborted"
-            asking = asyncio.current_task()
-            if self._closing and asking is not None and not asking.cancelling():
-                raise PlayError("the client was closed before the cache was there") from None
             raise
+        except TimeoutError as error:
+            if not closed.expired():
+                raise
+            result = "aborted"
+            raise PlayError("the client was closed before the cache was there") from error
         finally:
             if purpose != "trial" and result:
                 self._metrics.plays_total.labels("hint" if ahead else result).inc()
@@ -322,17 +299,13 @@ class PlayRunner:
         return max(1, len(self._schedule) - len(self._upgrades) - len(self._hints))
 
     @contextmanager
-    def _until_closed(self) -> Iterator[None]:
-        """Let `close` cancel the body like a timeout."""
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101  # a coroutine runs in one
-        over = self._plays[task] = asyncio.get_running_loop().create_future()
+    def _closable(self, closed: asyncio.Timeout) -> Iterator[None]:
+        """Let `close` end a play, and wait for its end."""
+        over = self._plays[closed] = asyncio.get_running_loop().create_future()
         try:
             yield
         finally:
-            if self._closing:
-                task.uncancel()
-            del self._plays[task]
+            del self._plays[closed]
             over.set_result(None)
 
     @asynccontextmanager
@@ -340,9 +313,7 @@ class PlayRunner:
         """Wait for a turn, and yield a play's connections; on exit cancel its downloads."""
         loop = asyncio.get_running_loop()
         async with (self._ahead if ahead else self._admission).enter(clock.deadline_s):
-            if self._closing:  # admitted while closing, before its task was registered
-                raise asyncio.CancelledError
-            connection = PlaySources([peer.downloads for peer in peers], lambda own: self._place(connection, own))
+            connection = PlaySources(peers, lambda own: self._place(connection, own))
             # A blocked loop may have used up the deadline: take what arrives at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             if ahead:

@@ -16,12 +16,12 @@ import threading
 import time
 import warnings
 import weakref
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.client.machine_file import MachineFile, this_host
@@ -114,21 +114,19 @@ class PeerHistory(MachineFile[PeerRecord]):
         known = self.get(peer)
         return None if known is None else known.prior(time.time() if now is None else now)
 
-    def link(self, peer: str | None) -> KnownLink:
-        """Return a cautious estimate of the link to a peer."""
-        prior = None if peer is None else self.of(peer)
-        if prior is None or prior.weight < _MIN_WEIGHT:
-            return KnownLink(0.0, 0.0)
-        return KnownLink(_RATE_SHARE * prior.rate, prior.ttfb_s)
-
     def rate(self, peer: str) -> float:
         """Return the recent rate to a peer, bytes per second; 0.0 if unknown."""
         prior = self.of(peer)
         return 0.0 if prior is None or prior.weight < _MIN_WEIGHT else prior.rate
 
-    def best(self, names: Iterable[str | None]) -> KnownLink:
-        """Return the fastest of a peer's named links, see `link`."""
-        return max(map(self.link, names), default=KnownLink(0.0, 0.0))
+    def link(self, names: Iterable[str]) -> KnownLink:
+        """Return a cautious estimate of the fastest link to a peer with these names."""
+        known = [prior for name in names if (prior := self.of(name)) is not None and prior.weight >= _MIN_WEIGHT]
+        return max((KnownLink(_RATE_SHARE * one.rate, one.ttfb_s) for one in known), default=KnownLink(0.0, 0.0))
+
+    def links(self, peers: Iterable[Sequence[str]]) -> KnownLink:
+        """Return the combined estimate of the links to peers, each with its names."""
+        return KnownLink.of_all(map(self.link, peers))
 
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
         """Record the end of a play, in memory; implausible values are ignored."""
@@ -181,7 +179,7 @@ _MAX_QUIET_S = 0.5
 _STEP_S = 1e-3
 """Bytes within this time are counted together."""
 _MAX_STEPS = 1 << 15
-"""Most steps kept, at least half of them: those of the last 16 seconds."""
+"""Most steps kept: those of the last 32 seconds."""
 _MAX_FRESH_PLAYS, _REUSE_S = 32, 0.05
 """With more plays than this, values of all plays are reused for this many seconds: reading every play at each tick
 would take all the time."""
@@ -195,10 +193,8 @@ class SharedLink:
         self.clock = clock or _now
         self._lock = threading.Lock()
         self._members: list[LinkShare] = []
-        self._times: list[float] = []
-        self._totals: list[int] = []
-        """Bytes arrived by each of the times, including forgotten ones."""
-        self._forgotten = 0
+        self._steps = deque([(-math.inf, 0)], _MAX_STEPS)
+        """Times, and the bytes arrived by then."""
         self._kept: dict[object, tuple[float, Any]] = {}
         """Cached results over all plays by function, each with its time."""
 
@@ -221,62 +217,39 @@ class SharedLink:
 
     def received(self, nbytes: int) -> None:
         """Count bytes that just arrived for any play."""
-        now = self.clock()
+        now, steps = self.clock(), self._steps
         with self._lock:
-            times, totals = self._times, self._totals
-            if times and now - times[-1] < _STEP_S:
-                totals[-1] += nbytes
-                return
-            times.append(now)
-            totals.append(nbytes + (totals[-1] if totals else 0))
-            if len(times) > _MAX_STEPS:
-                self._forgotten = totals[_MAX_STEPS // 2 - 1]
-                del times[: _MAX_STEPS // 2], totals[: _MAX_STEPS // 2]
+            at, total = steps[-1]
+            if now - at < _STEP_S:
+                steps[-1] = at, total + nbytes
+            else:
+                steps.append((now, total + nbytes))
 
     def bytes_within(self, seconds: float) -> int:
         """Return the bytes that arrived within the last ``seconds``."""
+        since_s = self.clock() - seconds
         with self._lock:
-            if not self._totals:
-                return 0
-            before = bisect_right(self._times, self.clock() - seconds)
-            return self._totals[-1] - (self._totals[before - 1] if before else self._forgotten)
-
-    def known_beside(self, share: LinkShare) -> tuple[float, float]:
-        """Return the highest rate and lower bound estimated by another active play; zeros if none."""
-        return self._of_many(_known) or _known([one for one in self._all() if one is not share])
+            before = next((total for at, total in reversed(self._steps) if at <= since_s), self._steps[0][1])
+            return self._steps[-1][1] - before
 
     def known(self) -> float:
         """Return the highest rate estimated by an active play; 0.0 if none."""
         return _known(self._all())[0]
 
-    def ttfb_beside(self, share: LinkShare) -> float:
-        """Return the least time to first byte of other plays, seconds; 0.0 if unknown."""
-        least = self._of_many(_least_ttfb)
-        return _least_ttfb([one for one in self._all() if one is not share]) if least is None else least
-
-    def active_beside(self, share: LinkShare) -> int:
-        """Return the number of other active plays."""
-        if len(self._members) == 1:
-            return 0
-        active = self._of_many(_active)
-        if active is None:
-            return _active([one for one in self._all() if one is not share])
-        return max(0, active - share.active())
-
-    def _all(self) -> list[LinkShare]:
-        with self._lock:
-            return list(self._members)
-
-    def _of_many(self, find: Callable[[list[LinkShare]], V]) -> V | None:
-        """Return ``find`` of all plays, cached for a moment; None if there are few."""
+    def beside(self, share: LinkShare, find: Callable[[list[LinkShare]], V]) -> V:
+        """Return ``find`` of the other plays; if there are many, of all, and reused for a moment."""
         if len(self._members) <= _MAX_FRESH_PLAYS:
-            return None
+            return find([one for one in self._all() if one is not share])
         now = self.clock()
         kept = self._kept.get(find)
         if kept is None or not 0 <= now - kept[0] < _REUSE_S:
             kept = self._kept[find] = now, find(self._all())
         found: V = kept[1]
         return found
+
+    def _all(self) -> list[LinkShare]:
+        with self._lock:
+            return list(self._members)
 
 
 class LinkShare(Estimator):
@@ -340,8 +313,8 @@ class LinkShare(Estimator):
 
     def _share(self, own: float, *, lower: bool) -> float:
         if own <= 0 and not self.heard:  # waiting for its turn: use the others' estimate
-            own = self._link.known_beside(self)[lower]
-        return own / (1 + self._link.active_beside(self))
+            own = self._link.beside(self, _known)[lower]
+        return own / (1 + self._link.beside(self, _active))
 
     def first_byte(self, seconds: float) -> None:
         """See `Estimator.first_byte`."""
@@ -349,7 +322,7 @@ class LinkShare(Estimator):
 
     def ttfb(self) -> float:
         """See `Estimator.ttfb`; a waiting play uses the other plays'."""
-        own, other = self._inner.ttfb(), self._link.ttfb_beside(self)
+        own, other = self._inner.ttfb(), self._link.beside(self, _least_ttfb)
         return min(own, other) if own > 0 and other > 0 else own or other
 
 
@@ -394,28 +367,3 @@ def link_of(peer: str | Connection) -> SharedLink:
     """Return the link to a peer, by name or its only connection; it exists while in use."""
     with _LOCK:
         return _LINKS.setdefault(peer, SharedLink())
-
-
-class PlayPeer(Protocol):
-    """The part of a peer that a play needs."""
-
-    link: SharedLink
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Possible names of its connections in a `PeerHistory`; at most one once connected."""
-
-
-@contextmanager
-def estimating(peer: PlayPeer, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
-    """Yield a play's estimator, primed from the history; record its measurements at the end."""
-    names = peer.names
-    known = [prior for name in names if (prior := history.of(name)) is not None]
-    with peer.link.joined(estimator, max(known, key=lambda prior: prior.rate, default=None)) as share:
-        try:
-            yield share
-        finally:
-            # A play without bytes must not make old records look fresh, nor may a play redialled over another transport
-            # be recorded.
-            if share.heard and len(peer.names) == 1 and peer.names[0] in names:
-                history.heard(peer.names[0], share.link_rate(), share.ttfb())

@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 from kvabr.client.downloads import Downloads
 from kvabr.player.sources import NOT_KNOWN, Offer
@@ -20,6 +21,7 @@ from kvabr.types.errors import NotFoundError, TransportError
 from kvabr.types.kv import MAX_MODELS_BYTES
 from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
 
+T = TypeVar("T")
 TrackDigests = dict[tuple[TrackNamespace, str], Sequence[str]]
 """Digests of a track's groups; empty strings for groups that are never requested."""
 
@@ -27,14 +29,14 @@ TrackDigests = dict[tuple[TrackNamespace, str], Sequence[str]]
 class PlayReader(GroupReader):
     """Reads one group for one play."""
 
-    def __init__(self, source: PlaySource, request: GroupRequest, priority: int) -> None:
-        super().__init__(None, priority)
-        self._source, self._awaited = source, request.digest is None and not request.live
+    def __init__(self, source: PlaySource, transfer: GroupTransfer, priority: int) -> None:
+        self._source = source
+        super().__init__(transfer, priority)
 
     @property
     def wire_priority(self) -> int:
-        """See `GroupReader.wire_priority`. Requests without a digest, such as catalogs, go first."""
-        return self.priority if self._awaited else self._source.place(self.priority)
+        """See `GroupReader.wire_priority`."""
+        return self._source.wire_priority(self.transfer.request, self.priority)
 
     def cancel(self) -> None:
         """See `GroupReader.cancel`."""
@@ -42,8 +44,19 @@ class PlayReader(GroupReader):
         self._source.forget(self)
 
 
+def _of_peer(name: str) -> Any:
+    """Return a property with the value of the peer's connection."""
+    return property(lambda source: getattr(source.downloads.peer, name))
+
+
 class PlaySource(Connection):
     """One peer of a play."""
+
+    backend: str = _of_peer("backend")
+    finder: PrefixFinder | None = _of_peer("finder")
+    reached: bool = _of_peer("reached")
+    trouble: str | None = _of_peer("trouble")
+    unreachable: bool = _of_peer("unreachable")
 
     def __init__(self, downloads: Downloads, place: Callable[[int], int], digests: TrackDigests) -> None:
         """Start without requests; see `PlaySources`."""
@@ -58,53 +71,22 @@ class PlaySource(Connection):
         digests = self._digests.get((request.namespace, request.track), ())
         if 0 <= request.group < len(digests) and not request.live:
             request = replace(request, exact=True, digest=digests[request.group] or None)
-        reader = PlayReader(self, request, priority)
         if self.left:
+            reader = PlayReader(self, GroupTransfer(request), priority)
             reader.cancel()
         else:
+            reader = PlayReader(self, self.downloads.get(request, self.wire_priority(request, priority)), priority)
             self._readers.add(reader)
-            self.downloads.get(request, reader)
         return reader
 
-    @property
-    def backend(self) -> str:  # type: ignore[override]
-        """See `Connection.backend`."""
-        return self.downloads.peer.backend
-
-    @property
-    def finder(self) -> PrefixFinder | None:  # type: ignore[override]
-        """See `Connection.finder`."""
-        return self.downloads.peer.finder
-
-    @property
-    def reached(self) -> bool:  # type: ignore[override]
-        """See `Connection.reached`."""
-        return self.downloads.peer.reached
-
-    @property
-    def trouble(self) -> str | None:  # type: ignore[override]
-        """See `Connection.trouble`."""
-        return self.downloads.peer.trouble
-
-    @property
-    def unreachable(self) -> bool:  # type: ignore[override]
-        """See `Connection.unreachable`."""
-        return self.downloads.peer.unreachable
+    def wire_priority(self, request: GroupRequest, priority: int) -> int:
+        """Return a request's priority among all plays. Those without a digest, such as catalogs, go first."""
+        return priority if request.digest is None and not request.live else self.place(priority)
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
         """True after the play, or if the connection ended or is unreachable."""
         return self.left or self.downloads.peer.closed
-
-    @property
-    def awaits(self) -> bool:
-        """True if bytes should arrive soon: not all requests are subscriptions."""
-        return any(self._awaited())
-
-    @property
-    def waits_its_turn(self) -> bool:  # type: ignore[override]
-        """See `Connection.waits_its_turn`."""
-        return self.awaits and all(map(self.downloads.waits_its_turn, self._awaited()))
 
     async def connected(self) -> None:
         """See `Connection.connected`."""
@@ -129,13 +111,16 @@ class PlaySource(Connection):
         for reader in list(self._readers):
             reader.cancel()
 
-    def _awaited(self) -> Iterator[GroupTransfer]:
-        every = (reader.transfer for reader in self._readers)
-        return (transfer for transfer in every if transfer is not None and not transfer.subscribed)
+    def turns(self) -> Iterator[bool]:
+        """Yield for each request with due bytes whether it waits for more urgent ones; subscriptions have none."""
+        due = (reader.transfer for reader in self._readers if not reader.transfer.subscribed)
+        return map(self.downloads.waits_its_turn, due)
 
 
 class PlaySources(Connection):
     """The sources of one play. Lookups go to all; one source answers other requests."""
+
+    sources: Sequence[PlaySource] = ()
 
     def __init__(self, peers: Sequence[Downloads], place: Callable[[int], int] = lambda priority: priority) -> None:
         """Start without requests.
@@ -143,29 +128,21 @@ class PlaySources(Connection):
         ``place`` maps a priority within the play to one among all plays.
         """
         self._digests: TrackDigests = {}
-        self._sources = tuple(PlaySource(each, place, self._digests) for each in peers)
-        self._first = self._sources[0]
+        self.peers = peers
+        """By source, the downloads of all plays."""
+        self.sources = tuple(PlaySource(each, place, self._digests) for each in peers)
+        self._first = self.sources[0]
         self._chosen = False
         """True once a source is chosen for other requests."""
         self._offers: list[Offer] = [None] * len(peers)
         self._alone = False
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()
         self.left_out: Callable[[int, str], None] = lambda *_: None
         """Called with an excluded source, and the reason."""
         self.late = False
         """True after the play's deadline."""
         self.kept = False
         """True if upgrades continue after the play returned."""
-
-    @property
-    def sources(self) -> Sequence[PlaySource]:
-        """See `Connection.sources`."""
-        return self._sources
-
-    @property
-    def downloads(self) -> Sequence[Downloads]:
-        """By source, the downloads of all plays."""
-        return [source.downloads for source in self._sources]
 
     @property
     def backend(self) -> str:  # type: ignore[override]
@@ -180,12 +157,12 @@ class PlaySources(Connection):
     @property
     def offers(self) -> Sequence[Offer] | None:
         """By source, its tracks, None for all; None if there is one source."""
-        return self._offers if len(self._sources) > 1 else None
+        return self._offers if len(self.sources) > 1 else None
 
     @property
     def round_trips(self) -> Sequence[float | None]:
         """By source, the round trip in seconds; None: unknown."""
-        return [source.stats().rtt_s for source in self._sources]
+        return [source.stats().rtt_s for source in self.sources]
 
     def offer(self, source: int, tracks: Offer) -> None:
         """Record a source's tracks, or `kvabr.player.sources.NOT_KNOWN`."""
@@ -194,17 +171,17 @@ class PlaySources(Connection):
 
     def answered_by(self, source: int) -> None:
         """Choose the source for requests other than groups."""
-        self._first, self._chosen = self._sources[source], True
+        self._first, self._chosen = self.sources[source], True
 
     async def reach(self) -> None:
         """Choose the first connected source for requests other than groups, if necessary.
 
         The others deliver groups once reachable.
         """
-        if self._chosen or len(self._sources) == 1:
+        if self._chosen or len(self.sources) == 1:
             return
-        self.answered_by(await first_reached(self._sources))
-        for number, source in enumerate(self._sources):
+        self.answered_by(await first_reached(self.sources))
+        for number, source in enumerate(self.sources):
             if not source.reached or (source.unreachable and source is not self._first):
                 self.offer(number, NOT_KNOWN)
                 self.meanwhile(self._joined(number, source))
@@ -225,9 +202,9 @@ class PlaySources(Connection):
     def alone(self) -> None:
         """Use only the answering source, for a joined lookup."""
         self._alone = True
-        self._offers = [None if source is self._first else frozenset() for source in self._sources]
+        self._offers = [None if source is self._first else frozenset() for source in self.sources]
 
-    def meanwhile(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def meanwhile(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run work until the play ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._asking.add(task)
@@ -250,34 +227,34 @@ class PlaySources(Connection):
 
     @property
     def waits_its_turn(self) -> bool:  # type: ignore[override]
-        """See `Connection.waits_its_turn`: true if all paths with due requests wait."""
-        asked = [source for source in self._sources if source.awaits]
-        return bool(asked) and all(source.waits_its_turn for source in asked)
+        """See `Connection.waits_its_turn`: true if all requests with due bytes wait."""
+        turns = chain.from_iterable(source.turns() for source in self.sources)
+        return next(turns, False) and all(turns)
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`; of the first source, with the bytes of all."""
-        first, *others = (source.stats() for source in self._sources)
+        first, *others = (source.stats() for source in self.sources)
         more = sum(one.bytes_received for one in others)
         return replace(first, bytes_received=first.bytes_received + more) if more else first
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
         """True after the play, or if every shared connection has ended."""
-        return all(source.closed for source in self._sources)
+        return all(source.closed for source in self.sources)
 
     @property
     def trouble(self) -> str | None:  # type: ignore[override]
         """A connection error of a peer, if there is one."""
-        return next((one.trouble for one in self._sources if one.trouble is not None), None)
+        return next((one.trouble for one in self.sources if one.trouble is not None), None)
 
     @property
     def unreachable(self) -> bool:  # type: ignore[override]
         """True if all peers are unreachable."""
-        return all(one.unreachable for one in self._sources)
+        return all(one.unreachable for one in self.sources)
 
     def reprioritise(self) -> None:
         """Apply the play's new level to all its requests."""
-        for source in self._sources:
+        for source in self.sources:
             source.reprioritise()
 
     async def close(self) -> None:
@@ -285,7 +262,7 @@ class PlaySources(Connection):
         try:
             await cancel_all(self._asking)
         finally:  # even if the play is cancelled meanwhile
-            for source in self._sources:
+            for source in self.sources:
                 await source.close()
 
 

@@ -34,6 +34,7 @@ class Upgrades:
 
     def _done(self) -> None:
         self._driver.assembler.seal()
+        self._hook.close()
         self._at_end()
         self._ended.set()
 

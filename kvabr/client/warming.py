@@ -14,19 +14,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvabr.client.decode_speeds import DecodeSpeeds
+from kvabr.client.decode_speeds import DecodeSpeeds, new_sample, sample_group
 from kvabr.client.profiles import keep
 from kvabr.codec import gpu
-from kvabr.codec.base import GroupContext
 from kvabr.codec.block_slots import BlockLayers, BlockSlots, Place, TensorPlace
 from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.gpu.level_job import LEVELS
 from kvabr.codec.gpu.together import CROWDED
-from kvabr.codec.group import payload_of
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below as track_below
-from kvabr.codec.sample_frames import SampleFrames
 from kvabr.data.profiles import shipped_profile
 from kvabr.store.buffers import GROUPS
 from kvabr.types.catalog import Catalog, Track
@@ -158,16 +155,9 @@ def sample_catalog(profile: Profile) -> Catalog:
 
 def _groups(profile: Profile, part: KVSpec) -> Iterator[CodedGroup]:
     """Yield a group of each track of a class with kernels, and all layers below."""
-    own = profile.of(part)
-    behind_sinks = part.group_tokens * (1 + own.sinks // part.group_tokens)
-    sample = SampleFrames(GroupContext(part, behind_sinks, part.rows, profile))
-    for track in (*(track for track in own.depths if track in BUILTIN), *LEVELS):
-        below: list[memoryview] = []
-        lower = track_below(track)
-        while lower is not None:
-            below.insert(0, payload_of(sample.frame(lower)))
-            lower = track_below(lower)
-        yield CodedGroup(payload_of(sample.frame(track)), track, sample.context, below)
+    sample = new_sample(part, profile, part.rows)
+    for track in (*(track for track in profile.of(part).depths if track in BUILTIN), *LEVELS):
+        yield sample_group(sample, track)
 
 
 def _tensor(part: KVSpec, dtype: torch.dtype, device: torch.device) -> Place:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection, PrefixFinder
 from kvabr.transfer.lane import Dialler, PeerLane
@@ -29,8 +29,17 @@ _PATIENCE_S = 30.0
 """Seconds for which a lost peer is dialled while requests wait."""
 
 
+def _of_connection(name: str, unconnected: str | None) -> Any:
+    """Return a property with the value of the first lane's connection."""
+    return property(lambda peer: getattr(peer._connection, name, unconnected))  # noqa: SLF001
+
+
 class Peer(PeerConnection):
     """Fetches from one peer; for one event loop. Its context manager connects."""
+
+    backend: str = _of_connection("backend", "none")
+    protocol: str = _of_connection("protocol", "none")
+    finder: PrefixFinder | None = _of_connection("finder", None)
 
     def __init__(self, dialler: Dialler, *, needed: bool = True, patience_s: float = _PATIENCE_S) -> None:
         """Prepare to dial, by the first request or `connected`.
@@ -88,18 +97,6 @@ class Peer(PeerConnection):
     def peer(self) -> str | None:  # type: ignore[override]
         connection = self._connection
         return self._dialler.names[0] if connection is None else connection.peer or self._dialler.names[0]
-
-    @property
-    def backend(self) -> str:  # type: ignore[override]
-        return "none" if self._connection is None else self._connection.backend
-
-    @property
-    def protocol(self) -> str:  # type: ignore[override]
-        return "none" if self._connection is None else self._connection.protocol
-
-    @property
-    def finder(self) -> PrefixFinder | None:  # type: ignore[override]
-        return None if self._connection is None else self._connection.finder
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
@@ -199,18 +196,15 @@ class Peer(PeerConnection):
     async def _open(self) -> None:
         try:
             if self.used == len(self._lanes):
-                self._lanes.append(await self._another())
+                lane = self._lane()
+                try:
+                    await lane.connected()
+                except BaseException:
+                    await lane.close()  # its dial would continue
+                    raise
+                self._lanes.append(lane)
             self.used, self._since = self.used + 1, None
         except TransportError:  # the peer allows no more connections
             self._before, self._again_s = 0.0, asyncio.get_running_loop().time() + _AGAIN_S
         finally:
             self._opening = None
-
-    async def _another(self) -> PeerLane:
-        lane = self._lane()
-        try:
-            await lane.connected()
-        except BaseException:
-            await lane.close()  # its dial would continue
-            raise
-        return lane

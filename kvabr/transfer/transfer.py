@@ -46,19 +46,6 @@ class GroupRequest:
         return f"{self.track[:80]}, group {self.group}"
 
 
-@dataclass(slots=True)
-class TransferStats:
-    """Progress of one transfer for one reader; times on the event loop's clock."""
-
-    requested_s: float
-    first_byte_s: float | None = None
-    done_s: float | None = None
-    received: int = 0
-    """Bytes received, read or not."""
-    limit: Limit = "network"
-    """Limit of the bytes of the last read."""
-
-
 class Carrier(ABC):
     """Fills transfers by `GroupTransfer.push`, and ends them by `GroupTransfer.finish` or `fail`."""
 
@@ -97,49 +84,6 @@ class TransferListener(ABC):
         """Note that bytes have arrived, or that the transfer is over."""
 
 
-class ReceiveBuffer:
-    """The contiguous bytes of one group, each written once. Views stay valid and never change."""
-
-    def __init__(self, limit: int, *, exact: bool = False) -> None:
-        """Allocate all ``limit`` bytes at the first one if they are the ``exact`` size.
-
-        Otherwise the memory doubles when it is full, with a copy: for small tracks of unknown size.
-        """
-        self.limit = limit
-        self._exact = exact
-        self._memory = memoryview(b"")
-        self.size = 0
-
-    def append(self, part: bytes | memoryview) -> None:
-        """Append a copy of a part; the caller has checked the limit."""
-        end = self.size + len(part)
-        if end > len(self._memory):
-            self._grow(end)
-        self._memory[self.size : end] = part
-        self.size = end
-
-    def _grow(self, end: int) -> None:
-        size = self.limit if self._exact else min(self.limit, max(end, 2 * len(self._memory), _MIN_ROOM))
-        grown = GROUPS.take(size)
-        grown[: self.size] = self._memory[: self.size]
-        self._memory = grown
-
-    def room(self, most: int) -> memoryview:
-        """Return memory for at most ``most`` further bytes; report them by `took`."""
-        end = self.size + 1
-        if end > len(self._memory):
-            self._grow(end)
-        return self._memory[self.size : self.size + most]
-
-    def took(self, count: int) -> None:
-        """Note that ``count`` bytes were written to the memory that `room` returned."""
-        self.size += count
-
-    def view(self) -> memoryview:
-        """Return all received bytes, read-only."""
-        return self._memory[: self.size].toreadonly()
-
-
 class GroupTransfer:
     """The transfer of one group."""
 
@@ -161,7 +105,10 @@ class GroupTransfer:
         """The carrier that it was passed to."""
         self.source: Carrier | None = None
         """The carrier that fills it: the same, or one that the first one uses."""
-        self._buffer = ReceiveBuffer(request.limit, exact=request.exact)
+        self.received = 0
+        """Bytes received from its carrier."""
+        self._memory = memoryview(b"")
+        """The received bytes, each written once, and room for more."""
         self._started = self._due = False
         self._limit: Limit = "network"
         """Limit of the bytes that are not yet readable."""
@@ -170,11 +117,6 @@ class GroupTransfer:
     def subscribed(self) -> bool:
         """Whether the group may be unpublished, so that the peer's silence does not describe the path."""
         return self.request.live and not self.received
-
-    @property
-    def received(self) -> int:
-        """Bytes received from its carrier."""
-        return self._buffer.size
 
     # ------------------------------------------------------------ for readers
 
@@ -224,16 +166,19 @@ class GroupTransfer:
 
     def append(self, part: bytes | memoryview) -> None:
         """Add bytes that become readable by the next call of `progressed`."""
+        end = self.received + len(part)
         if self.over:
             return
-        if self._buffer.size + len(part) > self._buffer.limit:
+        if end > self.request.limit:
             self.too_long()
-        else:
-            self._buffer.append(part)
+            return
+        self._grow(end)
+        self._memory[self.received : end] = part
+        self.received = end
 
     def progressed(self, limit: Limit = "network") -> None:
         """Make the received bytes readable at the end of this turn of the event loop; set what limited them."""
-        if self.over or not self._buffer.size:
+        if self.over or not self.received:
             return
         if not self._started and self.carrier is not None:
             self._started = True
@@ -246,12 +191,13 @@ class GroupTransfer:
 
     def room(self, most: int) -> memoryview:
         """Return memory for at most ``most`` next bytes, which must not exceed the limit."""
-        return self._buffer.room(most)
+        self._grow(self.received + 1)
+        return self._memory[self.received : self.received + most]
 
     def took(self, count: int, limit: Limit = "network") -> None:
         """Note that ``count`` bytes were written to the memory that `room` returned, and what limited them."""
         if not self.over and count:
-            self._buffer.took(count)
+            self.received += count
             self.progressed(limit)
 
     def show(self, data: memoryview) -> None:
@@ -285,17 +231,26 @@ class GroupTransfer:
         """End with an error, and drop the useless data; a complete group is unaffected."""
         if self.over:
             return
-        self.data, self._buffer = memoryview(b""), ReceiveBuffer(0)
+        self.data = self._memory = memoryview(b"")
+        self.received = 0
         longer = f"{self.request}: longer than the {self.request.limit} bytes expected"
         self.reject(RequestError(longer, reason=Reason.WRONG))
 
     # -------------------------------------------------------------- internals
 
+    def _grow(self, end: int) -> None:
+        """Get memory for ``end`` bytes: at once if the size is known, else doubling it, for small tracks."""
+        if end > len(self._memory):
+            limit = self.request.limit
+            grown = GROUPS.take(limit if self.request.exact else min(limit, max(end, 2 * len(self._memory), _MIN_ROOM)))
+            grown[: self.received] = self._memory[: self.received]
+            self._memory = grown
+
     def _flush(self) -> None:
         self._due = False
         if self.received > len(self.data) and not self.over:
             limit, self._limit = self._limit, "network"
-            self._more(self._buffer.view(), limit)
+            self._more(self._memory[: self.received].toreadonly(), limit)
 
     def _more(self, data: memoryview, limit: Limit) -> None:
         """Make data readable; a group of known size then needs no separate end."""
@@ -330,28 +285,21 @@ class GroupTransfer:
 class GroupReader(TransferListener):
     """Reads a transfer from its beginning."""
 
-    def __init__(self, transfer: GroupTransfer | None, priority: int) -> None:
-        """Join a transfer; with None, a subclass joins one later."""
-        self.stats = TransferStats(asyncio.get_running_loop().time())
+    def __init__(self, transfer: GroupTransfer, priority: int) -> None:
+        """Join a transfer."""
         self.priority = priority
         """0 (most urgent) to 255."""
+        self.limit: Limit = "network"
+        """Limit of the bytes of the last read."""
         self.transfer = transfer
         self._held: tuple[Limit, ...] = ()  # a tuple saves an object: there are many readers
         self._read = 0
-        self._before = 0
-        """Bytes received before this joined: they do not describe the link."""
         self._gone = False
         self._waiter: asyncio.Future[None] | None = None
-        if transfer is not None:
-            self.join(transfer)
-
-    def join(self, transfer: GroupTransfer) -> None:
-        """Read a transfer from its beginning."""
-        self.transfer = transfer
         transfer.join(self)
-        if transfer.data or transfer.over:
-            self._before = len(transfer.data)
-            self.on_more()
+        self._before = len(transfer.data)
+        """Bytes received before this joined: they do not describe the link."""
+        self.on_more()
 
     @property
     def wire_priority(self) -> int:
@@ -360,7 +308,12 @@ class GroupReader(TransferListener):
     @property
     def data(self) -> memoryview:
         """All bytes received so far: contiguous and read-only. The bytes of a view never change or move."""
-        return memoryview(b"") if self.transfer is None else self.transfer.data
+        return self.transfer.data
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the transfer ended early, or None."""
+        return self.transfer.error
 
     async def read(self) -> memoryview:
         """Return the bytes received since the last read, a part of `data`; wait for some if there are none.
@@ -372,49 +325,38 @@ class GroupReader(TransferListener):
             RequestError: refused, reset by the peer, or longer than the limit.
             ConnectionLostError: the connection ended.
         """
-        while (transfer := self.transfer) is not None:
-            if len(transfer.data) > self._read and not self._gone:
-                return self._take(transfer.data)
+        transfer = self.transfer
+        while self._gone or len(transfer.data) <= self._read:
             if transfer.error is not None:
                 raise transfer.error
             if transfer.complete:
                 return memoryview(b"")
             if self._gone:
-                break
+                raise RequestError("cancelled by this side")
             await self._more()
-        raise RequestError("cancelled by this side")
+        return self._take(transfer.data)
 
     def has_digest(self, digest: str) -> bool:
         """Return whether the complete `data` has this digest; readers of one transfer may share the computation.
 
         Slow: call it in a thread.
         """
-        return has_digest(digest, self.data) if self.transfer is None else self.transfer.has_digest(digest)
+        return self.transfer.has_digest(digest)
 
     def prioritise(self, priority: int) -> None:
         """Change the priority, 0 (most urgent) to 255."""
         self.priority = priority
-        if self.transfer is not None:
-            self.transfer.reprioritise()
+        self.transfer.reprioritise()
 
     def cancel(self) -> None:
         """Stop reading. May be called at any time; `data` stays valid."""
         self._gone = True
-        if self.transfer is not None:
-            self.transfer.leave(self)
+        self.transfer.leave(self)
         self._wake()
 
     def on_more(self) -> None:
-        transfer, stats = self.transfer, self.stats
-        if transfer is not None:
-            if len(transfer.data) > stats.received:
-                stats.received = len(transfer.data)
-                if transfer.limit != "network" and transfer.limit not in self._held:
-                    self._held += (transfer.limit,)
-                if stats.first_byte_s is None:
-                    stats.first_byte_s = asyncio.get_running_loop().time()
-            if transfer.complete and stats.done_s is None:
-                stats.done_s = asyncio.get_running_loop().time()
+        if (limit := self.transfer.limit) != "network" and limit not in self._held:
+            self._held += (limit,)
         self._wake()
 
     async def _more(self) -> None:
@@ -433,6 +375,6 @@ class GroupReader(TransferListener):
         if self._read < self._before:
             self._held += ("kept",)
         self._read += len(part)
-        self.stats.limit = next((by for by in _BY_WEIGHT if by in self._held), "network")
+        self.limit = next((by for by in _BY_WEIGHT if by in self._held), "network")
         self._held = ()
         return part

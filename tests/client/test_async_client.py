@@ -9,10 +9,10 @@ import time
 import pytest
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.division import computes_blindly
 from kvabr.client.downloads import Downloads
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
+from kvabr.client.prepare import computes_blindly
 from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.client.sources import PlaySources
 from kvabr.store.files import STALE_S
@@ -297,12 +297,12 @@ async def test_a_lookup_beside_an_engine_learns_what_the_link_carries(origin, sh
         assert set(played.coverage) == {"recomputed"}
         assert close(played.kv)
         assert link.downloads == 0
-        assert client._memory.history.link(link.peer).rate > 0
+        assert client._memory.history.link([link.peer]).rate > 0
         assert counted_plays(client) == {"met": 1}
         assert computes_blindly(options, options.prefill_cost, len(TOKENS), 60.0, KnownLink(0.0, 0.0))
         assert not computes_blindly(options, PrefillCost(0.1, 0.01), len(TOKENS), 600.0, KnownLink(0.0, 0.0))
         assert not computes_blindly(
-            options, options.prefill_cost, len(TOKENS), 60.0, client._memory.history.link(link.peer)
+            options, options.prefill_cost, len(TOKENS), 60.0, client._memory.history.link([link.peer])
         )
 
 
@@ -340,10 +340,10 @@ async def test_one_who_joins_late_gets_all_of_it(origin, short):
         whole = await read_all(late)
         assert await read_all(early) == whole
         assert begin == whole[: len(begin)]
-        assert late.stats.limit == "network"  # the end of it came over the network
+        assert late.limit == "network"  # the end of it came over the network
         assert link.requests == 1
         # The first part of it did not.
-        assert len(whole) == size == late.stats.received
+        assert len(whole) == size == len(late.data)
         await shared.close()
 
 

@@ -7,9 +7,9 @@ import torch
 
 from kvabr.abr.policy import Decision, Policy
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.division import shortened
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
+from kvabr.client.prepare import shortened
 from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError

@@ -17,7 +17,7 @@ from kvabr.client.options import Limits, PlayOptions
 from kvabr.codec import paged
 from kvabr.player.assembler import Assembler
 from kvabr.store import buffers
-from kvabr.transfer.transfer import ReceiveBuffer
+from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.peer import PeerOptions
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
@@ -40,14 +40,14 @@ class Counts:
         """SHA-256 that were computed."""
         self.decoded = []
         """The memory that groups were decoded from."""
-        append, sha256, decode = ReceiveBuffer.append, hashlib.sha256, paged.decode_payload
+        append, sha256, decode = GroupTransfer.append, hashlib.sha256, paged.decode_payload
 
-        def appending(buffer, part):
-            append(buffer, part)
-            if buffer._exact:
+        def appending(transfer, part):
+            append(transfer, part)
+            if transfer.request.exact:
                 self.copied += len(part)
-                if not any(memory is buffer._memory.obj for memory in self.memory):
-                    self.memory.append(buffer._memory.obj)
+                if not any(memory is transfer._memory.obj for memory in self.memory):
+                    self.memory.append(transfer._memory.obj)
 
         def hashing(data=b"", **more):
             made = sha256(data, **more)
@@ -58,7 +58,7 @@ class Counts:
             self.decoded.append(payload.obj)
             return decode(payload, *arguments)
 
-        monkeypatch.setattr(ReceiveBuffer, "append", appending)
+        monkeypatch.setattr(GroupTransfer, "append", appending)
         monkeypatch.setattr(hashlib, "sha256", hashing)
         monkeypatch.setattr(paged, "decode_payload", decoding)
 

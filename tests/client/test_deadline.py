@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.engine_work import THREADS
 from kvabr.client.result import FORMAT, IncompleteError, numbers, save
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
@@ -115,20 +116,20 @@ async def test_a_lookup_that_takes_nearly_all_of_the_deadline(origin):
 
 @virtual
 async def test_a_decoder_that_hangs_does_not_hold_the_play(origin, monkeypatch):
-    put = Assembler.put
+    put = Assembler.put_many
     over = threading.Event()
     with Hang() as hang:
 
-        def stuck(self, group, *args, **kwargs):
-            if group != 3:
-                return put(self, group, *args, **kwargs)
+        def stuck(self, groups):
+            if all(group != 3 for group, _ in groups):
+                return put(self, groups)
             hang.wait()
             try:
-                return put(self, group, *args, **kwargs)
+                return put(self, groups)
             finally:
                 over.set()
 
-        monkeypatch.setattr(Assembler, "put", stuck)
+        monkeypatch.setattr(Assembler, "put_many", stuck)
         out = torch.zeros(SPEC.shape(70))
         async with origin() as link:
             error, took_s = await incomplete(link, 1.0, policy="fixed:FP16", out=out)
@@ -204,11 +205,9 @@ async def test_cancelling_does_not_wait_for_an_engine(origin):
             await cancelled_after(1.5, play(link, TOKENS, deadline=2.0, engine=engine, prefill_cost=COST))
             await cancelled_after(0.5, play(link, range(50), deadline=2.0, engine=engine, prefill_cost=COST))
             assert link.downloads == 0
-        threads = [thread for thread in threading.enumerate() if thread.name == "kvabr-engine"]
-        assert threads
-    for thread in threads:
-        await asyncio.to_thread(thread.join, 300.0)
-        assert not thread.is_alive()
+        assert not all(thread.wait(0.0) for thread in list(THREADS))
+    for thread in list(THREADS):
+        assert await asyncio.to_thread(thread.wait, 300.0)
 
 
 @virtual

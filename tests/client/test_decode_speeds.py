@@ -13,7 +13,7 @@ import torch
 
 from kvabr.client import decode_speeds
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.decode_speeds import DecodeSpeeds, ModelKey, complete, measure
+from kvabr.client.decode_speeds import DecodeSpeeds, complete, measure, speeds_key
 from kvabr.client.machine_file import MAX_MODELS, SCHEMA, digest, this_machine
 from kvabr.player.decode_queue import DecodeRates
 from kvabr.types.catalog import Catalog
@@ -36,7 +36,7 @@ def unmeasured(offer: Catalog, **changes: float) -> Catalog:
 
 def written(path: Path, models: Any = None, **changes: Any) -> Path:
     """A file as `DecodeSpeeds.measure` would have written it, but for ``changes``."""
-    models = {str(ModelKey.of(catalog())): PER_TOKEN} if models is None else models
+    models = {speeds_key(catalog()): PER_TOKEN} if models is None else models
     whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": digest(models), "decode_rates": models, **changes}
     path.write_text(json.dumps(whole))
     return path
@@ -110,16 +110,16 @@ def test_another_machine_or_version_is_measured_anew(tmp_path: Path, name: str, 
 
 @pytest.mark.parametrize("seconds", [0.0, -1e-4, math.nan, math.inf, 1e6, 0, True, "fast", None, []])
 def test_a_rate_that_cannot_be_is_measured_anew(tmp_path: Path, seconds: object) -> None:
-    good = replace(ModelKey.of(catalog()), model="other")
-    models = {str(ModelKey.of(catalog())): PER_TOKEN | {"Int4": seconds}, str(good): PER_TOKEN}
+    good = "other::none"
+    models = {speeds_key(catalog()): PER_TOKEN | {"Int4": seconds}, good: PER_TOKEN}
     path = written(tmp_path / "rates.json", models)
     speeds = DecodeSpeeds(path)
     assert speeds.lacks(catalog())
     assert speeds.rates(catalog()).seconds("Int8") == 0.002
     speeds.measure(catalog(2), None)
     kept = json.loads(path.read_text())["decode_rates"]
-    assert kept[str(good)] == PER_TOKEN
-    assert all(each > 0 for each in kept[str(ModelKey.of(catalog()))].values())
+    assert kept[good] == PER_TOKEN
+    assert all(each > 0 for each in kept[speeds_key(catalog())].values())
 
 
 def test_the_file_is_bounded(tmp_path: Path) -> None:

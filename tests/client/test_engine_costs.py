@@ -16,11 +16,18 @@ import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.engine_costs import COSTS_FILE, EngineCosts, costs_at, engine_key
+from kvabr.client.engine_work import (
+    COSTS_FILE,
+    EngineCosts,
+    WorkThread,
+    costs_at,
+    engine_key,
+    measure_prefill,
+    on_engine,
+)
 from kvabr.client.machine_file import SCHEMA, digest, this_machine
 from kvabr.client.play import allocate
 from kvabr.client.prefill_timings import MOST, PrefillTimings, guess_of
-from kvabr.client.resources import in_thread, measure_prefill, on_engine
 from kvabr.types import engine as engines
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError
@@ -236,18 +243,17 @@ async def test_whatever_a_thread_raises_arrives(error: BaseException, raised: ty
     def work() -> None:
         raise error
 
+    thread = WorkThread()
     with pytest.raises(raised):
-        await in_thread(work)
+        await thread.run(work)
+    assert await thread.run(lambda: 5) == 5
+    thread.close()
 
 
-async def test_what_computes_on_a_gpu_has_one_thread_as_long_as_it_lives() -> None:
-    class OnGpu(Clocked):
-        device = torch.device("cuda", 0)
-
-    engine, other = OnGpu(4096), Clocked(4096)
+async def test_an_engine_has_one_thread_as_long_as_it_lives() -> None:
+    engine, other = Clocked(4096), Clocked(4096)
     first, second = [await on_engine(engine, threading.current_thread) for _ in range(2)]
     assert first is second
-    assert first.name == "kvabr-gpu-engine"
     with pytest.raises(KeyError):
         await on_engine(engine, lambda: {}["nothing"])
     assert await on_engine(engine, threading.current_thread) is first
@@ -260,7 +266,7 @@ async def test_what_computes_on_a_gpu_has_one_thread_as_long_as_it_lives() -> No
 
 LEFT_ALONE = """
 import asyncio, threading, time, torch
-from kvabr.client.resources import in_thread
+from kvabr.client.engine_work import WorkThread
 
 began = threading.Event()
 
@@ -273,7 +279,7 @@ def compute():
     print("computed")
 
 async def give_up():
-    work = asyncio.ensure_future(in_thread(compute))
+    work = asyncio.ensure_future(WorkThread().run(compute))
     await asyncio.to_thread(began.wait)
     work.cancel()
 

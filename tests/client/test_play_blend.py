@@ -1,11 +1,11 @@
 """Prompts in parts of which tokens are computed again: which, when, over what, and when that is refused."""
 
 import asyncio
-import threading
 
 import pytest
 import torch
 
+from kvabr.client.engine_work import THREADS
 from kvabr.client.options import PlayOptions
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
@@ -271,8 +271,8 @@ async def test_of_an_engine_that_hangs_the_joined_cache_is_handed_over_by_the_de
         assert len(played.computed_again) == 6
         assert played.met
         assert played.record.blend.share == 0.0
-    for thread in [thread for thread in threading.enumerate() if thread.name == "kvabr-engine"]:
-        await asyncio.to_thread(thread.join, 300.0)
+    for thread in list(THREADS):
+        await asyncio.to_thread(thread.wait, 300.0)
     assert torch.equal(played.kv, kept)
 
 

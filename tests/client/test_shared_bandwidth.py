@@ -7,7 +7,7 @@ import pytest
 
 from kvabr.abr.estimators import BUILTIN
 from kvabr.client.downloads import Downloads
-from kvabr.client.shared_bandwidth import PeerHistory, estimating, link_of
+from kvabr.client.shared_bandwidth import PeerHistory, link_of
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from tests.client.virtual import virtual
@@ -95,16 +95,16 @@ async def test_when_one_begins_or_ends_the_others_know_at_once():
 async def test_what_a_play_found_out_is_known_to_the_next():
     priors = PeerHistory()
     first = peer(connection(Peered))
-    with estimating(first, fresh("tracking"), priors) as share:
+    with first.estimating(fresh("tracking"), priors) as share:
         assert share.rate() == 0.0
         await received(first.link, {share: 1e6}, 2.0, 0.0)
         share.first_byte(0.05)
     again = BUILTIN["tracking"]()
-    with estimating(peer(connection(Peered)), again, priors) as share:
+    with peer(connection(Peered)).estimating(again, priors) as share:
         share.start(4.0)
         assert share.rate() == pytest.approx(1e6, rel=0.01)
         assert share.ttfb() == pytest.approx(0.05)
-    with estimating(peer(connection()), fresh("tracking"), priors) as share:
+    with peer(connection()).estimating(fresh("tracking"), priors) as share:
         assert share.rate() == 0.0
 
 
@@ -142,7 +142,7 @@ async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     long_ago = time.time() - 7200
     priors.heard(Peered.peer, 1e6, 0.05, long_ago)
     before = priors.of(Peered.peer)
-    with estimating(peer(connection(Peered)), BUILTIN["tracking"](), priors) as share:
+    with peer(connection(Peered)).estimating(BUILTIN["tracking"](), priors) as share:
         share.start(4.0)
         assert share.link_rate() == pytest.approx(1e6)
     after = priors.of(Peered.peer)

@@ -69,7 +69,7 @@ async def test_a_lookup_that_is_not_waited_for_ends_with_the_call(origins):
             await asyncio.sleep(0)
             assert not [task for task in asyncio.all_tasks() if "ClientPeer.find" in repr(task)]
             with pytest.raises(TransportError):
-                await peers[1].downloads.peer.connected()
+                await peers[1].peer.connected()
             gc.collect()
     assert not told
 
@@ -99,8 +99,8 @@ async def test_a_play_of_what_was_found_asks_a_source_that_is_gone_for_no_groups
     options, limits = PlayOptions(policy="fixed:FP16", log=sent.append), Limits(memory_bytes=1)
     async with AsyncClient(urls, TCP, options=options, limits=limits) as client:
         found = await client.find(TOKENS)
-        gone = client._origins[0].downloads.peer
-        await asyncio.gather(*(each.downloads.peer.connected() for each in client._origins))
+        gone = client._origins[0].peer
+        await asyncio.gather(*(each.peer.connected() for each in client._origins))
         origins[0].kill()
         while not gone.unreachable:
             await client.find(TOKENS)
@@ -130,7 +130,7 @@ async def test_nothing_is_left_of_a_play_that_is_cancelled_as_it_ends(origins, m
             with pytest.raises(asyncio.CancelledError):
                 await playing
             assert not len(client._runner._schedule)
-            assert not client._origins[0].downloads._under_way
+            assert not client._origins[0]._under_way
             monkeypatch.undo()
 
 

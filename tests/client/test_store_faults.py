@@ -250,7 +250,7 @@ async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
         download = connection.fetch(short.namespace, "FP16", 0, limit=track.bytes[0], exact=True)
         found = set()
         while await download.read():
-            found.add(download.stats.limit)
+            found.add(download.limit)
         return found
 
     async with (

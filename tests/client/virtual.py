@@ -11,7 +11,8 @@ import selectors
 import threading
 import time
 
-_ENGINE_THREAD = "kvabr-engine"
+from kvabr.client.engine_work import THREADS
+
 _POLL_S = 0.002
 """Real seconds between two looks at threads; the end of a thread wakes no selector."""
 _LIMIT_S = 300.0
@@ -40,7 +41,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Whether a thread may still have something to tell this loop at the present time."""
         if Hang.active:
             return False
-        return self.jobs > 0 or any(thread.name == _ENGINE_THREAD for thread in threading.enumerate())
+        return self.jobs > 0 or not all(thread.wait(0.0) for thread in list(THREADS))
 
 
 class Hang:

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from kvabr.transfer import limit_watch
-from kvabr.transfer.limit_watch import LimitWatch
+from kvabr.transfer import interface
+from kvabr.transfer.interface import LimitWatch
 
 
 class Path:
@@ -49,7 +49,7 @@ class Clock:
 
 async def test_a_thread_that_never_rests_is_its_own_limit(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(limit_watch, "time", clock)
+    monkeypatch.setattr(interface, "time", clock)
     path = Path(answers=True)
     for busy, limit in ((0.5, "network"), (0.95, "cpu"), (0.85, "network"), (1.0, "cpu"), (0.0, "network")):
         clock.run(0.06, busy=busy)
@@ -63,7 +63,7 @@ async def test_a_thread_that_never_rests_is_its_own_limit(monkeypatch):
 
 async def test_what_ends_a_silence_of_the_publisher_is_limited_by_it(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(limit_watch, "time", clock)
+    monkeypatch.setattr(interface, "time", clock)
     path = Path(answers=True)
     path.watch.asked(1)
     await asyncio.wait_for(path.probed.wait(), 300)

@@ -125,7 +125,7 @@ def tell(feed, listener, groups, names):
     sizes = {name: ladder(feed.growing.catalog.groups).catalog.by_name[name].bytes for name in names}
     for group in groups:
         frames = {name: (sizes[name][group], "0" * 64) for name in names}
-        feed._take([PublishedFrames(KEY, group, 0.0, frames, 5.0)], listener)
+        feed._take([PublishedFrames(KEY, group, 0.0, frames, 5.0)], listener.published)
 
 
 class LivePlay:
@@ -135,7 +135,7 @@ class LivePlay:
         live = live_catalog(groups)
         self.groups, self.now = groups, 0.0
         growing = GrowingCatalog(live, live.catalog)
-        self._feed = LiveFeed(MemoryConnection(None), growing, "base")
+        self._feed = LiveFeed(MemoryConnection(lambda *_: None), growing, "base")
         self._feed.holds = False
         self.session = new_session(
             Ladder(growing.catalog), 60.0, "anytime", new_estimator("anytime"), expected_s=growing.expected_s,

@@ -17,8 +17,7 @@ from kvabr.link.objects.index import StoreIndex
 from kvabr.link.objects.lanes import Lanes, Piece, RangeTransfer
 from kvabr.store.names import FramePlace, profile_name
 from kvabr.store.store import PART_BYTES, Store
-from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection
-from kvabr.transfer.limit_watch import LimitWatch
+from kvabr.transfer.interface import CLOSED, ConnectionStats, LimitWatch, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
 from kvabr.transfer.work import cancel_all
 from kvabr.types.backoff import scattered

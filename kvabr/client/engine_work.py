@@ -1,0 +1,229 @@
+"""The thread of each engine, the timings of its prefills, and their costs, kept between processes in a file.
+
+A prefill may take long or never end, so each engine computes in a daemon thread of its own, one call at a time. It is
+always the same thread: GPU libraries cache plans per thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from kvabr.client.machine_file import MachineFile
+from kvabr.client.prefill_timings import PrefillTimings, Timing, guess_of, read_rows
+from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import SHORT, Engine, time_prefills
+from kvabr.types.errors import ModelError
+from kvabr.types.once import once
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MIN_TOKENS, _MAX_TOKENS = 128, 16384
+"""Bounds of the tokens of timed prefills; the number is halved until the model takes it."""
+_ANY_TOKENS = range(64)
+"""Token ids that every model has."""
+_EXIT_S = 10.0
+"""Seconds that process exit waits for engines. A later return to Python aborts the process: up to Python 3.13, a thread
+that then requests the interpreter's lock is unwound, which C++ code does not allow."""
+COSTS_FILE = "prefill-costs.json"
+"""File name in the folder of a client or user."""
+
+
+def timed(clock: Callable[[], float], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
+    """Return the result of ``work``, and its seconds on a clock."""
+    began = clock()
+    made = work(*args, **kwargs)
+    return made, clock() - began
+
+
+class WorkThread:
+    """A daemon thread that runs work in order, from the first until `close`."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._left, self._changed = 0, threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of ``work`` or raise its error, after earlier work.
+
+        Cancellation drops work that has not begun, and does not wait for other. Process exit does, briefly.
+        """
+        done: Future[T] = Future()
+        with self._changed:
+            self._left += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvabr-engine", daemon=True)
+            self._thread.start()
+            THREADS.add(self)
+        self._waiting.put((done, work))
+        return await asyncio.wrap_future(done)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all work is done, at most this long; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._left, seconds)
+
+    def close(self) -> None:
+        """End the thread when all work is done."""
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            _work(*item)
+            del item  # it refers to a play
+            with self._changed:
+                self._left -= 1
+                self._changed.notify_all()
+
+
+def _work(done: Future[Any], work: Callable[[], Any]) -> None:
+    if done.set_running_or_notify_cancel():
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # report it: the thread goes on
+            fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # futures accept only these
+            done.set_exception(error if fit else RuntimeError(f"the engine's thread ended: {error!r}"))
+
+
+THREADS: weakref.WeakSet[WorkThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_engines() -> None:
+    until_s = time.monotonic() + _EXIT_S
+    for thread in list(THREADS):
+        thread.wait(max(0.0, until_s - time.monotonic()))
+
+
+async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
+    """Run ``work`` in the engine's thread, after its other work; see `WorkThread.run`."""
+    return await _of(engine).thread.run(work)
+
+
+def timings_of(engine: Engine) -> PrefillTimings:
+    """Return the engine's prefill timings in this process."""
+    return _of(engine).timings
+
+
+def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
+    """Return the cost of the engine's prefill; the first call for an engine times a few prefills, and blocks.
+
+    Call it in the engine's thread if plays use the engine.
+
+    Args:
+        engine: the engine.
+        tokens: ids of any text, repeated if too short. Empty: a few small ids.
+
+    Raises:
+        ModelError: the tokens do not fit the model.
+    """
+    kept = _of(engine)
+    if not kept.measured:
+        some = list(tokens) or list(_ANY_TOKENS)
+        kept.timings.timed(_timed(engine, (some * -(-_MAX_TOKENS // len(some)))[:_MAX_TOKENS]))
+        kept.measured = True
+    return kept.timings.cost()
+
+
+def _timed(engine: Engine, tokens: list[int]) -> list[Timing]:
+    """Time prefills of all sizes, with fewer tokens if the model's limit is lower."""
+    try:
+        return time_prefills(engine, tokens)
+    except ModelError:
+        fewer = min(len(tokens), SHORT) // 2
+        if fewer < _MIN_TOKENS:
+            raise
+    return _timed(engine, tokens[:fewer])
+
+
+@dataclass(slots=True)
+class _OfEngine:
+    timings: PrefillTimings
+    thread: WorkThread = field(default_factory=WorkThread)
+    measured: bool = False
+
+
+_ENGINES: weakref.WeakKeyDictionary[Engine, _OfEngine] = weakref.WeakKeyDictionary()
+_ENGINES_LOCK = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a child does not inherit threads
+    os.register_at_fork(after_in_child=_ENGINES.clear)
+
+
+def _of(engine: Engine) -> _OfEngine:
+    with _ENGINES_LOCK:
+        found = _ENGINES.get(engine)
+        if found is None:
+            found = _ENGINES[engine] = _OfEngine(PrefillTimings(guess_of(engine)))
+            weakref.finalize(engine, found.thread.close)
+        return found
+
+
+class EngineCosts:
+    """The file, and the timings that it completed. Thread-safe."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Read the file if it exists; never raises. Without a path, timings are not saved."""
+        self._file: MachineFile[list[Timing]] = MachineFile(path, "prefill_costs", read_rows)
+        self._lock = threading.Lock()
+
+    def of(self, engine: Engine) -> PrefillTimings:
+        """Return the engine's prefill timings, of this process and earlier ones."""
+        timings = timings_of(engine)
+        return self.restored(timings, engine_key(engine)) if timings.empty else timings
+
+    def restored(self, timings: PrefillTimings, key: str) -> PrefillTimings:
+        """Return timings; if empty, restored from the file's entry for a key."""
+        if timings.empty and (rows := self._file.get(key)):
+            timings.restore(rows)
+        return timings
+
+    def save(self, timings: PrefillTimings, key: str) -> None:
+        """Save new timings under a key if there is a file; never raises."""
+        if self._file.path is None:
+            return
+        with self._lock:
+            if timings.news:
+                self._file.keep(key, timings.rows())
+
+    def save_engine(self, engine: Engine) -> None:
+        """Save an engine's timings, and fit its cost to them, which is slow."""
+        timings = timings_of(engine)
+        self.save(timings, engine_key(engine))
+        timings.cost()
+
+
+@once
+def costs_at(path: Path | None) -> EngineCosts:
+    """Return the one `EngineCosts` of this process for a file."""
+    return EngineCosts(path)
+
+
+def engine_key(engine: Engine) -> str:
+    """Return the key of an engine's timings: model, device and kind of engine."""
+    kind, device = type(engine), getattr(engine, "device", None)
+    own = f"{getattr(engine, 'dtype', '')} {getattr(engine, 'weights', '')}"
+    return cost_key(engine.spec.digest().hex(), f"{kind.__module__}.{kind.__qualname__} {own}", device)
+
+
+def cost_key(model: str, engine: str, device: torch.device | None) -> str:
+    """Return the key of a model on an engine and a device; None: the processor."""
+    where = f"{'cpu' if device is None else device.type} {torch.get_num_threads()}"
+    if device is not None and device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # the device is gone
+            where = torch.cuda.get_device_name(device)
+    return f"{model}:{engine}:{where}"
