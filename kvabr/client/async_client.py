@@ -216,7 +216,7 @@ class AsyncClient:
         some = self._some(peer)
         links = []
         for one in some:
-            known, now = self._memory.history.best(one.downloads.names), one.downloads.link.known()
+            known, now = self._memory.history.best(one.downloads), one.downloads.link.known()
             links.append(KnownLink(now, known.ttfb_s) if now else known)
         if catalog is None:
             return KnownLink.of_all(links), 0
@@ -529,7 +529,7 @@ class AsyncClient:
 
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._memory.history.refresh()  # another process of the engine may play
-            link = KnownLink.of_all(self._memory.history.best(one.downloads.names) for one in some)
+            link = KnownLink.of_all(self._memory.history.best(one.downloads) for one in some)
             rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
@@ -657,7 +657,7 @@ class AsyncClient:
         """
         if engine is None or cost is None:
             return None, deadline
-        link = KnownLink.of_all(self._memory.history.best(one.downloads.names) for one in self._some(peer))
+        link = KnownLink.of_all(self._memory.history.best(one.downloads) for one in self._some(peer))
         at_once = computes_at_once(options, cost, len(tokens), link)
         timed = options.prefill_cost is not None or not self._memory.costs.of(engine).empty
         if not at_once and not (timed and computes_blindly(options, cost, len(tokens), deadline, link)):

@@ -79,7 +79,7 @@ class PlayCall:
     def link(self) -> KnownLink:
         """Estimate of the links to all sources together, from earlier plays."""
         history = self.memory.history
-        return KnownLink.of_all(history.best(source.names) for source in self.connection.downloads)
+        return KnownLink.of_all(history.best(source) for source in self.connection.downloads)
 
     @property
     def left_s(self) -> float:

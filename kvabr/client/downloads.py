@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 
+from kvabr.abr.estimator import Prior
 from kvabr.client.shared_bandwidth import link_of
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -147,6 +148,11 @@ class Downloads(Carrier):
     def names(self) -> Sequence[str]:
         """Names of the connection in a `PeerHistory`."""
         return self.peer.names
+
+    @property
+    def announced(self) -> Prior:
+        """The rate that the peer's last catalog announced, and the connection's round trip."""
+        return Prior(self.peer.announced_rate, self.peer.stats().rtt_s or 0.0)
 
     def waits_its_turn(self, download: GroupTransfer) -> bool:
         """Return whether a download is idle because others, at least as urgent, receive bytes."""

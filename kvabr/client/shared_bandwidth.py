@@ -19,7 +19,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -126,9 +126,20 @@ class PeerHistory(MachineFile[PeerRecord]):
         prior = self.of(peer)
         return 0.0 if prior is None or prior.weight < _MIN_WEIGHT else prior.rate
 
-    def best(self, names: Iterable[str | None]) -> KnownLink:
-        """Return the fastest of a peer's named links, see `link`."""
-        return max(map(self.link, names), default=KnownLink(0.0, 0.0))
+    def best(self, peer: PlayPeer) -> KnownLink:
+        """Return the fastest of a peer's named links, see `link`; if none is known, the announced rate."""
+        found = max(map(self.link, peer.names), default=KnownLink(0.0, 0.0))
+        if found.rate > 0 or not (announced := peer.announced).rate:
+            return found
+        return KnownLink(_RATE_SHARE * announced.rate, announced.ttfb_s)
+
+    def before(self, peer: PlayPeer) -> Prior | None:
+        """Return the prior for a play: of earlier plays, or if none is recent, the announced rate."""
+        known = [prior for name in peer.names if (prior := self.of(name)) is not None]
+        best = max(known, key=lambda prior: prior.rate, default=None)
+        if (best is None or best.weight < _MIN_WEIGHT) and (announced := peer.announced).rate:
+            return replace(announced, weight=_MIN_WEIGHT)
+        return best
 
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
         """Record the end of a play, in memory; implausible values are ignored."""
@@ -405,13 +416,16 @@ class PlayPeer(Protocol):
     def names(self) -> Sequence[str]:
         """Possible names of its connections in a `PeerHistory`; at most one once connected."""
 
+    @property
+    def announced(self) -> Prior:
+        """What its server announces of the link; the rate is 0.0 if nothing."""
+
 
 @contextmanager
 def estimating(peer: PlayPeer, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
     """Yield a play's estimator, primed from the history; record its measurements at the end."""
     names = peer.names
-    known = [prior for name in names if (prior := history.of(name)) is not None]
-    with peer.link.joined(estimator, max(known, key=lambda prior: prior.rate, default=None)) as share:
+    with peer.link.joined(estimator, history.before(peer)) as share:
         try:
             yield share
         finally:
