@@ -35,6 +35,8 @@ class Estimator(ABC):
     name: ClassVar[str]
     told = 0.0
     """Rate observed by earlier plays, bytes per second; 0.0 if unknown."""
+    own = False
+    """True if this client has observed it, not a server."""
 
     def __init__(self) -> None:
         self._first_byte: float | None = None
@@ -48,7 +50,7 @@ class Estimator(ABC):
         """Note, before a play starts, the observations of earlier plays. Estimators may ignore them."""
         self._expected_byte = prior.ttfb_s
         if prior.rate > 0 and prior.weight >= _MIN_CONFIDENCE:
-            self.told = prior.rate
+            self.told, self.own = prior.rate, prior.weight > _MIN_CONFIDENCE
 
     def sound(self, nbytes: float, seconds: float, now: float) -> bool:
         """Return whether a sample is plausible; implausible ones result from clock jumps or bugs in the caller."""

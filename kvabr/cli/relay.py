@@ -113,7 +113,7 @@ async def _relay(args: RelayCommand) -> int:
             ) as relay:  # fmt: skip
                 server = Server(
                     relay, setup.host, setup.port, setup.tls, limits, log, metrics,
-                    quic=args.serving.quic, tcp=args.serving.tcp,
+                    quic=args.serving.quic, tcp=args.serving.tcp, announce_rates=args.serving.announce_rates == "on",
                 )  # fmt: skip
                 loop = asyncio.get_running_loop()
 

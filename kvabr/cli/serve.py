@@ -151,6 +151,7 @@ async def _serve(args: ServeCommand, root: str, limits: ServerLimits) -> int:
         server = Server(
             library, setup.host, setup.port, setup.tls, limits, log, metrics,
             quic=args.serving.quic, tcp=args.serving.tcp, shared=args.processes > 1,
+            announce_rates=args.serving.announce_rates == "on",
         )  # fmt: skip
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:
             if (path := args.grants) is not None:

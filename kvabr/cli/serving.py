@@ -69,6 +69,8 @@ class ServingOptions:
     """QUIC library; ``auto`` is qh3 if installed."""
     tcp: Annotated[Literal["tls", "off"], Shown()] = "tls"
     """Accept connections over TCP with TLS."""
+    announce_rates: Annotated[Literal["on", "off"], Shown()] = "on"
+    """Tell players which rate recent plays from their block of addresses reached."""
     drain: Annotated[float, Ge(0), Le(3600), Shown("--drain S")] = 10.0
     """Seconds to finish work after SIGTERM; Ctrl-C waits half a second."""
     limit: Annotated[tuple[str, ...], Shown("--limit NAME=VALUE", repeated=True)] = ()

@@ -211,7 +211,7 @@ class AsyncClient:
         some = self._some(peer)
         links = []
         for one in some:
-            known, now = self._memory.history.link(one.names), one.link.known()
+            known, now = self._memory.history.link(one.names, one.announced), one.link.known()
             links.append(KnownLink(now, known.ttfb_s) if now else known)
         if catalog is None:
             return KnownLink.of_all(links), 0
@@ -524,7 +524,7 @@ class AsyncClient:
 
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._memory.history.refresh()  # another process of the engine may play
-            link = self._memory.history.links(one.names for one in some)
+            link = self._memory.history.links((one.names, one.announced) for one in some)
             rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
@@ -653,7 +653,7 @@ class AsyncClient:
         """
         if engine is None or cost is None:
             return None, deadline
-        link = self._memory.history.links(one.names for one in peers)
+        link = self._memory.history.links((one.names, one.announced) for one in peers)
         at_once = computes_at_once(options, cost, len(tokens), link)
         timed = options.prefill_cost is not None or not self._memory.costs.of(engine).empty
         if not at_once and not (timed and computes_blindly(options, cost, len(tokens), deadline, link)):

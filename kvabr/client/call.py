@@ -104,7 +104,7 @@ class PlayCall:
     @property
     def link(self) -> KnownLink:
         """Estimate of the links to all sources together, from earlier plays."""
-        return self.memory.history.links(peer.names for peer in self.connection.peers)
+        return self.memory.history.links((peer.names, peer.announced) for peer in self.connection.peers)
 
     @property
     def left_s(self) -> float:

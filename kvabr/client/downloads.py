@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimator import Estimator, Prior
 from kvabr.client.shared_bandwidth import PeerHistory, link_of
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -150,12 +150,16 @@ class Downloads(Carrier):
         """Names of the connection in a `PeerHistory`."""
         return self.peer.names
 
+    @property
+    def announced(self) -> Prior:
+        """The rate that the peer's last catalog announced, and the connection's round trip."""
+        return Prior(self.peer.announced_rate, self.peer.stats().rtt_s or 0.0)
+
     @contextmanager
     def estimating(self, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
         """Yield a play's estimator, primed from the history; record its measurements at the end."""
         names = self.names
-        known = [prior for name in names if (prior := history.of(name)) is not None]
-        with self.link.joined(estimator, max(known, key=lambda prior: prior.rate, default=None)) as share:
+        with self.link.joined(estimator, history.before(names, self.announced)) as share:
             try:
                 yield share
             finally:

@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -119,14 +119,24 @@ class PeerHistory(MachineFile[PeerRecord]):
         prior = self.of(peer)
         return 0.0 if prior is None or prior.weight < _MIN_WEIGHT else prior.rate
 
-    def link(self, names: Iterable[str]) -> KnownLink:
-        """Return a cautious estimate of the fastest link to a peer with these names."""
+    def link(self, names: Iterable[str], announced: Prior | None = None) -> KnownLink:
+        """Return a cautious estimate of the fastest link to a peer with these names, or else of the announced rate."""
         known = [prior for name in names if (prior := self.of(name)) is not None and prior.weight >= _MIN_WEIGHT]
+        if not known and announced is not None and announced.rate:
+            known = [announced]
         return max((KnownLink(_RATE_SHARE * one.rate, one.ttfb_s) for one in known), default=KnownLink(0.0, 0.0))
 
-    def links(self, peers: Iterable[Sequence[str]]) -> KnownLink:
-        """Return the combined estimate of the links to peers, each with its names."""
-        return KnownLink.of_all(map(self.link, peers))
+    def links(self, peers: Iterable[tuple[Sequence[str], Prior]]) -> KnownLink:
+        """Return the combined estimate of the links to peers, each with its names and its announced rate."""
+        return KnownLink.of_all(self.link(names, announced) for names, announced in peers)
+
+    def before(self, names: Iterable[str], announced: Prior) -> Prior | None:
+        """Return the prior for a play: of earlier plays, or if none is recent, the announced rate."""
+        known = [prior for name in names if (prior := self.of(name)) is not None]
+        best = max(known, key=lambda prior: prior.rate, default=None)
+        if (best is None or best.weight < _MIN_WEIGHT) and announced.rate:
+            return replace(announced, weight=_MIN_WEIGHT)
+        return best
 
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
         """Record the end of a play, in memory; implausible values are ignored."""

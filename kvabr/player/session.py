@@ -153,7 +153,7 @@ class Session:
         self.tick_s = self.next_tick_s = min(horizon_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, horizon_s, self.events.limited, chunked=config.chunked)
-        self.view.told_rate = self._sampler.told_rate
+        self.view.told_rate, self.view.told_own = self._sampler.told_rate, self._sampler.told_own
         self._best_rate = 0.0
         self._computes_all = False
         self.sources = Sources(self._sampler, self.view, offers, round_trips)

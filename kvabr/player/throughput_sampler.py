@@ -265,6 +265,7 @@ class SourceSamplers:
         self._each = [meter(estimator, deadline_s, limited) for estimator in estimators]
         self.told_rate = sum(estimator.told for estimator in estimators)
         """Rate reported by earlier plays, bytes per second; 0.0 if unknown."""
+        self.told_own = all(estimator.own for estimator in estimators if estimator.told)
 
     def __getitem__(self, source: int) -> ThroughputSampler:
         return self._each[source]

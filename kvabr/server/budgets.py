@@ -8,12 +8,12 @@ continues. So no answer fails for lack of memory, however often a client changes
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Protocol
 
+from kvabr.server.addresses import site_of
 from kvabr.server.limits import ServerLimits
 
 MIN_IN_FLIGHT_BYTES = 256 << 10
@@ -23,8 +23,6 @@ OPEN_S = 10.0
 _CHECK_S = 1.0
 _WAKE_BATCH = 16
 """Waiting answers to wake at a time."""
-_IPV6_SITE_BITS = 64
-"""Leading bits of an IPv6 address that identify a site; a client chooses the others itself."""
 
 
 class Holder(Protocol):
@@ -194,16 +192,3 @@ class Room:
                 share = max(MIN_IN_FLIGHT_BYTES, account.max_in_flight // account.connections)
                 most = min(most, share)
         return most - self.in_flight
-
-
-def site_of(address: str) -> str:
-    """Return the IPv4 address or the IPv6 network that identifies a client."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if found.version == 6:
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.ip_network((found, _IPV6_SITE_BITS), strict=False))
-    return str(found)

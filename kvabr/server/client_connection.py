@@ -20,6 +20,7 @@ from kvabr.moqt.responder import Responder
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft
 from kvabr.server.access import Access, Denial
+from kvabr.server.announced_rates import AnnouncedRates, SiteRate
 from kvabr.server.budgets import Budgets, Room
 from kvabr.server.fetch_range import DESCENDING, FetchRange, GroupRange, InvalidRangeError, LeftOutError, last_object
 from kvabr.server.grants import Grant, token_in_path
@@ -29,7 +30,7 @@ from kvabr.server.publication import Publication, Source
 from kvabr.server.send_queue import Piece, Sending, SendQueue, TrackRequest
 from kvabr.server.subscriptions import Subscription, Subscriptions
 from kvabr.types.errors import AssetError, FormatError, TransportError
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.naming import TrackNamespace, is_catalog
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -49,6 +50,8 @@ class Host:
     def __init__(self, source: Source, limits: ServerLimits, log: FilteringBoundLogger, metrics: Metrics) -> None:
         self.source, self.limits, self.log, self.metrics = source, limits, log, metrics
         self.budgets = Budgets(limits)
+        self.rates: AnnouncedRates | None = None
+        """Rates of clients' paths; None: not announced."""
         self.peers: set[ClientConnection] = set()
         """Connections, from their first packet on."""
         self.requests = 0
@@ -79,6 +82,10 @@ class ClientConnection(Endpoint):
         self._dense = False
         self._room: Room | None = None
         """Its share of the budgets, after the handshake."""
+        self._site: SiteRate | None = None
+        """Rate of its path, after the handshake, if rates are announced."""
+        self._given = self._delivered = 0
+        """Bytes of answers given to the transport, and acknowledged by the peer."""
         self._queue = SendQueue(self._send, self._may_send)
         self._underway: set[int] = set()
         """Streams that were given to the transport completely, and that the peer may lack in part."""
@@ -117,6 +124,8 @@ class ClientConnection(Endpoint):
         if self._room is None:
             self._reject("too many of one address", " from one address", " from your address; try again later")
             return None
+        if server.rates is not None:
+            self._site = server.rates.site(self.transport.address)
         return MoqtSession(draft, client=False, options=SetupOptions(implementation=b"kvabr"))
 
     def _reject(self, result: str, why: str, advice: str) -> None:
@@ -184,6 +193,7 @@ class ClientConnection(Endpoint):
         if self._room is not None:
             self._server.budgets.left(self._room)
             self._room = None
+        self._measure(limited=False)
         self._server.left(self)
         self.log.debug("connection over", why=reason, code=code)
 
@@ -199,8 +209,9 @@ class ClientConnection(Endpoint):
             streams = (job.stream for job in self._queue if job.stream is not None)
             unsent = self.transport.unsent(chain(streams, self._underway))
             room.note(unsent + self.transport.in_flight())
-            left = min(self.transport.ahead() - unsent, room.allowance())
+            left, given = min(self.transport.ahead() - unsent, room.allowance()), self._given
             done, broken = self._queue.feed(left, self.transport.piece)
+            self._measure(given - room.in_flight, limited=len(self._queue) > 0 and self._given - given >= left)
             for job in done:
                 self._end(job, session.responder)
             for job, error in broken:
@@ -211,6 +222,14 @@ class ClientConnection(Endpoint):
                 self._wake()  # for the groups that follow
         finally:
             self._feeding = False
+
+    def _measure(self, delivered: int | None = None, *, limited: bool) -> None:
+        """Measure the rate of the path; ``delivered``: bytes acknowledged by the peer so far."""
+        if self._site is None or self._server.rates is None:
+            return
+        more = 0 if delivered is None else max(0, delivered - self._delivered)
+        self._delivered += more
+        self._site.note(self, more, self.transport.round_trip() or 0.0, self._server.rates.clock(), limited=limited)
 
     def _end(self, job: Sending, responder: Responder) -> None:
         assert job.stream is not None  # noqa: S101  # it was sent
@@ -398,6 +417,8 @@ class ClientConnection(Endpoint):
         priority = DEFAULT_PRIORITY if parameters.priority is None else parameters.priority
         descending = parameters.group_order == DESCENDING
         request = TrackRequest(number, found, grant, message.track.decode(), priority, descending, self._dense)
+        if self._server.rates is not None and is_catalog(request.track):
+            request.rate = self._server.rates.of(self.transport.address)
         try:
             if isinstance(message, Fetch):
                 self._fetch(request, message)
@@ -472,7 +493,9 @@ class ClientConnection(Endpoint):
             return False
         if not job.sent:
             self._server.metrics.first_byte_seconds.observe(time.monotonic() - job.requested_s)
-        self._server.metrics.bytes_sent_total.inc(sum(map(len, pieces)))
+        size = sum(map(len, pieces))
+        self._given += size
+        self._server.metrics.bytes_sent_total.inc(size)
         return True
 
     def _answered(self) -> set[TrackRequest]:

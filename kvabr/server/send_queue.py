@@ -19,7 +19,7 @@ from kvabr.server.grants import Grant
 from kvabr.server.publication import ArrivingGroup, Publication
 from kvabr.types.digests import BLAKE3, SHA256, kind_of, raw
 from kvabr.types.errors import TransportError
-from kvabr.types.naming import PROPERTY_GROUP_BLAKE3, PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST
+from kvabr.types.naming import PROPERTY_GROUP_BLAKE3, PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST, PROPERTY_RATE
 
 _DIGESTS = {SHA256: PROPERTY_GROUP_DIGEST, BLAKE3: PROPERTY_GROUP_BLAKE3}
 
@@ -39,6 +39,8 @@ class TrackRequest:
     """Whether groups are sent in descending order."""
     dense: bool
     """Number the objects of each group 0, 1, 2, for receivers that take a gap between IDs for a loss."""
+    rate: int = field(default=0, kw_only=True)
+    """Rate to announce in the answer (`PROPERTY_RATE`); 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,8 @@ class Sending:
             yield _Payload(part.group, 0, 0)
             size, digest, objects = self._opened.size, self._opened.digest, self._opened.objects
             properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (_DIGESTS[kind_of(digest)], raw(digest)))
+            if self.request.rate:
+                properties += ((PROPERTY_RATE, self.request.rate),)
             for index, span in enumerate(objects):
                 number = index if self.request.dense else span.object_id
                 if number < part.first_object or (part.end_object is not None and number >= part.end_object):

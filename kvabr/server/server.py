@@ -30,7 +30,8 @@ from kvabr.link.tcp.listener import TcpListener
 from kvabr.link.tcp.tls import server_context
 from kvabr.link.tcp.transport import QmuxTransport, address_of
 from kvabr.moqt.wire import DRAFTS, Draft
-from kvabr.server.budgets import site_of
+from kvabr.server.addresses import site_of
+from kvabr.server.announced_rates import AnnouncedRates
 from kvabr.server.certificates import ServerTls
 from kvabr.server.client_connection import ClientConnection, Host
 from kvabr.server.limits import ServerLimits
@@ -81,6 +82,7 @@ class Server(Host):
         tcp: Tcp = "tls",
         drafts: tuple[Draft, ...] = DRAFTS,
         shared: bool = False,
+        announce_rates: bool = True,
     ) -> None:
         """Prepare; `start` binds the address. Port 0 takes a free one.
 
@@ -96,8 +98,10 @@ class Server(Host):
             tcp: ``tls`` or ``off``.
             drafts: Drafts to support, preferred first.
             shared: Whether other processes of this user serve the same address; the system distributes connections.
+            announce_rates: Whether catalogs' answers have the rate of recent plays of the client's block of addresses.
         """
         super().__init__(source, limits, log, metrics)
+        self.rates = AnnouncedRates() if announce_rates else None
         source.listen(self._source_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.TimerHandle | None = None

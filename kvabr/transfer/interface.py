@@ -94,6 +94,8 @@ class Connection(ABC):
     """Whether a connection was ever established; if not, the first request dials."""
     heals: bool = False
     """Whether it needs neither redials after failures nor probes, because each request is a separate exchange."""
+    announced_rate: float = 0.0
+    """Rate that the peer's last catalog announced for this path, bytes per second; 0.0: none."""
     waits_its_turn: bool = False
     """Whether no bytes arrive because more urgent requests on the same path are served first."""
 

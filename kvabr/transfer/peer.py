@@ -118,6 +118,12 @@ class Peer(PeerConnection):
         return all(lane.unreachable for lane in self._lanes)
 
     @property
+    def announced_rate(self) -> float:  # type: ignore[override]
+        """See `Connection.announced_rate`; the best of all lanes."""
+        every = (lane.connection.announced_rate for lane in self._lanes if lane.connection is not None)
+        return max(every, default=0.0)
+
+    @property
     def dials(self) -> int:
         """Number of reconnections."""
         return sum(lane.dials for lane in self._lanes)

@@ -56,6 +56,11 @@ PROPERTY_GROUP_DIGEST = 0x39
 """Object property of a group's first object: SHA-256 of the whole group."""
 PROPERTY_GROUP_BLAKE3 = 0x3B
 """The same for BLAKE3."""
+PROPERTY_RATE = 0x3A
+"""Object property of a catalog's first object: the rate that recent transfers to the client's block of addresses
+reached, kbit/s. It describes one connection, so relays must not pass it on."""
+MAX_RATE_KBPS = 10**9
+"""Maximum of that rate; others are ignored."""
 _KEY_BYTES = 8
 """Bytes of each digest in a lookup's name. The client compares whole digests, so collisions are harmless."""
 _TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
@@ -228,6 +233,11 @@ def prefix_gap(shared: int, groups: int, *, evenly: bool = False) -> range:
 def is_lookup(track: str) -> bool:
     """Return whether a track is a prefix lookup, live or not."""
     return track.startswith((PREFIX_TRACK, LIVE_PREFIX_TRACK))
+
+
+def is_catalog(track: str) -> bool:
+    """Return whether a track is a catalog, or a lookup of one, live or not."""
+    return track in {CATALOG_TRACK, LIVE_TRACK} or is_lookup(track)
 
 
 def is_live(track: str) -> bool:

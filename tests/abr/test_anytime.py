@@ -6,13 +6,16 @@ from collections import Counter
 import pytest
 
 from kvabr.abr import Ladder
+from kvabr.abr.estimator import Prior
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
+from kvabr.data import default_catalog
 from kvabr.player.session import Session
 from kvabr.player.session_types import Deliver, FetchGroup, PlayerConfig, PlayRecord, Recompute
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
+from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
@@ -180,3 +183,16 @@ def test_an_engine_beside_tracks_of_which_none_replaces_another(names, mode):
     run = Experiment(offer, options).play(world("steady", [1e6]), 0.0, "anytime").run
     assert run["met"]
     assert {group["track"] for group in run["groups"]} <= {*names, "recomputed"}
+
+
+@pytest.mark.parametrize("load", [0.1, 1.0])
+@pytest.mark.parametrize("wrong", [1.0, 30.0, 1 / 30])
+def test_on_the_word_of_a_server_alone_no_final_track_goes_before_a_base(load, wrong):
+    """The link dies after half a second: what a server has announced costs at most twice what knowing nothing does."""
+    offer, rate = default_catalog(), load * default_catalog().fp16_bytes / 4.0
+    link = Trace("dies", "dies", (0.0, 0.5), (rate, 0.0), 1e4)
+    costs = [
+        Experiment(offer, ReplayOptions(4.0, 0.02, prior=prior)).play(link, 0.0, "anytime").run["objective"]
+        for prior in (None, Prior(wrong * rate, 0.02, 0.5))
+    ]
+    assert costs[1] <= 2.0 * costs[0]

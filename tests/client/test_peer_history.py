@@ -3,10 +3,13 @@
 import json
 import math
 import multiprocessing
+import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
+from kvabr.abr.estimator import Prior
 from kvabr.client.machine_file import MAX_BYTES, SCHEMA, digest, this_host
 from kvabr.client.shared_bandwidth import MAX_PEERS, PeerHistory
 
@@ -152,3 +155,25 @@ def test_several_processes_write_and_nothing_is_lost(tmp_path):
         warnings.simplefilter("error")
         priors = PeerHistory(path)
     assert all(priors.of(f"{name}{index}:1", NOW + 20) is not None for name in "abc" for index in range(10))
+
+
+class Announcing:
+    """A peer, and what its server announces."""
+
+    names, announced = ("a:443",), Prior(5e6, 0.01)
+
+
+def test_what_a_server_announces_is_a_prior_until_there_is_a_recent_play_of_ones_own():
+    priors, now = PeerHistory(), time.time()
+    silent = SimpleNamespace(names=("a:443",), announced=Prior(0.0, 0.01))
+    assert priors.before(silent) is None
+    assert priors.best(silent).rate == 0.0
+    weak = Prior(5e6, 0.01, 0.5)
+    assert priors.before(Announcing()) == weak
+    assert priors.best(Announcing()) == (4e6, 0.01)  # as cautious as with one's own
+    priors.heard("a:443", 1e6, 0.02, now - 2 * 3600)
+    assert priors.before(Announcing()) == weak
+    assert priors.before(silent).rate == 1e6
+    priors.heard("a:443", 1e6, 0.02, now - 60)
+    assert priors.before(Announcing()).rate == pytest.approx(1e6)
+    assert priors.best(Announcing()).rate == pytest.approx(0.8e6)

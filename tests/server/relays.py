@@ -43,9 +43,10 @@ async def relaying(upstream, tls, *, quic="aioquic", limits=None, **more):
 
 
 @contextlib.asynccontextmanager
-async def origin(root, tls, *, quic="aioquic", tcp="tls", grants=None, port=0, **limits):
+async def origin(root, tls, *, quic="aioquic", tcp="tls", grants=None, port=0, announce_rates=True, **limits):
     arguments = PublishedAssets(root, grants), "127.0.0.1", port, tls, ServerLimits(**limits), LOG, Metrics()
-    async with asyncio.timeout(LONG_S), Server(*arguments, quic=quic, tcp=tcp) as server:
+    how = {"quic": quic, "tcp": tcp, "announce_rates": announce_rates}
+    async with asyncio.timeout(LONG_S), Server(*arguments, **how) as server:
         server.fingerprint = check(tls).fingerprint
         yield server
 

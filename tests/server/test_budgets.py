@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 
-from kvabr.server.budgets import MIN_IN_FLIGHT_BYTES, OPEN_S, Budgets, site_of
+from kvabr.server.addresses import site_of
+from kvabr.server.budgets import MIN_IN_FLIGHT_BYTES, OPEN_S, Budgets
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.limits import ServerLimits
 from kvabr.server.publication import LevelPublication

@@ -14,6 +14,7 @@ from kvabr.link.tcp import transport as tcp
 from kvabr.moqt import messages, requester, session, wire
 from kvabr.qmux import frames
 from kvabr.server import (
+    announced_rates,
     budgets,
     changes,
     grants,
@@ -122,6 +123,8 @@ ROWS = {
     ],
     "list of models": [size(kv.MAX_MODELS_BYTES), "4,096 models"],
     "codec profile": [size(catalog.MAX_PROFILE_BYTES), f"its header {size(profile._MAX_HEADER_BYTES)}"],
+    "announced rates": [f"{announced_rates._MAX_BLOCKS:,}; {announced_rates._MAX_SITES}; a day"],
+    "announced rate, from a server": [f"10^{len(str(naming.MAX_RATE_KBPS * 1000)) - 1} bit/s"],
     "token ids of a prompt": [size(prompt.MAX_PROMPT_BYTES)],
     "KV events: batches kept": [
         f"{REPLAYS['max_batches'].default:,}, {size(REPLAYS['max_bytes'].default)}; {publisher._MAX_WAITING:,}",

@@ -214,10 +214,8 @@ class Anytime(Policy):
     @staticmethod
     def _sure(view: View, plan: TimePlan) -> bool:
         """Return whether the link is as fast as in earlier plays, with time left for a long outage."""
-        return (
-            0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate
-            and _MIN_SPARE_FACTOR * plan.ends_s < view.time_left
-        )
+        told = view.told_own and 0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate
+        return told and _MIN_SPARE_FACTOR * plan.ends_s < view.time_left
 
     def _next_group(self, view: View, *, least: bool = False) -> int:
         """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.

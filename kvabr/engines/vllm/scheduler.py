@@ -161,6 +161,8 @@ class SchedulerHalf:
         """Requests that wait for a digest."""
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
+        self._unshared: list[Any] = []
+        """Requests that must not use vLLM's prefix cache from the next step on; they are computed."""
         self._loading: dict[str, frozenset[str]] = {}
         """Running loads, with the digests of their groups."""
         self._promises = Promises(
@@ -273,8 +275,7 @@ class SchedulerHalf:
         lookup.before = self._kept.loss_before(request, computed)
         if lookup.before <= most + _ROUNDING or getattr(request, "skip_reading_prefix_cache", False):
             return True
-        # vLLM then computes the whole prompt.
-        request.skip_reading_prefix_cache = True
+        self._unshared.append(request)
         self.counts.add("requests_spared")
         self._forget_lookup(request.request_id, lookup)
         return False
@@ -324,6 +325,8 @@ class SchedulerHalf:
         The step is timed if ``before`` has their computed tokens. ``preempted``: vLLM has taken blocks from a request.
         """
         step, self._pending = self._pending, Step()
+        while self._unshared:
+            self._unshared.pop().skip_reading_prefix_cache = True  # any earlier, vLLM would use its blocks once more
         step.preempted = preempted
         step.scheduled, step.prefill = sum(scheduled.values()), prefill_of(scheduled, before)
         self._kept.step(scheduled, tables)

@@ -41,8 +41,10 @@ from kvabr.types.errors import (
     TransportError,
     UnauthorizedError,
 )
-from kvabr.types.naming import MAX_FULL_TRACK_NAME
+from kvabr.types.naming import MAX_FULL_TRACK_NAME, is_catalog
 
+_KVABR = b"kvabr"
+"""How kvabr's ends name themselves in SETUP."""
 _TOKEN_HINT = "its operator has tokens; give yours with --token-file F, KVABR_TOKEN, or token="  # noqa: S105  # none
 _GOING_AWAY = "the peer is going away; reconnect"
 _CLOSING_S = 0.25
@@ -73,6 +75,8 @@ class MoqtConnection(Endpoint, PeerConnection):
         """The peer's certificate, DER, if TLS refused it."""
         self.shaken = False
         self._received_any = asyncio.Event()
+        self._announces = False
+        """Whether the peer is kvabr's, so that a rate in its answers is not one that a relay passes on."""
         self.watch = LimitWatch(self._probe, self.round_trip)
         """Finds the limit of the downloads."""
 
@@ -170,7 +174,7 @@ class MoqtConnection(Endpoint, PeerConnection):
             path=options.path.encode(),
             authority=(f"[{options.host}]" if ":" in options.host else options.host).encode() + b":%d" % options.port,
             tokens=(Token(options.token.encode()),) if options.token is not None else (),
-            implementation=b"kvabr",
+            implementation=_KVABR,
         )
         return MoqtSession(draft, client=True, options=setup)
 
@@ -186,6 +190,7 @@ class MoqtConnection(Endpoint, PeerConnection):
                 self._subscriber.happened(event)
                 self._tell_watch()
             case Ready():
+                self._announces = event.options.implementation == _KVABR
                 if not self.ready.done():
                     self.ready.set_result(None)
             case GoingAway():
@@ -299,6 +304,8 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._tell_watch()
         elif (request := self._requests.in_flight.get(event.request_id)) is not None:
             request.take(event.items, self.watch.limit)
+            if self._announces and is_catalog(request.request.track):
+                self.announced_rate = request.rate
         self._received_any.set()
 
     def _count(self, count: int) -> None:

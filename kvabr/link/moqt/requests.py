@@ -10,7 +10,7 @@ from kvabr.moqt.objects import Item, ObjectHeader, RangeEnd
 from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.errors import NotFoundError, Reason, RequestError
 from kvabr.types.events import Limit
-from kvabr.types.naming import CATALOG_TRACK, PROPERTY_GROUP_BYTES
+from kvabr.types.naming import CATALOG_TRACK, MAX_RATE_KBPS, PROPERTY_GROUP_BYTES, PROPERTY_RATE
 
 MAX_IN_FLIGHT = 64
 """Most FETCHes in flight; the others wait, the most urgent first. Servers allow about 100 streams."""
@@ -34,6 +34,8 @@ class MoqtRequest:
         self.transfer, self.request, self.fields = transfer, transfer.request, fields
         self.number: int | None = None
         """ID of its FETCH; None before that is sent, and for a group of a subscription."""
+        self.rate = 0.0
+        """Rate announced in the answer, bytes per second; 0.0: none."""
 
     def take(self, items: list[Item], limit: Limit) -> None:
         """Handle received objects, and what limited them."""
@@ -47,8 +49,10 @@ class MoqtRequest:
                 self._wrong("the peer does not have all of it", Reason.INTERNAL)
             elif not 0 <= item.group - request.group < request.groups:
                 self._wrong(f"objects of group {item.group} were received", Reason.WRONG)
-            elif max(item.size, _declared_bytes(item)) > request.limit:
+            elif max(item.size, _number(item, PROPERTY_GROUP_BYTES)) > request.limit:
                 transfer.too_long()
+            elif (kbps := _number(item, PROPERTY_RATE)) <= MAX_RATE_KBPS:
+                self.rate = max(self.rate, kbps * 1000 / 8)
         transfer.progressed(limit)
 
     def finish(self, reset: int | None) -> None:
@@ -83,12 +87,9 @@ class MoqtRequest:
         self.transfer.reject(RequestError(f"{self.request}: {why}", reason=reason))
 
 
-def _declared_bytes(header: ObjectHeader) -> int:
-    """Return the publisher's size of the whole group, bytes; 0 if unknown."""
-    for kind, value in header.properties:
-        if kind == PROPERTY_GROUP_BYTES and isinstance(value, int):
-            return value
-    return 0
+def _number(header: ObjectHeader, wanted: int) -> int:
+    """Return the value of a property; 0 without one."""
+    return next((value for kind, value in header.properties if kind == wanted and isinstance(value, int)), 0)
 
 
 class RequestQueue:

@@ -73,3 +73,20 @@ def test_a_request_that_wants_everything_computed_gets_that_beside_a_lossy_one(w
     assert said["exact"] == world.cold
     assert world.engine.counted()["requests_spared"] == 1
     assert world.says(world.prompt, SAID, forget=False, play=False)[0] == world.cold
+
+
+def test_a_bound_of_a_request_holds_for_its_play_and_for_kept_blocks(world, monkeypatch):
+    exact, counted = world.says(world.prompt, SAID, forget=True, max_loss=1e-9)
+    assert exact == world.cold
+    assert "tokens_loaded" not in counted
+    monkeypatch.setattr(world.engine.half._kept, "_limit", 1.0)  # as `keep_loss` does
+    lossy, counted = world.says(world.prompt, SAID, forget=True, max_loss=1.0)
+    assert counted["tokens_loaded"] == 640
+    assert lossy != world.cold
+    again, counted = world.says(world.prompt, SAID, forget=False, max_loss=1.0)
+    assert again == lossy
+    assert "tokens_loaded" not in counted  # vLLM has kept them
+    exact, counted = world.says(world.prompt, SAID, forget=False, max_loss=1e-9)
+    assert exact == world.cold
+    assert counted["requests_spared"] == 1
+    assert world.engine.served == [None]

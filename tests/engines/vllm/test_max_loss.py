@@ -65,6 +65,8 @@ def test_kept_blocks_count_against_the_bound(served):
         assert kept > 0
         strict = bound("strict", 0.5 * kept)
         assert bench.scheduler.matched(strict, 32) == (None, False)
+        assert not hasattr(strict, "skip_reading_prefix_cache")  # with it, vLLM would ignore this answer
+        bench.step()
         assert strict.skip_reading_prefix_cache  # as vLLM reads it before it asks again
         assert bench.matched(strict, 0) == (0, False)
         loose = bound("loose", 1.5 * kept)

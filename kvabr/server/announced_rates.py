@@ -1,0 +1,93 @@
+"""Rates that recent transfers to a block of client addresses reached, which catalogs' answers announce to new clients.
+
+A client's first play then has a prior for its link, as CMSD gives one to video players. A rate is measured only while a
+connection has more to send than its transport takes, so the pauses of a player do not count. Everything is bounded, in
+memory only, and forgotten after a day. A relay measures its own clients: the rate of the origin's path is not theirs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from kvabr.server.addresses import block_of, site_of
+from kvabr.types.naming import MAX_RATE_KBPS
+
+V = TypeVar("V")
+
+_MAX_BLOCKS, _MAX_SITES = 4096, 16
+"""Blocks, and sites (`kvabr.server.addresses`) in each; the least recently connected are dropped."""
+_MAX_AGE_S = 86_400.0
+_MIN_BYTES, _MIN_ROUNDS = 64 << 10, 2.0
+"""Least bytes and round trips of one measurement: acknowledgements arrive in bursts."""
+_GROWN = 2.0
+"""A measurement of more than this multiple of the rate replaces it, as in slow start; others count half."""
+
+
+class SiteRate:
+    """The rate of the path to one site, over all its connections."""
+
+    def __init__(self) -> None:
+        self.rate, self.at_s = 0.0, -math.inf
+        """Bytes per second, 0.0 if unknown; and when it was measured."""
+        self._limited: set[object] = set()
+        """Connections that had more to send at the last `note`."""
+        self._now_s = self._busy_s = 0.0
+        self._bytes = 0
+
+    def note(self, connection: object, delivered: int, round_s: float, now_s: float, *, limited: bool) -> None:
+        """Record the bytes that a peer has acknowledged since the last call for this connection.
+
+        ``limited``: the connection has more to send than its transport takes.
+        """
+        if self._limited:
+            self._bytes += delivered
+            self._busy_s += now_s - self._now_s
+        self._now_s = now_s
+        (self._limited.add if limited else self._limited.discard)(connection)
+        if self._bytes >= _MIN_BYTES and self._busy_s >= _MIN_ROUNDS * round_s and self._busy_s > 0:
+            rate = self._bytes / self._busy_s
+            self.rate = rate if rate > _GROWN * self.rate else math.sqrt(rate * self.rate)
+            self.at_s, self._bytes, self._busy_s = now_s, 0, 0.0
+
+
+class AnnouncedRates:
+    """The rates of all blocks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._blocks: OrderedDict[str, OrderedDict[str, SiteRate]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def site(self, address: str) -> SiteRate:
+        """Return the rate of an address's site, for a new connection."""
+        block = _kept(self._blocks, block_of(address), OrderedDict, _MAX_BLOCKS)
+        return _kept(block, site_of(address), SiteRate, _MAX_SITES)
+
+    def of(self, address: str) -> int:
+        """Return the rate to announce to an address, a power of two of kbit/s; 0 if none is known.
+
+        It is the median over the sites of its block.
+        """
+        since_s = self.clock() - _MAX_AGE_S
+        block: Mapping[str, SiteRate] = self._blocks.get(block_of(address), {})
+        known = [site.rate for site in block.values() if site.rate > 0 and site.at_s >= since_s]
+        if not known:
+            return 0
+        kbps = statistics.median(known) * 8 / 1000
+        return min(MAX_RATE_KBPS, 1 << max(0, round(math.log2(kbps))))
+
+
+def _kept(entries: OrderedDict[str, V], key: str, new: Callable[[], V], most: int) -> V:
+    """Return an entry, made if necessary, as the most recent one."""
+    entry = entries[key] if key in entries else entries.setdefault(key, new())
+    entries.move_to_end(key)
+    if len(entries) > most:
+        entries.popitem(last=False)
+    return entry
