@@ -328,6 +328,8 @@ class View:
     """Rate that the link should usually exceed, bytes per second; 0.0 until the first bytes arrive."""
     told_rate: float = 0.0
     """Rate observed by earlier plays, bytes per second; 0.0 if unknown."""
+    full: bool = False
+    """True if no further request can be sent now; the policy may only give the engine work."""
     told_own: bool = False
     """True if this client has observed `told_rate`; a server may only have announced it."""
     growing: bool = False

@@ -535,7 +535,10 @@ class Session:
         if self.over:
             return
         self.content, asked, self._more_s = False, 0, math.inf
-        while not self.content and (self.has_room() or (asked == 0 and self._engine_waits())):
+        while not self.content:
+            self.view.full = not self.has_room() and not (asked == 0 and self._all_idle())
+            if self.view.full and (asked > 0 or not self._engine_idles()):
+                break
             if asked == _MAX_DECISIONS:
                 self._more_s = now
                 break
@@ -689,10 +692,13 @@ class Session:
             return False
         return now - self.heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, MIN_SILENCE_S)
 
-    def _engine_waits(self) -> bool:
+    def _engine_idles(self) -> bool:
+        """Return whether the policy may give the engine work now."""
+        return self.engine is not None and self.view.engine_backlog_s <= 0 and self.guard.policy.divides
+
+    def _all_idle(self) -> bool:
         """Return whether the engine and the link idle; the policy may then act despite requests in flight."""
-        idle = self.engine is not None and self.view.engine_backlog_s <= 0 and self.guard.policy.divides
-        return idle and (self.view.rate <= 0 or not self.record.bytes_fetched)
+        return self._engine_idles() and (self.view.rate <= 0 or not self.record.bytes_fetched)
 
     def has_room(self) -> bool:
         """Return whether more requests may be sent now."""

@@ -5,7 +5,6 @@ import math
 import multiprocessing
 import time
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
@@ -157,23 +156,16 @@ def test_several_processes_write_and_nothing_is_lost(tmp_path):
     assert all(priors.of(f"{name}{index}:1", NOW + 20) is not None for name in "abc" for index in range(10))
 
 
-class Announcing:
-    """A peer, and what its server announces."""
-
-    names, announced = ("a:443",), Prior(5e6, 0.01)
-
-
 def test_what_a_server_announces_is_a_prior_until_there_is_a_recent_play_of_ones_own():
-    priors, now = PeerHistory(), time.time()
-    silent = SimpleNamespace(names=("a:443",), announced=Prior(0.0, 0.01))
-    assert priors.before(silent) is None
-    assert priors.best(silent).rate == 0.0
-    weak = Prior(5e6, 0.01, 0.5)
-    assert priors.before(Announcing()) == weak
-    assert priors.best(Announcing()) == (4e6, 0.01)  # as cautious as with one's own
+    priors, now, names = PeerHistory(), time.time(), ("a:443",)
+    silent, announced, weak = Prior(0.0, 0.01), Prior(5e6, 0.01), Prior(5e6, 0.01, 0.5)
+    assert priors.before(names, silent) is None
+    assert priors.link(names, silent).rate == 0.0
+    assert priors.before(names, announced) == weak
+    assert priors.link(names, announced) == (4e6, 0.01)  # as cautious as with one's own
     priors.heard("a:443", 1e6, 0.02, now - 2 * 3600)
-    assert priors.before(Announcing()) == weak
-    assert priors.before(silent).rate == 1e6
+    assert priors.before(names, announced) == weak
+    assert priors.before(names, silent).rate == 1e6
     priors.heard("a:443", 1e6, 0.02, now - 60)
-    assert priors.before(Announcing()).rate == pytest.approx(1e6)
-    assert priors.best(Announcing()).rate == pytest.approx(0.8e6)
+    assert priors.before(names, announced).rate == pytest.approx(1e6)
+    assert priors.link(names, announced).rate == pytest.approx(0.8e6)

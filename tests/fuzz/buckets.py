@@ -91,27 +91,24 @@ def _objects(parts: Sequence[bytes]) -> dict[str, tuple[bytes, float]]:
 async def _find(objects: _Objects) -> bool:
     index = StoreIndex(objects)
     good = False
-    try:
-        if await _came(index.models()) is None:
-            return False
-        for catalog in (made(), made(hybrid=True)):
-            namespace, spec = catalog.namespace, catalog.spec
-            found = await _came(index.find(spec, catalog.chunks, any_dtype=True), FormatError)
-            if found is not None and found.catalog is not None:
-                _compare(index, found.catalog, found.catalog.namespace)
-                assert lookup.shared_groups(found.catalog, range(40), catalog.chunks) > 0
-                good = True
-            first = TrackNamespace(spec.model, catalog.chunks[0])
-            told = await _came(index.lookup(first, prefix_track(catalog.chunks[1:])))
-            data = await _came(index.catalog(namespace))
-            if data is not None:
-                whole = Catalog.loads(data)
-                assert whole.spec.model == namespace.model  # of its name, clients ask
-                _compare(index, whole, namespace)
-                good = True
-            assert told is None or Catalog.loads(told).chunks
-    finally:
-        await index.close()
+    if await _came(index.models()) is None:
+        return False
+    for catalog in (made(), made(hybrid=True)):
+        namespace, spec = catalog.namespace, catalog.spec
+        found = await _came(index.find(spec, catalog.chunks, any_dtype=True), FormatError)
+        if found is not None and found.catalog is not None:
+            _compare(index, found.catalog, found.catalog.namespace)
+            assert lookup.shared_groups(found.catalog, range(40), catalog.chunks) > 0
+            good = True
+        first = TrackNamespace(spec.model, catalog.chunks[0])
+        told = await _came(index.lookup(first, prefix_track(catalog.chunks[1:])))
+        data = await _came(index.catalog(namespace))
+        if data is not None:
+            whole = Catalog.loads(data)
+            assert whole.spec.model == namespace.model  # of its name, clients ask
+            _compare(index, whole, namespace)
+            good = True
+        assert told is None or Catalog.loads(told).chunks
     return good
 
 

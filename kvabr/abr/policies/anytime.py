@@ -107,6 +107,8 @@ class Anytime(Policy):
             planner.plan(view)
             if (decision := planner.next(view)) is not None:
                 return decision
+            if view.full:
+                return Decision.wait("enough is in flight")
             missing = planner.outside(view)
         return self._fetch(view) if missing else self._upgrade(view)
 
