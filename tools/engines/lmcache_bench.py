@@ -1,16 +1,15 @@
 """LMCache over a shaped link: kvabr's plug-in against LMCache's own server with its fixed CacheGen level.
 
-    tools/engine lmcache bench [--mbps 20,50,100] [--rtt 20] [--deadline 3] [--tokens 2048] [--quic qh3] [--json F]
+  tools/engine lmcache bench [--mbps 20,50,100] [--rtt 20] [--deadline 3] [--tokens 2048] [--quic qh3] [--json F]
     [--storages CacheGen,naive,kvabr,kvabr+AC] [--policies anytime,fixed:Int8,fixed:AC-5x] [--prefill-rate 20000]
 
 The cache of a real text under SmolLM2 is stored through LMCache's engine in each storage, and retrieved over a link of
-the same rate and round trip: kvabr over UDP (its own shaper), LMCache's server over TCP (a lossless proxy that delays
-bytes and limits their rate, so TCP is at its best). Seconds are from `retrieve` until the chunks are in the engine's
-cache, including decoding on this machine's CPU; "link s" is the bare transfer time of the bytes, the limit for a free
-decoder. ``kvabr+AC`` has the model's codec profile, and therefore AC tracks for chunks with a known position; each
-policy is a separate row. KL is that of the next 64 tokens against the exact cache, nats per token. With
-``--prefill-rate`` kvabr leaves the last chunks to an engine with that rate in tokens per second, together with the
-question; they are computed here for the KL, excluded from the seconds. Each row is from a single run.
+the same rate and round trip: kvabr over UDP (its own shaper), LMCache's server over TCP (a lossless proxy, so TCP is at
+its best). Seconds are from `retrieve` until the chunks are in the engine's cache, decoded on this machine's CPU; "link
+s" is the bare transfer time. ``kvabr+AC`` has the model's codec profile, and therefore AC tracks for chunks with a
+known position. KL is that of the next 64 tokens against the exact cache, nats per token. With ``--prefill-rate``
+(tokens per second) kvabr leaves the last chunks to an engine, together with the question; they are computed here for
+the KL, excluded from the seconds. Rows are single runs.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class OnCpu(GPUConnectorInterface):
     """Moves chunks between LMCache and a cache, [K/V, layer, token, head x dim]."""
 
     def __init__(self, layers: int, width: int) -> None:
-        """Take the number of layers; ``width`` is heads x dim."""
+        """``width`` is heads x dim."""
         self._layers, self._width = layers, width
 
     def from_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201
@@ -79,11 +78,8 @@ class OnCpu(GPUConnectorInterface):
         return torch.Size([2, self._layers, tokens, self._width])
 
 
-# ------------------------------------------------------------------- a TCP link
-
-
 def proxy(pipe, carried, target: int, rate: float, rtt_s: float) -> None:  # noqa: ANN001
-    """Run a process that forwards bytes from the server at ``rate`` bytes per second, both ways ``rtt_s``/2 later."""
+    """Forward bytes from the server at ``rate`` bytes/s, both ways ``rtt_s``/2 later."""
     asyncio.run(_proxy(pipe, carried, target, rate, rtt_s))
 
 
@@ -128,7 +124,7 @@ async def _proxy(pipe, carried, target: int, rate: float, rtt_s: float) -> None:
 
 @contextlib.contextmanager
 def tcp_link(target: int, rate: float, rtt_s: float):  # noqa: ANN201
-    """Return the port of such a link, and its counter of bytes from the server."""
+    """Yield the port of such a link, and its counter of bytes from the server."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     carried = context.Value("q", 0)
@@ -143,7 +139,7 @@ def tcp_link(target: int, rate: float, rtt_s: float):  # noqa: ANN201
 
 @contextlib.contextmanager
 def lmcache_server():  # noqa: ANN201
-    """Return LMCache's own server, and its port."""
+    """Yield the port of LMCache's own server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -160,9 +156,6 @@ def lmcache_server():  # noqa: ANN201
     finally:
         process.terminate()
         process.wait()
-
-
-# ---------------------------------------------------------------------- LMCache
 
 
 class Bench:
@@ -187,7 +180,7 @@ class Bench:
 
     @contextlib.contextmanager
     def engine(self, serde: str, extra: dict, url: str | None = None):  # noqa: ANN201
-        """Return an LMCache engine."""
+        """Yield an LMCache engine."""
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=CHUNK, local_cpu=False, max_local_cpu_size=0.5, remote_serde=serde, remote_url=url,
             blocking_timeout_secs=120, remote_storage_plugins=["kvabr"] if extra else None, extra_config=extra or None,
@@ -208,7 +201,7 @@ class Bench:
             LMCacheEngineBuilder.destroy(name)
 
     def store(self, engine) -> float:  # noqa: ANN001
-        """Store the cache, and wait for the storage; return CPU seconds of all threads."""
+        """Store the cache; return CPU seconds of all threads."""
         spent = time.process_time()
         engine.store(tokens=self.tokens, cache=self.cache)
         backend = next(b for n, b in engine.storage_manager.storage_backends.items() if n.startswith("RemoteBackend"))
@@ -236,13 +229,13 @@ class Bench:
 
 
 def metrics_of(engine):  # noqa: ANN001, ANN201
-    """Return the counters of kvabr's plug-in of an engine."""
+    """Return the counters of an engine's kvabr plug-in."""
     backend = next(b for n, b in engine.storage_manager.storage_backends.items() if n.startswith("RemoteBackend"))
     return backend.connection.getWrappedConnector().metrics
 
 
 def kvabr_options(**options: object) -> dict:
-    """Return the contents of ``extra_config``."""
+    """Return ``extra_config``."""
     extra = {"module_path": "kvabr.engines.lmcache.connector", "class_name": "KvabrAdapter", "model": "bench/smollm2"}
     return {f"{PREFIX}{key}": value for key, value in (extra | options).items()}
 
@@ -269,7 +262,7 @@ def main() -> None:
         print(f"{args.tokens} tokens, {bench.cache.nbytes / 1e6:.1f} MB at FP16, prefill {bench.prefill_s:.2f} s here")
         spent, wanted = {}, args.storages.split(",")
         rates = [float(rate) for rate in args.mbps.split(",")]
-        # The server stores chunks by key alone, so the last one stored replaces earlier ones.
+        # The server stores chunks by key alone: the last one stored replaces earlier ones.
         for name, serde in (("CacheGen", "cachegen"), ("naive", "naive")):
             if name not in wanted:
                 continue
@@ -321,7 +314,7 @@ def over_tcp(bench: Bench, name: str, serde: str, port: int, mbps: float, args: 
 
 
 def over_udp(bench: Bench, origin: LiveOrigin, mbps: float, args: argparse.Namespace, name: str, options: dict) -> dict:
-    """Measure an origin of kvabr over a link."""
+    """Measure kvabr's origin over a link."""
     conditions = Conditions(rtt_s=args.rtt / 1e3)
     if args.prefill_rate is not None:
         options = options | {"prefill_rate": args.prefill_rate}

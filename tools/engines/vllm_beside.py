@@ -1,13 +1,12 @@
 """Time to first token and answers in real vLLM: computing, LMCache's remote store and kvabr over one shaped link.
 
-    tools/bench-vllm-beside [--mbit 10 50 200 1000] [--rtt 20] [--tokens 4000] [--questions 6] [--systems ...]
-        [--json F]
+  tools/bench-vllm-beside [--mbit 10 50 200 1000] [--rtt 20] [--tokens 4000] [--questions 6] [--systems ...]
+                          [--json F]
 
 One vLLM engine on this machine's processor serves SmolLM2-135M in bfloat16. A shared prompt of --tokens tokens is
-published once; then --questions questions arrive one after the other, each following that prompt, and the engine has
-forgotten everything else. The origin (`kvabr serve`, or LMCache's own server) is at the other end of an emulated link
-for whole IP packets, so each system uses its own sockets and the kernel's TCP. The first question over each link is a
-warm-up and does not count.
+published once; then --questions questions follow that prompt one after the other, and the engine has forgotten
+everything else. The origin (`kvabr serve`, or LMCache's own server) is at the other end of an emulated link for whole
+IP packets, so each system uses its own sockets and the kernel's TCP. The first question over each link is a warm-up.
 
 computed          vLLM alone
 batched           the same, all questions at once: how much vLLM's own answers differ
@@ -16,8 +15,8 @@ lmcache+cachegen  the same with CacheGen, LMCache's compression
 kvabr             the connector's defaults
 kvabr:POLICY      with another policy, such as kvabr:fixed:FP16 for exact caches
 
-Printed: the median time to the first token, and of how many questions the greedy answer (32 tokens) equals that of
-computing. LMCache has no connector for processors, so the copy between its buffers and vLLM's blocks is ours.
+Prints the median time to the first token, and the number of greedy answers (32 tokens) that equal those of computing.
+LMCache has no connector for processors, so the copy between its buffers and vLLM's blocks is ours.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from kvabr_lab.live.tun import FAR, TunShaper  # noqa: E402
 
 SYSTEMS = ("computed", "lmcache", "lmcache+cachegen", "kvabr", "kvabr:fixed:FP16")
 ANSWER = 32
-"""Tokens of an answer."""
 QUESTIONS = (
     "What does the with statement do?",
     "Which operators compare two objects?",
@@ -62,9 +60,8 @@ QUESTIONS = (
     "What is the scope of a name?",
 )
 _CHUNK = 256
-"""Tokens of LMCache's chunks, its default."""
+"""LMCache's default."""
 _PUBLISH_S = 300.0
-"""Maximum time to publish the prompt, or for a chunk on the slowest link, seconds."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -110,7 +107,6 @@ def main() -> int:
 
 
 def _print(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Print a row per system, with a column per link."""
     truth = {row["question"]: row["answer"] for row in rows if row["system"] == "computed"}
     print(f"{args.tokens} tokens, round trip {args.rtt:g} ms: median seconds to the first token")
     print("(answers that equal those of computing, median loss that kvabr reports)")
@@ -128,7 +124,6 @@ def _print(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
 
 def _measured(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure one system over all links, in this process."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -182,7 +177,7 @@ class Engine:
         )
 
     def tokens(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+        """Return token ids."""
         return list(self.llm.get_tokenizer().encode(text))
 
     def ask(self, prompt: list[int], **params: Any) -> dict[str, Any]:
@@ -191,7 +186,7 @@ class Engine:
         return one
 
     def batch(self, prompts: list[list[int]], **params: Any) -> list[dict[str, Any]]:
-        """Do as `ask` for simultaneous prompts."""
+        """Ask several prompts at once."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
@@ -215,11 +210,7 @@ class Engine:
             raise SystemExit("vLLM keeps its prefix cache")
 
 
-# ---------------------------------------------------------------------------------------------------- kvabr
-
-
 def _kvabr(stack: ExitStack, folder: Path, policy: str) -> tuple[dict[str, Any], Any]:
-    """Return vLLM's configuration with kvabr's connector, and a function that waits for publication."""
     assets = folder / "assets"
     assets.mkdir()
     port, tls = _free_port(), development()
@@ -248,11 +239,7 @@ def _kvabr(stack: ExitStack, folder: Path, policy: str) -> tuple[dict[str, Any],
     return transfer | {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": settings}, published
 
 
-# -------------------------------------------------------------------------------------------------- LMCache
-
-
 def _lmcache(stack: ExitStack, folder: Path, serde: str) -> tuple[dict[str, Any], Any]:
-    """Return vLLM's configuration with LMCache's connector, and a function that waits for storage of the prompt."""
     port = _free_port()
     _run(stack, [sys.executable, "-m", "lmcache.v1.server", "0.0.0.0", str(port), "cpu"], port)  # noqa: S104
     config = folder / "lmcache.yaml"
@@ -274,9 +261,6 @@ def _lmcache(stack: ExitStack, folder: Path, serde: str) -> tuple[dict[str, Any]
     return {"kv_connector": "LMCacheOnProcessor", "kv_connector_module_path": "vllm_beside_lmcache"}, published
 
 
-# ------------------------------------------------------------------------------------------------- processes
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -284,7 +268,6 @@ def _free_port() -> int:
 
 
 def _run(stack: ExitStack, command: list[str], port: int, **how: Any) -> None:
-    """Run a server until the stack closes, and return once it accepts connections."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, **{"stderr": subprocess.DEVNULL} | how)  # noqa: S603
     stack.callback(process.wait)
     stack.callback(process.terminate)

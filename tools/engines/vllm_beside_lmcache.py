@@ -12,7 +12,7 @@ class LMCacheOnProcessor(LMCacheConnectorV1):
     """LMCache's connector with `ChunksOnProcessor`."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """Create LMCache's connector; its modules must not be imported before vLLM has prepared its kernels."""
+        """Import LMCache's modules late: not before vLLM has prepared its kernels."""
         import lmcache.v1.gpu_connector as connectors
 
         connectors.CreateGPUConnector = ChunksOnProcessor
@@ -27,7 +27,7 @@ class ChunksOnProcessor:
         self._layers, _, _, self._heads, self._dim = metadata.kv_shape
 
     def get_shape(self, tokens: int) -> Any:
-        """Return the shape of a chunk: K and V, layers, tokens, heads x head size."""
+        """Return a chunk's shape: K and V, layers, tokens, heads x head size."""
         return torch.Size([2, self._layers, tokens, self._heads * self._dim])
 
     def batched_to_gpu(self, chunks: Any, starts: Any, ends: Any, **given: Any) -> None:

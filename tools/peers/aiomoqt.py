@@ -64,7 +64,7 @@ async def fetch(session: Any, namespace: tuple[bytes, ...], track: str, first: i
 
 
 async def main(port: str, draft: str, namespace: str, track: str, how: str, *more: str) -> None:
-    """Connect, and run the command of the arguments."""
+    """Connect, and run the command."""
     client = MOQTClient("127.0.0.1", int(port), path="/", use_quic=True, verify_tls=False, supported_drafts=int(draft))
     async with client.connect() as session:
         await session.client_session_init()

@@ -1,7 +1,7 @@
 """LMCache's CacheGen codec as a peer of `kvabr bench`; runs in its own environment, without kvabr.
 
-Reads requests as JSON lines and answers each with one. Caches are exchanged as safetensors files, [layer, K/V, head,
-token, dim]. Times cover LMCache's serializer and deserializer, on a tensor that is already in LMCache's layout.
+Reads and answers JSON lines. Caches are exchanged as safetensors files, [layer, K/V, head, token, dim]. Times cover
+LMCache's serializer and deserializer, on a tensor that is already in LMCache's layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THREADS = torch.get_num_threads()
 
 
 def levels(runs: list[list[int]], layers: int) -> torch.Tensor:
-    """Return the quantiser levels of every layer, from runs ``[end layer, levels]``."""
+    """Return every layer's quantiser levels, from runs ``[end layer, levels]``."""
     out, first = torch.zeros(layers), 0
     for end, count in runs:
         out[first : min(end, layers)] = count
@@ -35,12 +35,12 @@ def levels(runs: list[list[int]], layers: int) -> torch.Tensor:
 
 
 def encode(kv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bytes:
-    """Do what CacheGenSerializer.to_bytes does: [layer, K/V, token, head, dim] to bytes."""
+    """As CacheGenSerializer.to_bytes: [layer, K/V, token, head, dim] to bytes."""
     return encode_function(kv, None, keys, values, kv.shape[2]).to_bytes()
 
 
 def decode(data: bytes, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Do what CacheGenDeserializer.from_bytes does. LMCache unpickles here; the bytes are our own."""
+    """As CacheGenDeserializer.from_bytes. LMCache unpickles here; the bytes are our own."""
     coded = CacheGenGPUEncoderOutput.from_bytes(data)
     layers, tokens = coded.max_tensors_key.shape[:2]
     room = torch.zeros((tokens, coded.cdf.shape[0] * coded.cdf.shape[1]), dtype=torch.uint8)
@@ -52,7 +52,7 @@ def decode(data: bytes, keys: torch.Tensor, values: torch.Tensor, dtype: torch.d
 
 
 def timed(work):  # noqa: ANN001, ANN201
-    """Return a call's result, its wall time, and its CPU time, both in seconds."""
+    """Return a call's result, its wall time, and its CPU time in seconds."""
     start, spent = time.perf_counter(), time.process_time()
     made = work()
     return made, time.perf_counter() - start, time.process_time() - spent

@@ -1,7 +1,6 @@
 """zstd as a peer of `kvabr bench`; runs in its own environment, without kvabr.
 
-Reads requests as JSON lines and answers each with one. The payloads of a cache's groups arrive as a safetensors file of
-byte arrays named 0, 1, 2 and so on.
+Reads and answers JSON lines. Payloads arrive as a safetensors file of byte arrays named 0, 1, 2 and so on.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
 """Split a play's regret into causes that add up to it.
 
-Regret is the cost of a play above the clairvoyant bound: loss, time, engine time, and a penalty for lateness. It is
-reduced along a ladder of hypothetical plays, each slightly better than the previous one, and each saving is charged to
-a cause.
+Regret is a play's cost above the clairvoyant bound: loss, time, engine time, and a penalty for lateness. A ladder of
+hypothetical plays, each slightly better than the previous one, reduces it; each saving is charged to a cause.
 
 The loss is reduced first, at the end E of the play (at most the deadline). f(x) is the minimum loss for x bytes
 (`LossCurve`), C the link's bytes by E; no step goes below the minimum of any schedule by E:
 
 1. ``order``: the bytes in place, U, could have bought f(U). Irrevocable choices: tracks that are not layers, the
    engine's order, a suboptimal sequence of upgrades.
-2. ``decode``: bytes received but not decoded by the end of the play.
+2. ``decode``: bytes received but not decoded by the end.
 3. ``wasted``: bytes of abandoned, failed and replaced transfers, and of cancelled ones that still used the link.
-4. ``too_high``: bytes of requests in flight at the end. The play requested more than could arrive.
-5. ``idle``: bytes that the link could have carried during requests without service yet: round trips.
+4. ``too_high``: bytes of requests in flight at the end.
+5. ``idle``: bytes that the link could have carried during round trips.
 6. ``too_low``: all other link bytes by E, because the play requested no data.
-7. ``compute``: with an engine, the rest, and the play's engine time: other groups, or another number of them, should
-   have been recomputed. Zero without an engine.
+7. ``compute``: the rest, and the play's engine time: other groups, or another number of them, should have been
+   recomputed. Zero without an engine.
 
 The rest is due to the choice of E:
 
@@ -27,10 +26,10 @@ The cost of lateness, including time, is reduced by the time at which the cache 
 1. ``compute`` or ``decode``: from the end to the last byte, by the source of the group that was ready last.
 2. ``idle``: to the time at which a link without idle time would have delivered all fetched bytes.
 3. ``wasted``: to the time at which it would have delivered the useful bytes.
-4. ``too_high``: the rest: the useful bytes exceeded the link's bytes by the deadline. The loss saved by these bytes,
-   compared to the best cache by the deadline, is subtracted.
+4. ``too_high``: the rest, as the useful bytes exceeded the link's bytes by the deadline, minus the loss that these
+   bytes saved compared to the best cache by the deadline.
 
-An abandoned play has no cache: all its regret is ``gave_up``. ``residual`` is rounding.
+All regret of an abandoned play is ``gave_up``. ``residual`` is rounding.
 """
 
 from __future__ import annotations
@@ -50,40 +49,32 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.cost import MISS_PENALTY
 
 CAUSES = ("too_high", "too_low", "waited", "order", "idle", "wasted", "decode", "compute", "gave_up", "residual")
-"""Every cause, in the order of reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One finished play."""
+    """A finished play."""
 
     record: PlayRecord
     use: LinkUse
     capacity: Capacity
     deadline_s: float
-    """The player's deadline."""
     decode_tail_s: float
-    """Minimum decode time of the last group, seconds; not in the bound."""
+    """Minimum decode time of the last group; not in the bound."""
     loss: float
     least: float
     """Minimum loss plus priced engine time of any schedule that ends with this play (if late: at the deadline)."""
     bound: Bound
-    """The clairvoyant bound; feasible."""
+    """Must be feasible."""
     regret: float
     time_price: float
-    """Price of a second before the first token, nats per token."""
+    """Nats per token for a second before the first token."""
     gpu_price: float
-    """Price of a second of engine time, nats per token; infinite counts as 0."""
+    """Nats per token for a second of engine time; infinite counts as 0."""
 
 
 def split(catalog: Catalog, curves: LossCurves, case: Case) -> dict[str, float]:
-    """Return the regret of one feasible play by cause; the values add up to it except for rounding.
-
-    Args:
-        catalog: The catalog of the play.
-        curves: The catalog's loss curves.
-        case: The play.
-    """
+    """Return the regret of one feasible play by cause; the values add up to it except for rounding."""
     out = dict.fromkeys(CAUSES, 0.0)
     if case.record.delivered_s is None:
         out["gave_up"] = case.regret
@@ -108,7 +99,7 @@ def _split_loss(catalog: Catalog, curves: LossCurves, case: Case, useful: float,
     ended_s = min(case.deadline_s, record.delivered_s or 0.0)
     carried = case.capacity.between(0.0, max(0.0, ended_s - case.decode_tail_s))
     carried = max(carried, float(curve.least_bytes))
-    # With an engine the minimum may be far below the loss for any bytes. Then bytes count only down to f(C).
+    # With an engine the minimum may be far below the loss for any bytes: then bytes count only down to f(C).
     floor = case.least if len(fetched) == catalog.groups and case.least >= curve.at(carried) else curve.at(carried)
     level = curve.at(useful)
     if useful <= carried and level < floor <= own:
@@ -160,20 +151,17 @@ def totals(parts: list[dict[str, Any]]) -> dict[str, float]:
 class LossCurve:
     """Minimum loss of a set of groups as a function of bytes: convex, falling, piecewise linear.
 
-    This is the linear relaxation of the multiple-choice knapsack over every option of every group, including layers. No
+    This is the linear relaxation of the multiple-choice knapsack over every option of every group, including layers: no
     choice of whole groups with the same bytes has a lower loss.
     """
 
     def __init__(self, options: Options, steps: Collection[LadderStep], groups: Collection[int]) -> None:
-        """Build the curve.
+        """Build the curve of ``groups``.
 
-        Args:
-            options: The convex hull of every group's options, cheapest first.
-            steps: The steps of all hulls, by loss saved per byte, largest first.
-            groups: The groups of this curve.
+        ``options`` are each group's convex hull, cheapest first; ``steps`` are all hulls', by loss saved per byte.
         """
         self.least_bytes = sum(options[group][0].bytes for group in groups)
-        """Bytes of all groups on their cheapest options; there is no cache with fewer."""
+        """Bytes of all groups on their cheapest options: the smallest cache."""
         self._bytes = [self.least_bytes]
         self._loss = [sum(options[group][0].loss for group in groups)]
         for step in steps:
@@ -201,7 +189,6 @@ class LossCurves:
         self._whole = LossCurve(self._options, self._steps, range(catalog.groups))
 
     def of(self, groups: Collection[int]) -> LossCurve:
-        """Return the curve of these groups."""
         if len(groups) == len(self._options):
             return self._whole
         return LossCurve(self._options, self._steps, frozenset(groups))

@@ -17,29 +17,28 @@ from kvabr_lab.causes import Case, LossCurves, split
 
 @dataclass(frozen=True, slots=True)
 class BoundedLink:
-    """One start of one trace: the link and its bounds, shared by all policies."""
+    """One start of a trace: the link and its bounds."""
 
     start_s: float
     capacity: Capacity
     rtt_s: float
     bound: Bound
-    """Bound of network and engine together, if there is an engine."""
+    """Of network and engine, if any, together."""
     network: Bound
-    """Bound of the network alone."""
+    """Of the network alone."""
 
 
 class CellPlayer:
-    """Play over one cell of a matrix."""
+    """Plays over one cell of a matrix."""
 
     def __init__(self, catalog: Catalog, options: ReplayOptions) -> None:
         self._options = options
         self.experiment = Experiment(catalog, options)
         self._curves: dict[int, LossCurves] = {}
-        """Loss curves of the fetched part before each tail, by its groups."""
         self._network = None if options.cost is None else self.experiment.whole.new_clairvoyant(None)
 
     def link(self, trace: Trace, start_s: float) -> BoundedLink:
-        """Return the link from one start of a trace, with its bounds."""
+        """Return the link from one start of a trace."""
         capacity, rtt_s, bound = self.experiment.prepare(trace, start_s)
         network = bound
         if self._network is not None:
@@ -49,11 +48,9 @@ class CellPlayer:
     def play(
         self, trace: Trace, link: BoundedLink, policy: str, *, log: bool = False
     ) -> tuple[dict[str, Any], PlayOutcome]:
-        """Play once.
+        """Play once; return the line of results, and the whole outcome.
 
-        Returns:
-            The line of results, and the whole outcome. ``regret`` is measured against the bound of network and compute,
-            ``network_regret`` against the bound of the network alone; each is None if its bound is infeasible.
+        The bound of ``network_regret`` is that of the network alone. Either regret is None if its bound is infeasible.
         """
         outcome = self.experiment.play_on(trace, link.start_s, policy, link.capacity, link.rtt_s, link.bound, log=log)
         line = dict(outcome.run)

@@ -1,11 +1,10 @@
 """A crowd: very many players of one asset served by a tree of caches, as a fluid.
 
-Sessions of a million similar players are replaced by their sum, a flow: in small time steps, all players at a machine
-share its capacity, each up to its own link. A player's duration and result are read from a table of real plays: the
-policy's own session over constant rates. Finally, the policy plays a sample of players over the exact rates of the
-flow.
+A flow replaces the sessions of a million similar players: in small time steps, all players at a machine share its
+capacity, each up to its own link. A table of the policy's own plays over constant rates gives a player's duration and
+result. Finally, the policy plays a sample of players over the exact rates of the flow.
 
-All bytes and rates are the model's own; an asset represents a larger model through a factor on its bytes.
+An asset represents a larger model through a factor on its bytes.
 """
 
 from __future__ import annotations
@@ -27,21 +26,16 @@ from kvabr.types.errors import UsageError
 Floats = NDArray[np.float64]
 
 _SPAN_GROUPS = 16
-"""Groups of tokens per object of a bucket."""
 _LOOKUP_GETS = 15
-"""GETs of a lookup in addition to one per full span: 5 for offers, and 9 to 11 for pointers, as measured."""
+"""GETs of a lookup besides one per full span: 5 for offers, 9 to 11 for pointers, as measured."""
 _MIN_RANGES = 9
-"""Minimum number of ranges observed for a small cache: the first ones are short while the rate is unknown."""
+"""Ranges observed for a small cache: the first ones are short while the rate is unknown."""
 _SLICE_BYTES = 1 << 20
-"""Size of a cache's fetch and storage unit."""
+"""A cache's fetch and storage unit."""
 _STEPS_PER_DEADLINE = 50
-"""Steps of the flow per deadline."""
 _MAX_DEADLINES = 100_000
-"""Maximum arrival period of players, in deadlines."""
 _MAX_ACCESS = 1.25e12
-"""Maximum link rate of a player, bytes per second."""
 _RATES = 20
-"""Number of constant rates in the table of plays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +44,23 @@ class CacheMachine:
 
     kind: str
     bytes_per_s: float
-    """Capacity of its network card."""
     cores: int
     cpu_s_per_byte: float
-    """Core seconds per byte sent."""
     cpu_s_per_group: float
-    """Additional core seconds per group and level."""
+    """Further core seconds per group and level."""
     connection_bytes: float
-    """Memory per open connection."""
+    """Memory per connection."""
     player_bytes: float
-    """Additional memory per active player."""
+    """Further memory per active player."""
     memory_bytes: float
 
     @property
     def carries(self) -> float:
-        """Maximum bytes per second in one large piece."""
+        """Largest bytes/s, in one large piece."""
         return min(self.bytes_per_s, self.cores / self.cpu_s_per_byte)
 
     def serving(self, group_bytes: float) -> CacheMachine:
-        """Return this machine for groups of ``group_bytes``, with the cost per group included in that of bytes."""
+        """Return this machine with the cost per group of ``group_bytes`` included in that of bytes."""
         each = self.cpu_s_per_byte + self.cpu_s_per_group / group_bytes
         return replace(self, cpu_s_per_byte=each, cpu_s_per_group=0.0)
 
@@ -80,7 +72,7 @@ MACHINES = {
     "relay": CacheMachine("relay", 90 * _GBIT, 1, 2.9 / _GB, 1.3e-3, 120 * _KIB, 700 * _KIB, 16 * _GIB),
 }
 """Kinds of caches: 16 cores and a card of 100 Gbit/s; `kvabr relay` is one process on one core. Processor time and
-memory were measured on loopback; the cost of a group only for relays, since for the others it is part of the bytes'."""
+memory were measured on loopback; for all but relays, the bytes' cost includes that of groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +80,9 @@ class PlayerCost:
     """Core seconds per player, without decoding."""
 
     cpu_s: float
-    """For lookup, decisions and the end."""
+    """Lookup, decisions and the end."""
     cpu_s_per_byte: float
-    """For receiving and checking."""
+    """Receiving and checking."""
 
 
 PLAYERS = {
@@ -107,7 +99,7 @@ class BucketModel:
 
     bytes_per_s: float = 100 * _GBIT
     requests_per_s: float = 5500.0
-    """GETs per second under one prefix; S3 guarantees 5,500."""
+    """Under one prefix; S3 guarantees 5,500."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +110,7 @@ class Crowd:
     within_s: float = 60.0
     """Period of their evenly distributed arrivals."""
     access: float = 1e9 / 8
-    """Bytes per second of each player's own link."""
+    """Bytes/s of each player's own link."""
     deadline_s: float = 1.0
     rtt_s: float = 0.02
 
@@ -140,7 +132,7 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Caches between players and the store: players connect to edges, edges to middle caches, if any."""
+    """Caches between players and store: edges for the players, and middle caches, if any, for the edges."""
 
     edge: CacheMachine
     edges: int
@@ -154,7 +146,7 @@ class Tree:
 
     @property
     def fill_rate(self) -> float:
-        """Bytes per second with which an edge fills its cache when all edges do."""
+        """Bytes/s at which an edge fills its cache when all edges do."""
         if self.middle is None:
             return min(self.edge.carries, self.store.bytes_per_s / self.edges)
         per_middle = math.ceil(self.edges / self.middles)
@@ -163,11 +155,11 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class RatePlay:
-    """Result of one play over one rate."""
+    """Result of a play over one rate."""
 
     rate: float
     stays_s: float
-    """Seconds until the cache was delivered or the play abandoned."""
+    """Until delivery or abandonment."""
     received: float
     loss: float
     """Nats per generated token."""
@@ -184,14 +176,9 @@ class PlayTable:
     def __init__(
         self, catalog: Catalog, crowd: Crowd, *, scale: float = 1.0, policy: str = DEFAULT, decoders: int = 8
     ) -> None:
-        """Play the asset at rates up to that of the players' own links.
+        """Play the asset at rates up to those of the players' own links.
 
-        Args:
-            catalog: of the asset.
-            crowd: deadline, round trip, and own links of its players.
-            scale: bytes of the model's cache relative to the catalog's.
-            policy: name of the policy.
-            decoders: decoder threads of a player.
+        ``scale`` is the model's cache over the catalog's.
         """
         self.catalog, self.crowd, self.scale, self.policy = catalog, crowd, scale, policy
         options = ReplayOptions(
@@ -205,7 +192,7 @@ class PlayTable:
 
     @property
     def asset_bytes(self) -> float:
-        """Bytes fetched by all players of this policy together, each counted once."""
+        """Distinct bytes fetched by all players together."""
         used = max(play.received for play in self.plays)
         return float(used)
 
@@ -216,16 +203,16 @@ class PlayTable:
 
     @property
     def group_bytes(self) -> float:
-        """Mean bytes of a group on one level, fetched over the players' own links."""
+        """Mean bytes of a group on one level, over the players' own links."""
         full = self.plays[-1]
         return max(1.0, full.received / max(1, full.groups))
 
     def play(self, rates: Sequence[float], step_s: float) -> RatePlay:
-        """Play once over rates of ``step_s`` seconds each, bytes per second; the last continues."""
+        """Play once over rates of ``step_s`` seconds each, bytes/s; the last continues."""
         times = tuple(step_s * index for index in range(len(rates)))
         floor = 1e-3 * max(rates)
         scaled = tuple(max(rate, floor) / self.scale for rate in rates)
-        # Traces wrap at their end, so the last rate outlasts any play.
+        # Traces wrap at their end, so the last rate must outlast any play.
         trace = Trace("crowd", "crowd", times, scaled, times[-1] + 100 * self.crowd.deadline_s)
         run = self._experiment.play(trace, 0.0, self.policy).run
         stays = 10 * self.crowd.deadline_s if run["ttft_s"] is None else run["ttft_s"]
@@ -252,12 +239,12 @@ class PlayTable:
         return levels
 
     def stays_s(self, rates: Floats) -> Floats:
-        """Return the duration of plays at constant rates, seconds."""
+        """Return the seconds that plays take at constant rates."""
         stays = np.array([play.stays_s for play in self.plays])
         return self._at(rates, stays)
 
     def loss(self, rates: Floats) -> Floats:
-        """Return the loss of plays at constant rates, nats per generated token."""
+        """Return the loss at constant rates, nats per generated token."""
         losses = np.array([play.loss for play in self.plays])
         return self._at(rates, losses)
 
@@ -272,13 +259,12 @@ class Flow:
 
     step_s: float
     shares: Floats
-    """Bytes per second of each active player, by step."""
+    """Bytes/s of each active player, by step."""
     active: Floats
-    """Active players, by step."""
     losses: Floats
-    """Loss of players by step of arrival."""
+    """By step of arrival."""
     met: NDArray[np.bool_]
-    """Whether players had a complete cache by their deadline, by step of arrival."""
+    """Whether the cache was complete by the deadline, by step of arrival."""
 
     @property
     def loss(self) -> float:
@@ -287,12 +273,12 @@ class Flow:
 
     @property
     def met_share(self) -> float:
-        """Share of players who met their deadline."""
+        """Share of players that met their deadline."""
         return float(self.met.mean())
 
 
 def flow(table: PlayTable, tree: Tree) -> Flow:
-    """Return the flow of all players of one edge; edges are alike."""
+    """Return the flow of the players of one edge; edges are alike."""
     crowd, step_s = table.crowd, table.crowd.deadline_s / _STEPS_PER_DEADLINE
     coming = math.ceil(crowd.within_s / step_s)
     each = crowd.players / tree.edges / coming
@@ -323,7 +309,7 @@ def flow(table: PlayTable, tree: Tree) -> Flow:
 
 
 def drawn(table: PlayTable, found: Flow, players: int, seed: int) -> Iterator[RatePlay]:
-    """Yield plays of sampled players by the policy itself, over the rates of the flow."""
+    """Yield plays of sampled players by the policy, over the rates of the flow."""
     draw = random.Random(seed)  # noqa: S311  # not for secrets
     coming = len(found.losses)
     for _ in range(players):
@@ -339,13 +325,13 @@ class Load:
 
     resource: str
     share: float
-    """Share of the capacity; above 1 it is overloaded."""
+    """Of the capacity; above 1 it is overloaded."""
     machines: int | None
-    """Machines needed; None if more do not help."""
+    """Needed machines; None if more do not help."""
 
 
 def loads(table: PlayTable, tree: Tree) -> list[Load]:
-    """Return the demand for every resource, the highest share first."""
+    """Return the demand for every resource, highest share first."""
     crowd, full = table.crowd, table.plays[-1]
     edge, store, cost = tree.edge, tree.store, PLAYERS.get(tree.edge.kind, PLAYERS["nginx"])
     at_edge = crowd.rate / tree.edges
@@ -373,14 +359,14 @@ def loads(table: PlayTable, tree: Tree) -> list[Load]:
 
 
 def without_caches(table: PlayTable) -> float:
-    """Return the players' GETs per second at the store without caches."""
+    """Return the GETs per second at the store without caches."""
     return table.crowd.rate * table.plays[-1].requests
 
 
 def fewest(table: PlayTable, tree: Tree, *, met: float = 0.999, loss: float = math.inf) -> int | None:
-    """Return the minimum number of edges for a share of players in time and a maximum mean loss.
+    """Return the fewest edges for a share of players in time and a maximum mean loss.
 
-    None if up to a million edges are insufficient: then another resource is the limit.
+    None if a million edges are insufficient: another resource is the limit.
     """
 
     def enough(edges: int) -> bool:

@@ -26,13 +26,13 @@ from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 
 _DECIDES = ("abr", "player", "replay", "types")
-"""Packages of kvabr that can change the outcome of a simulated play."""
+"""Packages that can change the outcome of a simulated play."""
 _DOES_NOT = (
     *("abr/policies", "abr/estimators", "replay/report", "replay/readers"),
     *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/workers.py"),
 )
 _LAB = ("causes.py", "cell.py")
-"""Files of the laboratory that can; the others only read results."""
+"""Files of the laboratory that can."""
 
 
 def digest(*parts: Any) -> str:
@@ -41,7 +41,7 @@ def digest(*parts: Any) -> str:
 
 
 def of_trace(trace: Trace) -> str:
-    """Return the digest of a trace: its numbers, and its name, which seeds the start points."""
+    """Return the digest of a trace's numbers, and of its name, which seeds the start points."""
     sums = hashlib.sha256(f"{trace.family}\0{trace.name}\0{trace.rtt_s!r}\0{trace.duration_s!r}\0".encode())
     sums.update(struct.pack(f"<{len(trace.times)}d", *trace.times))
     sums.update(struct.pack(f"<{len(trace.rates)}d", *trace.rates))
@@ -71,7 +71,7 @@ def of_policy(text: str) -> str:
 
 
 def of_class(cls: type[Any]) -> str:
-    """Return the digest of a class's source (see the module's docstring), or of its name without source."""
+    """Return the digest of a class's source (see this module), or of its name without source."""
     sums = hashlib.sha256(f"{cls.__module__ if _ours(cls.__module__) else ''}.{cls.__qualname__}".encode())
     found: dict[Path, None] = {}
     for base in cls.__mro__:

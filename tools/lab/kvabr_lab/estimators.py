@@ -15,10 +15,9 @@ class DualEwma(MergedSamples):
     name: ClassVar[str] = "ewma"
 
     def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4, caution: float = 1.0) -> None:
-        """Set the half-lives of the means as shares of the deadline, and the width of the bound.
+        """Set the half-lives as shares of the deadline.
 
-        The bound is ``caution`` weighted standard deviations of the samples below the estimate, at least a quarter of
-        it.
+        The bound is ``caution`` weighted standard deviations below the estimate, at least a quarter of it.
         """
         self._shares, self._caution = (fast_share, slow_share), caution
         super().__init__()
@@ -38,7 +37,7 @@ class DualEwma(MergedSamples):
         return min(self._fast.value(), self._slow.value())
 
     def lower_bound(self) -> float:
-        """Return the estimate less ``caution`` deviations, at least a quarter of the estimate."""
+        """Return the bound."""
         if not self._slow.weight:
             return 0.0
         deviation = math.sqrt(max(0.0, self._square.value() - self._slow.value() ** 2))
@@ -52,7 +51,7 @@ class LastSample(MergedSamples):
     name: ClassVar[str] = "last"
 
     def __init__(self, share: float = 1 / 50) -> None:
-        """Set the length of a sample, as a share of the deadline."""
+        """Set a sample's length, as a share of the deadline."""
         super().__init__(share)
 
     def _forget(self) -> None:
@@ -66,7 +65,7 @@ class LastSample(MergedSamples):
         return self._rate or self._so_far()
 
     def lower_bound(self) -> float:
-        """Return `rate`: this estimator has no margin."""
+        """Return `rate`: there is no margin."""
         return self.rate()
 
 
@@ -76,7 +75,7 @@ class SlidingPercentile(MergedSamples):
     name: ClassVar[str] = "percentile"
 
     def __init__(self, middle: float = 0.5, low: float = 0.1, window: int = 32) -> None:
-        """Set the percentiles of the estimate and of the lower bound (both 0 to 1), and the number of samples."""
+        """Set the percentiles of the estimate and of the lower bound (0 to 1), and the number of samples."""
         self._middle, self._low, self._window = middle, low, window
         super().__init__()
 

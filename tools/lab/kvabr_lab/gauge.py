@@ -1,7 +1,4 @@
-"""Measure the link shaper: errors of rate and delay, and packets per second.
-
-Uses plain UDP on loopback, with a separate sender process, and no QUIC.
-"""
+"""Measure the link shaper: errors of rate and delay, and packets per second, by plain UDP on loopback."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _STAMP = struct.Struct(">d")
 _END = b"end"
 _SILENCE_S = 2.0
 _OVERLOAD = 1.3
-"""Send rate relative to the trace's rate."""
+"""Send rate over the trace's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +27,17 @@ class Reading:
     """One measurement."""
 
     sent_pps: float
-    """Packets per second sent."""
     received_pps: float
     wire_rate: float
-    """Bytes per second received, including headers."""
+    """Received bytes/s, including headers."""
     rate_error: float | None
-    """Error relative to the trace; None without one."""
+    """Relative to the trace."""
     delay_error_p50_s: float
-    """Packet delay minus the configured delay, seconds; includes queueing if there is a trace."""
+    """Packet delay minus the configured delay; includes queueing if there is a trace."""
     delay_error_p99_s: float
     missed: int | None
     """Packets dropped because the shaper was too slow."""
     busy: float
-    """Processors used by the shaper."""
 
     def to_json(self) -> dict[str, float | int | None]:
         """Return plain JSON values."""
@@ -52,14 +47,10 @@ class Reading:
 def gauge(pps: float, seconds: float, *, rate: float | None = None, rtt_s: float = 0.0) -> Reading:
     """Send packets of 1,200 bytes through a shaper and measure its output.
 
-    Args:
-        pps: packets per second; ignored with a ``rate``, which is exceeded by a factor of 1.3.
-        seconds: length of the measurement, seconds.
-        rate: bytes per second of the trace; None for no bottleneck.
-        rtt_s: round trip of the link, seconds.
+    ``pps`` is ignored with a ``rate`` of the trace in bytes/s, which is exceeded by a factor of 1.3.
 
     Raises:
-        TransportError: a process cannot be started, or dies.
+        TransportError: A process cannot be started, or dies.
     """
     pps = pps if rate is None else _OVERLOAD * rate / PACKET_BYTES
     conditions = Conditions(rtt_s)

@@ -14,13 +14,13 @@ from kvabr.telemetry.kv_events.wire import KVEvent
 from kvabr_lab.route import HeldPrefixes, PrefixHolder
 
 _SILENCE_S = 1.0
-"""Seconds without a batch after which a site's report is complete."""
+"""Silence after which a site's report is complete."""
 
 
 def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], most_s: float) -> dict[str, int | None]:
-    """Return the number of cached tokens of a prompt at each site; None for a site without events.
+    """Return each site's cached tokens of a prompt; None for a site without events.
 
-    Listens until all sites have reported and are quiet, for at most ``most_s`` seconds.
+    Listen until all sites have reported and are quiet, for at most ``most_s`` seconds.
     """
     held, heard, lock = HeldPrefixes(), dict[str, float](), threading.Lock()
     until_s, log = time.monotonic() + most_s, logger()

@@ -1,4 +1,4 @@
-"""The plays of a laboratory run: every combination of the values on its axes, from a TOML file, options, or both."""
+"""The plays of a laboratory run: all combinations of the values on its axes, from a TOML file, options, or both."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ _ENGINE = re.compile(
 )
 _MAX_PLAYS = 10_000_000
 SHIPPED = "smollm2-8k"
-"""Name of the default asset, included in the package."""
 DEFAULT_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""From links that hardly carry the cheapest track by the deadline, to those of a data centre."""
+"""From links that hardly carry the cheapest track by the deadline to those of a data centre."""
 _LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
 _NUMBERS = ("starts", "per_family", "seed", "decode_scale", "decoders", "time_price", "question", "tail")
 _OTHERS = ("families", "estimator", "slow_start")
@@ -49,24 +48,22 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The mode and cost of an engine; `parse` reads its notation."""
+    """An engine's mode and cost; `parse` reads its notation."""
 
     text: str
-    """As the user wrote it."""
     kind: str
     """``none``, ``asset`` (measured by its publisher), ``x`` (times the deadline), ``/s`` (tokens per second) or a name
     of `kvabr.replay.engines.ENGINES`."""
     number: float
     mode: EngineMode
     gpu_price: float = GPU_PRICE
-    """Price of a second of engine time, nats per token: low on an idle engine, high on a busy one."""
+    """Nats per token for a second of engine time: low on an idle engine, high on a busy one."""
 
     @classmethod
     def parse(cls, text: str) -> EngineSpec:
         """Parse ``none``, ``asset``, ``2x``, ``1500/s`` or ``h200-8b``, also with ``@PRICE`` and ``:suffix``.
 
-        ``2x`` is an engine that takes twice the deadline to compute the whole prompt. With ``2x@0.05``, a second of its
-        time costs 0.05 nats per token.
+        ``2x`` computes the whole prompt in twice the deadline. ``@0.05`` makes a second cost 0.05 nats per token.
 
         Raises:
             UsageError: The text is invalid.
@@ -109,10 +106,8 @@ class Offer:
     """One asset of a matrix."""
 
     name: str
-    """Display name; unique in the matrix."""
     catalog: Catalog
     notes: tuple[str, ...] = ()
-    """Notes for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +117,13 @@ class Cell:
     asset: str
     deadline_s: float
     load: float | None
-    """Fraction of the FP16 cache that the mean rate carries within the deadline; None: do not scale."""
+    """Fraction of the FP16 cache that the mean rate carries within the deadline; None: unscaled."""
     rtt_s: float | None
-    """Round-trip time, seconds; None: the trace's own."""
+    """None: the trace's own."""
     engine: str
 
     def title(self, axes: Collection[str] | None = None, *, kinds: bool = False) -> str:
-        """Describe the cell in a few words.
-
-        Args:
-            axes: Fields to name; None for all.
-            kinds: Give the names of the axes instead of the cell's values.
-        """
+        """Describe the cell by these axes (None: all); ``kinds`` gives their names instead of values."""
         words = {
             "asset": ("asset", self.asset),
             "deadline_s": ("deadline", f"{self.deadline_s:g} s"),
@@ -169,23 +159,22 @@ class LabMatrix:
     rtts: tuple[float | None, ...] = (None,)
     engines: tuple[EngineSpec, ...] = (EngineSpec("none", "none", 0.0, "hole"),)
     starts: int = 1
-    """Start points per trace: the first at its beginning, the others random."""
+    """Start points per trace: its beginning, then random ones."""
     per_family: int | None = None
-    """Plays of each family per cell, spread evenly over its traces; None: `starts` plays of every trace. Gives families
-    equal weight; some traces may not be played."""
+    """Plays of each family per cell, spread evenly over its traces, so that families have equal weight; None: `starts`
+    plays of every trace."""
     seed: int = 0
     estimator: str | None = None
-    """Estimator for all policies; None: each policy's own."""
+    """For all policies; None: each policy's own."""
     decode_scale: float = 1.0
     decoders: int = 1
-    """Decoder threads."""
     slow_start: bool = True
     time_price: float = TIME_PRICE
-    """Price of a second before the first token, nats per token."""
+    """Nats per token for a second before the first token."""
     question: int = 0
     """Tokens after the cache that an engine always computes."""
     tail: int = DEFAULT_MAX_TAIL
-    """Maximum tokens at the end of the cache to compute with them, see `kvabr.abr.tail`."""
+    """Largest number of tokens at the cache's end to compute with them, see `kvabr.abr.tail`."""
 
     def __post_init__(self) -> None:
         axes: dict[str, Sequence[object]] = {
@@ -215,12 +204,12 @@ class LabMatrix:
 
     @property
     def plays(self) -> int:
-        """Return the number of plays."""
+        """Number of plays."""
         axes = (self.offers, self.deadlines, self.loads, self.rtts, self.engines, self.policies)
         return math.prod(map(len, axes)) * sum(self.counts())
 
     def counts(self) -> list[int]:
-        """Return the number of start points of each trace."""
+        """Return each trace's number of start points."""
         if self.per_family is None:
             return [self.starts] * len(self.traces)
         sizes = Counter(trace.family for trace in self.traces)
@@ -233,7 +222,7 @@ class LabMatrix:
         return found
 
     def cells(self) -> Iterator[Cell]:
-        """Yield every cell, in the order of the axes."""
+        """Yield every cell in axis order."""
         axes = (self.offers, self.deadlines, self.loads, self.rtts, self.engines)
         for offer, deadline_s, load, rtt_s, engine in product(*axes):
             yield Cell(offer.name, deadline_s, load, rtt_s, engine.text)
@@ -277,7 +266,7 @@ def _try(policy: str, offers: tuple[Offer, ...]) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read the axes in a TOML file; paths in it are relative to the file's folder.
+    """Read the axes in a TOML file; its paths are relative to its folder.
 
     Raises:
         UsageError: The file is not TOML, or has an unknown key or a value of the wrong type.
@@ -308,11 +297,11 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
     """Build the matrix of these axes; missing axes have their defaults.
 
     Args:
-        axes: ``traces`` (files or folders), ``families`` (name to files or folders), ``exclude`` (families to leave
-            out), ``policies``, ``deadlines`` (seconds), ``loads`` (fractions of FP16, or "own" for unscaled traces),
-            ``rtts`` (milliseconds, or "own"), ``engines``, ``assets``, ``starts``, ``per_family``, ``seed``,
-            ``decode_scale``, ``decoders``, ``time_price`` (nats per token and second), ``question`` and ``tail``
-            (tokens), ``estimator``, ``slow_start``.
+        axes: ``traces`` (files or folders), ``families`` (name to files or folders), ``exclude`` (families),
+            ``policies``, ``deadlines`` (seconds), ``loads`` (fractions of FP16, or "own" for unscaled traces), ``rtts``
+            (milliseconds, or "own"), ``engines``, ``assets``, ``starts``, ``per_family``, ``seed``, ``decode_scale``,
+            ``decoders``, ``time_price`` (nats per token and second), ``question`` and ``tail`` (tokens), ``estimator``,
+            ``slow_start``.
 
     Raises:
         UsageError: A value has the wrong type or is out of range.
@@ -364,7 +353,7 @@ def _renamed(trace: Trace, family: str) -> Trace:
 
 
 def _policies(names: Sequence[str], offers: Sequence[Offer]) -> tuple[str, ...]:
-    """Return each name once; ``all`` expands to every policy without argument and ``fixed:TRACK`` of each track."""
+    """Return each name once; ``all`` means every policy without argument and each ``fixed:TRACK``."""
     from kvabr.abr.ladder import Ladder  # noqa: PLC0415
 
     out: list[str] = []

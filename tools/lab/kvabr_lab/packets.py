@@ -1,15 +1,12 @@
 """A link with a queue, packet by packet, and its senders.
 
 - A connection sends the most urgent data first. Its window doubles every round trip (slow start), and follows CUBIC
-  (RFC
-  9438) after the first loss. A loss is detected after a round trip, and shrinks the window once. Lost data is resent
-  first.
+  (RFC 9438) after the first loss. A loss is detected after a round trip, and shrinks the window once. Lost data is
+  resent first.
 - The queue drops packets that do not fit (drop-tail), or also packets that waited too long (CoDel, RFC 8289).
 - Acknowledgements cost no capacity and are never lost. Packets on very fast links are larger than real ones, to limit a
   play's computation to seconds.
-- The trace's clock is the receiver's, as in `Simulator` and in the bound: the link delivers packets at the receiver,
-  and
-  feedback takes a round trip to a sender.
+- The trace's clock is the receiver's, as in `Simulator` and in the bound; feedback takes a round trip to a sender.
 """
 
 from __future__ import annotations
@@ -26,19 +23,19 @@ from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import EPSILON
 
 PACKET = 1164
-"""Payload of a packet, bytes."""
+"""Payload bytes."""
 _MAX_PACKETS = 50_000
-"""Approximate number of packets per play; they are larger on a faster link."""
+"""Packets per play, roughly; they are larger on a faster link."""
 _MIN_QUEUE = 64
-"""Minimum queue in packets, unless its size is given."""
+"""Packets, unless the queue's size is given."""
 _BETA, _CUBIC = 0.7, 0.4
 """CUBIC's window factor after a loss, and its constant C, packets per second cubed."""
 _REORDERED = 3
 """Packets acknowledged after a missing one before it counts as lost (RFC 9002, section 6.1.1)."""
 _PROBE_S = 1.0
-"""Seconds without an acknowledgement, beyond a round trip, before a packet counts as lost."""
+"""Time without an acknowledgement, beyond a round trip, before a packet counts as lost."""
 _TARGET_S, _INTERVAL_S = 0.005, 0.1
-"""CoDel's acceptable packet delay, and how long it may be exceeded."""
+"""CoDel's acceptable delay, and how long it may be exceeded."""
 _RECENT = 16
 """Intervals for which CoDel keeps its previous drop rate."""
 
@@ -49,13 +46,11 @@ class Stream(ABC):
     def __init__(self, size: int) -> None:
         """Begin unsent."""
         self.size, self.sent = size, 0
-        """Total bytes, and bytes sent at least once."""
         self.cancelled = False
-        """Whether the sender received a cancellation."""
 
     @abstractmethod
     def place(self) -> int:
-        """Return its place among the streams of its connection; the lowest is sent first."""
+        """Return the rank in its connection; the lowest is sent first."""
 
     @abstractmethod
     def receive(self, size: int, now: float) -> None:
@@ -72,7 +67,7 @@ class _Packet:
 
 
 def packet_bytes(capacity: Capacity, seconds: float) -> int:
-    """Return the packet size on a link: that of real packets, or more on fast links."""
+    """Return the size of a real packet, or more on fast links."""
     return max(PACKET, int(capacity.between(0.0, seconds) / _MAX_PACKETS))
 
 
@@ -86,21 +81,11 @@ class Bottleneck:
     """The queue before a link, and the clock of its events."""
 
     def __init__(self, capacity: Capacity, rtt_s: float, queue_bytes: int, packet: int, *, codel: bool) -> None:
-        """Begin empty.
-
-        Args:
-            capacity: the link without slow start.
-            rtt_s: round trip without the queue, seconds.
-            queue_bytes: capacity of the queue.
-            packet: bytes of a packet.
-            codel: see `Sharing`.
-        """
+        """Begin empty; ``capacity`` is without slow start, ``rtt_s`` without the queue, ``codel`` as in `Sharing`."""
         self.rtt_s, self.packet = rtt_s, packet
         self.now = 0.0
-        """Seconds since the plays began."""
         self.dropped = 0
         self.most_queued = 0
-        """Maximum bytes in the queue so far."""
         self._capacity, self._limit, self._codel = capacity, max(queue_bytes, packet), codel
         self._queue: deque[_Packet] = deque()
         self._queued, self._busy = 0, False
@@ -109,7 +94,7 @@ class Bottleneck:
         self._above_s: float | None = None
         """End of the interval of excessive delay; None while the delay is acceptable."""
         self._dropping, self._drops, self._drops_before, self._drop_s = False, 0, 0, -math.inf
-        """CoDel's state: ``dropping``, ``count``, ``lastcount`` and ``drop_next`` of RFC 8289, section 5."""
+        """``dropping``, ``count``, ``lastcount`` and ``drop_next`` of RFC 8289, section 5."""
 
     def at(self, when: float, what: Callable[[float], None]) -> None:
         """Call ``what`` with the time at ``when``."""
@@ -159,7 +144,6 @@ class Bottleneck:
             self.at(self._capacity.when(now, packet.size - 0.25), partial(self._carried, packet))
 
     def _too_late(self, waited_s: float, now: float) -> bool:
-        """Return whether CoDel drops a packet that waited this long."""
         if waited_s < _TARGET_S or self._queued <= self.packet:
             self._above_s, self._dropping = None, False
             return False
@@ -186,7 +170,7 @@ class Bottleneck:
 
 
 class Sender:
-    """A publisher's end of one connection: its window, and its pending data."""
+    """A publisher's end of one connection: window and pending data."""
 
     def __init__(self, link: Bottleneck, window: float, *, grown: bool = False) -> None:
         """Begin with a window in bytes; ``grown``: slow start is over."""
@@ -194,12 +178,11 @@ class Sender:
         self._threshold = self._window if grown else math.inf
         self._in_flight = 0
         self._open: list[tuple[int, int, Stream]] = []
-        """Heap of pending streams, the most urgent first, then in the order of requests."""
+        """Heap of pending streams: the most urgent first, then the oldest."""
         self._again: deque[_Packet] = deque()
         self._opened = 0
         self._shrunk_s = 0.0
         self._best = self._window
-        """Window before the last loss, bytes."""
 
     def open(self, stream: Stream, now: float) -> None:
         """Start to answer a request."""
@@ -208,7 +191,7 @@ class Sender:
         self._fill(now)
 
     def reorder(self, now: float) -> None:  # noqa: ARG002  # an event of the link
-        """Apply new places of plays."""
+        """Apply new ranks of plays."""
         self._open = [(stream.place(), order, stream) for _, order, stream in self._open]
         heapify(self._open)
 
@@ -225,7 +208,7 @@ class Sender:
         """Handle the loss of a packet."""
         self._in_flight -= packet.size
         self._again.append(packet)
-        if packet.sent_s >= self._shrunk_s:  # otherwise sent before the window shrank: the same congestion
+        if packet.sent_s >= self._shrunk_s:  # otherwise the same congestion shrank the window already
             self._best = self._window
             self._window = self._threshold = max(2.0 * self._link.packet, _BETA * self._window)
             self._shrunk_s = now

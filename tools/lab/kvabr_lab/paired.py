@@ -1,13 +1,13 @@
 """Paired comparison over the same plays: which policy is better, and is the difference significant?
 
-Policies are compared by the difference of their regrets in each play, which cancels the effect of the link. Plays over
-one trace are dependent, so the bootstrap draws whole traces with all their plays.
+The difference of regrets in each play cancels the effect of the link. Plays over one trace are dependent, so the
+bootstrap draws whole traces.
 
 Interval widths do not decide significance, because a rare miss outweighs a hundred other plays. If two policies were
 equal, the sign of each trace's difference would be random. Signs are therefore drawn many times, for all pairs at once,
 and a difference must exceed the largest random one among all pairs (the step-down procedure of Westfall and Young).
-With equal policies, 95 % of matrices then show no difference, for any number of policies and distribution of regrets.
-Five traces are too few: five equal signs occur by chance once in sixteen times.
+With equal policies, 95 % of matrices then show no difference. Five traces are too few: five equal signs occur by chance
+once in sixteen times.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 DRAWS = 4000
-"""Bootstrap samples."""
 MIN_TRACES = 6
-"""Minimum traces for a significant difference."""
+"""Minimum for a significant difference."""
 _SIGNIFICANCE = 0.05
-"""Significance level."""
 _TOLERANCE = 1e-9
-"""Tolerance for equal regrets."""
 _ROUNDING = 1e-5
 """Relative rounding error of a sum over drawn signs."""
 
@@ -52,23 +49,23 @@ class Versus:
     first: str
     second: str
     difference: Interval
-    """Mean regret of the first minus that of the second; negative if the first is better. For this pair alone."""
+    """Mean regret of the first minus the second's; for this pair alone."""
     wins: float
     """Share of plays in which the first has less regret."""
     losses: float
-    """Share of plays in which the first has more regret; the rest are equal."""
+    """Share of plays in which it has more regret."""
     chance: float
-    """Probability of a random difference this large among all compared pairs, 0 to 1."""
+    """Probability of a random difference this large among all compared pairs."""
 
     @property
     def apart(self) -> bool:
-        """Return whether the difference is significant."""
+        """Whether the difference is significant."""
         return self.chance <= _SIGNIFICANCE
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """One policy's place in the ranking."""
+    """A policy in the ranking."""
 
     policy: str
     regret: Interval
@@ -83,7 +80,6 @@ class Comparison:
     """All pairs of policies of a matrix or a part of it."""
 
     plays: int
-    """Feasible plays of all policies."""
     traces: int
     ranking: tuple[Ranked, ...]
     pairs: tuple[Versus, ...]
@@ -108,13 +104,7 @@ class Bootstrap:
     """Resamples traces with replacement, with the same seeded draws for all comparisons."""
 
     def __init__(self, traces: Sequence[str], *, seed: int = 0, draws: int = DRAWS) -> None:
-        """Draw the samples.
-
-        Args:
-            traces: The trace of every play.
-            seed: Seed of the draws.
-            draws: Number of draws.
-        """
+        """Draw the samples; ``traces``: the trace of every play."""
         names, self._of = np.unique(np.asarray(traces, dtype=object).astype(str), return_inverse=True)
         self.traces = len(names)
         dice = np.random.default_rng(seed)
@@ -132,7 +122,7 @@ class Bootstrap:
         return found
 
     def interval(self, values: Array) -> Interval:
-        """Return the mean of ``values`` with its 95 % percentile interval."""
+        """Return the mean of ``values`` with its 95 % interval."""
         drawn = self.means(values)
         low, high = np.quantile(drawn, (0.025, 0.975))
         mean = float(values.mean())
@@ -140,12 +130,7 @@ class Bootstrap:
 
 
 def compare(regrets: Mapping[str, Sequence[float]], traces: Sequence[str], *, seed: int = 0) -> Comparison:
-    """Compare policies over the same plays.
-
-    Args:
-        regrets: The regret of every play by policy, all in the same order.
-        traces: The trace of every play, in that order.
-        seed: Seed of the bootstrap.
+    """Compare policies over the same plays; ``traces`` has the trace of every play.
 
     Raises:
         UsageError: A policy does not have one regret per play.
@@ -171,12 +156,9 @@ def _versus(a: str, b: str, values: Mapping[str, Array], bootstrap: Bootstrap, c
 
 
 def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]:
-    """Return for every pair the probability of a random difference this large among all pairs.
+    """Return each pair's probability of a random difference this large among all pairs.
 
-    Args:
-        differences: Per pair, the sum of its differences over each trace.
-        plays: Number of plays of all traces.
-        seed: Seed of the signs.
+    ``differences`` has, per pair, the sum of its differences over each trace.
     """
     found = [1.0] * len(differences)
     # Rounding errors between equal policies are not a difference.
@@ -186,7 +168,7 @@ def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]
     table = np.array([differences[index] / np.linalg.norm(differences[index]) for index in telling])
     seen = np.abs(table.sum(axis=1))
     drawn = np.abs(_signs(table.shape[1], seed) @ table.T.astype(np.float32))
-    # Step down from the largest: each has to exceed only random differences among the remaining pairs.
+    # Step down from the largest: each must exceed only random differences among the remaining pairs.
     order = np.argsort(-seen, kind="stable")
     largest = np.maximum.accumulate(drawn[:, order[::-1]], axis=1)[:, ::-1]
     passed = (largest >= seen[order] * (1 - _ROUNDING)).sum(axis=0)
@@ -198,7 +180,6 @@ def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]
 
 @lru_cache(maxsize=2)
 def _signs(traces: int, seed: int) -> npt.NDArray[np.float32]:
-    """Return random signs, [draw, trace], shared by the comparisons of a matrix."""
     dice = np.random.default_rng(seed)
     return (2 * dice.integers(0, 2, size=(DRAWS, traces), dtype=np.int8) - 1).astype(np.float32)
 

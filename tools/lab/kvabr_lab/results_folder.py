@@ -1,4 +1,4 @@
-"""A results folder: the plays in one SQLite file, keyed by digest; the axes of the matrix; and the totals."""
+"""A results folder: plays in an SQLite file, keyed by digest; the matrix's axes; and the totals."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from kvabr_lab.causes import CAUSES
 from kvabr_lab.matrix import SHIPPED, LabMatrix, build
 
 FILE = "plays.sqlite"
-"""Name of the database in a results folder."""
 AXES = "matrix.json"
 RESULT = "result.json"
 _MAX_BYTES = 1 << 28
 SCHEMA = 1
 _MAX_LINE = 1 << 16
 _PATIENCE_S = 60.0
-"""Maximum wait for another writer in the same folder, which locks the file for seconds at a time."""
+"""Another writer in the same folder locks the file for seconds at a time."""
 
 Line = dict[str, Any]
 
@@ -116,7 +115,6 @@ class PlayStore:
 
 
 def _sound(text: Any) -> Line | None:
-    """Parse a line from disk; return None if it is invalid."""
     if not isinstance(text, str) or len(text) > _MAX_LINE:
         return None
     try:
@@ -146,7 +144,7 @@ def _number(value: Any) -> bool:
 
 
 def save_axes(folder: Path, axes: Mapping[str, Any]) -> None:
-    """Save the axes of a run with absolute paths, so that other commands find the same traces and assets."""
+    """Save a run's axes with absolute paths, so that other commands find the same traces and assets."""
     whole = dict(axes)
     for name in ("traces", "assets"):
         whole[name] = [item if item == SHIPPED else _absolute(item) for item in axes.get(name) or []]
@@ -191,7 +189,7 @@ def _absolute(path: str) -> str:
 
 
 def _from_here(policy: str) -> str:
-    """Return the name of a policy relative to this folder, if its file is in it."""
+    """Return a policy's name relative to this folder, if its file is in it."""
     path, colon, rest = policy.partition(":")
     if colon and path.endswith(".py") and Path(path).is_relative_to(Path.cwd()):
         return f"./{Path(path).relative_to(Path.cwd())}{colon}{rest}"

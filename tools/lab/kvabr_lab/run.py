@@ -1,6 +1,6 @@
 """Play the missing plays of a matrix in parallel processes, then collect every line.
 
-Lines are stored as they arrive, so an interrupted run can continue.
+Lines are stored on arrival, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvabr_lab.matrix import Cell, LabMatrix
 from kvabr_lab.results_folder import Line, PlayStore
 
 _CHUNK = 48
-"""Approximate plays per batch: enough to outweigh its overhead, few enough to keep all processes busy."""
+"""Plays per batch: enough to outweigh its overhead, few enough to keep all processes busy."""
 _COMMIT_S = 2.0
 
 Progress = Callable[[int], None]
@@ -27,12 +27,11 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class PlayBatch:
-    """Some starts of one trace in one cell, each with the policies still to play."""
+    """Some starts of one trace in one cell, with the policies still to play."""
 
     cell: int
     trace: int
     todo: tuple[tuple[int, tuple[str, ...]], ...]
-    """(index of the start, policies)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,10 @@ class PlayedMatrix:
     lines: list[list[Line]]
     """Per cell, one line per play: by trace, start and policy, in the matrix's order."""
     fresh: int
-    """Plays of this run; the others were stored before."""
 
 
 class Keys:
-    """The store's key of every play of a matrix; the starts of a trace share one."""
+    """The store's key of every play; the starts of a trace share one."""
 
     def __init__(self, matrix: LabMatrix) -> None:
         self._traces = [digests.of_trace(trace) for trace in matrix.traces]
@@ -60,7 +58,7 @@ class Keys:
         self._rest = digests.digest(digests.of_code(), matrix.seed)
 
     def key(self, cell: Cell, trace: int, policy: str) -> str:
-        """Return the key of all starts of one trace, played with one policy in one cell."""
+        """Return the key of all starts of a trace with one policy in one cell."""
         return digests.digest(self._cells[cell], self._traces[trace], self._policies[policy], self._rest)
 
 
@@ -68,14 +66,10 @@ def run(
     matrix: LabMatrix, store: PlayStore, *, jobs: int | None = None, progress: Progress | None = None,
     planned: Callable[[int, int], None] | None = None,
 ) -> PlayedMatrix:  # fmt: skip
-    """Play a matrix.
+    """Play a matrix; stored plays are not repeated.
 
-    Args:
-        matrix: What to play.
-        store: Keeps the plays; stored plays are not repeated.
-        jobs: Processes; None for one per core. With 1, play in this process.
-        progress: Called with the number of plays finished since the last call.
-        planned: Called once with the number of missing plays and of all plays.
+    With one job (None: one per core), play in this process. ``progress`` receives the plays finished since its last
+    call; ``planned`` the number of missing plays and of all plays, once.
 
     Raises:
         PolicyError: A policy raised, returned nonsense or did not return; earlier plays are kept.
@@ -143,7 +137,7 @@ _Found = dict[str, dict[int, Line]]
 
 
 class _Player:
-    """Play batches; keep the last cell's player, because batches are ordered by cell."""
+    """Keeps the last cell's player, because batches are ordered by cell."""
 
     def __init__(self, matrix: LabMatrix, cells: Sequence[Cell]) -> None:
         self._matrix, self._cells = matrix, cells

@@ -13,7 +13,7 @@ class HkvdSelector(Selector):
     needs = frozenset({"deviation"})
 
     def scores(self, prompt: Selection) -> torch.Tensor:
-        """Return the deviation of keys and values together."""
+        """Return the deviation of keys and values."""
         return needed(prompt.deviation, "deviation").sum(dim=0)
 
 

@@ -1,12 +1,8 @@
 """Several plays over one link with a queue, packet by packet: the cost of sharing and long queues.
 
-In `Simulator` a play has the link to itself, and bytes follow the trace. Here, senders that do not know the trace send
-through the queue of a bottleneck:
-
-- Each play has another prompt. Plays belong to one client each, or all to one client: then they share a connection,
-  estimates of the link, and the order of requests, with the code of `kvabr.Client`.
-- Senders, queue and packets are those of `kvabr_lab.packets`. A connection's window begins with ten packets plus the
-  bytes of the lookup.
+Unlike in `Simulator`, senders that do not know the trace send through a bottleneck's queue (`kvabr_lab.packets`). Each
+play has another prompt. Plays belong to one client each, or share one client: its connection, estimates of the link,
+and order of requests, as in `kvabr.Client`. A connection's window begins with ten packets plus the bytes of the lookup.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ class Sharing:
     rivals: int = 0
     """Further plays of the same policy that begin at the same time."""
     queue_bytes: int | None = None
-    """Size of the queue; None: one round trip at the trace's maximum rate, at least 64 packets."""
+    """None: one round trip at the trace's maximum rate, at least 64 packets."""
     codel: bool = False
     """Whether packets that waited too long are dropped; otherwise only when the queue is full."""
     one_connection: bool = False
@@ -119,41 +115,34 @@ def _rival(alone: Experiment, session: Session, lookup_s: float) -> dict[str, An
 
 
 class _Answer(Stream):
-    """The answer to one request of a play."""
-
     def __init__(self, request: FetchGroup, player: Player) -> None:
         super().__init__(request.bytes)
         self.request, self.received = request, 0
         self.heard_s = 0.0
-        """Time of the last bytes."""
         self.seen = False
-        """Whether its first byte was reported to the session."""
+        """Whether the session knows of its first byte."""
         self._player = player
 
     def place(self) -> int:
-        """See `Stream.place`."""
         return self._player.place(self.request.priority)
 
     def receive(self, size: int, now: float) -> None:
-        """See `Stream.receive`."""
         self._player.receive(self, size, now)
 
     def cancel(self, now: float) -> None:  # noqa: ARG002  # an event of the link
-        """Notify the sender of the cancellation."""
         self.cancelled = True
 
 
 class SharedClient:
-    """State shared by the plays of one client; see `kvabr.client.runner` for the order."""
+    """State shared by a client's plays; see `kvabr.client.runner` for the order."""
 
     def __init__(self, link: Bottleneck, sender: Sender) -> None:
         self.bandwidth = SharedLink(clock=lambda: link.now)
         self._link, self._sender = link, sender
         self._schedule: EdfScheduler[Player] = EdfScheduler()
         self._tardy: set[Player] = set()
-        """Plays past their deadline."""
         self._heard_s: dict[int, float] = {}
-        """Time of the last bytes of each place."""
+        """Time of the last bytes of each rank."""
 
     def enter(self, player: Player, due_s: float) -> None:
         """Add a play due at ``due_s``; afterwards, other plays go first."""
@@ -166,7 +155,7 @@ class SharedClient:
         self._reorder()
 
     def place(self, player: Player, priority: int) -> int:
-        """Return the place of a request among all plays, from its priority within its play."""
+        """Return a request's rank among all plays, from its priority within its play."""
         if len(self._schedule) < 2 or player.session.over:
             return priority
         return wire_priority(self._schedule.level(player), priority, late=player in self._tardy)
@@ -194,26 +183,16 @@ class SharedClient:
 
 
 class Player:
-    """One of the plays: its session, decoders, engine and requests."""
+    """A play: session, decoders, engine and requests."""
 
     def __init__(
         self, session: Session, machine: Machine, link: Bottleneck, sender: Sender, client: SharedClient | None
     ) -> None:
-        """Prepare a play, to begin with `start`.
-
-        Args:
-            session: a fresh session.
-            machine: its decoders and engine.
-            link: the link.
-            sender: the publisher's end of its connection.
-            client: state shared with other plays; None for a client of its own.
-        """
+        """Prepare a play of a fresh session; ``client`` is state shared with other plays, if any."""
         self.session, self._machine, self._link, self._sender, self._client = session, machine, link, sender, client
         self._streams: dict[int, _Answer] = {}
         self._fresh: list[_Answer] = []
-        """Streams with first or last bytes not yet reported to the session."""
         self.ghost_bytes = 0
-        """Bytes received for cancelled requests."""
 
     def start(self) -> None:
         """Begin the play."""
@@ -226,7 +205,7 @@ class Player:
         return self._machine.next_s() if timer is None else min(timer, self._machine.next_s())
 
     def place(self, priority: int) -> int:
-        """Return the place of a request among all of the connection."""
+        """Return a request's rank on the connection."""
         return priority if self._client is None else self._client.place(self, priority)
 
     def receive(self, stream: _Answer, size: int, now: float) -> None:
@@ -242,7 +221,7 @@ class Player:
             self._fresh.append(stream)
 
     def tell(self, now: float) -> None:
-        """Report to the session everything up to ``now``, and perform its actions."""
+        """Report everything up to ``now`` to the session, and obey it."""
         session = self.session
         timer = session.next_timer()
         due = timer is not None and timer <= now + EPSILON
@@ -299,19 +278,18 @@ class SharedPlays:
         """Begin without plays.
 
         Args:
-            sharing: how they share the link.
-            capacity: the link without slow start.
-            rtt_s: round trip without the queue, seconds.
-            deadline_s: the plays' deadline, seconds.
-            window: initial bytes in flight of a connection.
-            lookup_bytes: bytes of each play's catalog, which have opened the window of its connection.
+            sharing: How they share the link.
+            capacity: The link without slow start.
+            rtt_s: Without the queue.
+            deadline_s: Of the plays.
+            window: Initial bytes in flight of a connection.
+            lookup_bytes: Bytes of each play's catalog, which have opened its connection's window.
             slow_start: False for connections with windows that fill the link.
         """
         usual = queue_bytes(capacity, rtt_s, deadline_s)
         packet = packet_bytes(capacity, deadline_s)
         self.link = Bottleneck(capacity, rtt_s, sharing.queue_bytes or usual, packet, codel=sharing.codel)
         self.players: list[Player] = []
-        """The plays in order of addition."""
         self._window, self._grown = window if slow_start else max(window, float(usual)), not slow_start
         self._deadline_s, self._lookup_bytes = deadline_s, lookup_bytes
         self._left: dict[Player, ExitStack] = {}
@@ -328,12 +306,10 @@ class SharedPlays:
         build: Callable[[Callable[[Estimator], Estimator]], Session],
         machine: Callable[[Session], Machine],
     ) -> Session:
-        """Add a play, and return its session.
+        """Add a play of the session that ``build`` returns, and return that session.
 
-        Args:
-            build: returns a fresh session, given a function that converts an estimator of the link to one of the play's
-                share.
-            machine: returns the decoders and the engine for a session.
+        ``build`` receives a function that converts an estimator of the link to one of the play's share; ``machine``
+        returns the decoders and the engine.
         """
         left = ExitStack()
         sender, client = self._shared or (self._sender(1), None)

@@ -19,13 +19,11 @@ _WORDS = {
     "too_high": "too high", "too_low": "too low", "gave_up": "gave up",
 }  # fmt: skip
 _POLICY_WIDTH = 40
-"""Longer names of policies wrap."""
 _BETWEEN = 2
-"""Spaces between columns."""
 
 
 def cause_title(cause: str) -> str:
-    """Return a cause as shown to people."""
+    """Return a cause's title."""
     return _WORDS.get(cause, cause)
 
 
@@ -46,7 +44,7 @@ def short(value: float | None, digits: int = 3) -> str:
 
 
 def ranking_table(result: dict[str, Any]) -> Table:
-    """Return the ranking over the whole matrix; policies without a significant difference share a place."""
+    """Return the whole matrix's ranking; policies without a significant difference share a place."""
     comparison = result["comparison"]
     title = f"{comparison['plays']:,} feasible plays over {comparison['traces']} traces, each by every policy"
     table = _table(title)
@@ -66,7 +64,7 @@ def ranking_table(result: dict[str, Any]) -> Table:
 
 
 def deadline_table(result: dict[str, Any]) -> Table:
-    """Return deadlines met, TTFT, loss and waste of every policy, over its feasible plays."""
+    """Return deadlines met, TTFT, loss and waste over feasible plays."""
     table = _table("deadlines met, loss and waste")
     table.spare = ("wasted", "95 %", "engine", "p95")
     _policy_column(table)
@@ -86,13 +84,7 @@ def deadline_table(result: dict[str, Any]) -> Table:
 
 
 def cut_tables(cut: Cut, policies: Sequence[str], width: int) -> list[Table]:
-    """Return the mean regret of every policy along one axis, in as many tables as the terminal's width needs.
-
-    Args:
-        cut: The axis.
-        policies: The policies, best first.
-        width: Characters per line.
-    """
+    """Return mean regrets along one axis, in tables of at most ``width`` characters."""
     columns = []
     for value in cut.values:
         scores = [cut.scores.get((policy, value)) for policy in policies]
@@ -101,7 +93,7 @@ def cut_tables(cut: Cut, policies: Sequence[str], width: int) -> list[Table]:
 
 
 def causes_tables(result: dict[str, Any], width: int) -> list[Table]:
-    """Return the mean regret of every policy by cause, in as many tables as the terminal's width needs."""
+    """Return mean regrets by cause, in tables of at most ``width`` characters."""
     policies = [row["policy"] for row in result["comparison"]["ranking"]]
     lines = [result["summary"][policy] for policy in policies]
     columns = [("regret", [_thousandths(line["regret_mean"]) for line in lines])]
@@ -115,7 +107,6 @@ def causes_tables(result: dict[str, Any], width: int) -> list[Table]:
 def _side_by_side(
     title: str, policies: Sequence[str], columns: Sequence[tuple[str, list[str]]], width: int
 ) -> list[Table]:
-    """Split columns into tables that fit the width, each with one row per policy."""
     blocks: list[list[tuple[str, list[str]]]] = []
     room = 0
     for head, cells in columns:
@@ -138,7 +129,7 @@ def _side_by_side(
 
 
 def apart_table(result: dict[str, Any]) -> Table | None:
-    """Return the results of infeasible plays; None if there were none."""
+    """Return the results of infeasible plays, if any."""
     lines = {policy: line["apart"] for policy, line in result["summary"].items()}
     if not any(line["plays"] for line in lines.values()):
         return None
@@ -157,10 +148,7 @@ def apart_table(result: dict[str, Any]) -> Table | None:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Return a sentence on the leading policy, its lead, and the policies not significantly different from it.
-
-    Oracles do not compete.
-    """
+    """Describe the leading policy, its lead, and the policies not significantly different; without oracles."""
     everyone = result["comparison"]["ranking"]
     if not everyone:
         return "No play was feasible for every policy: nothing can be compared."

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def result(matrix: LabMatrix, played: PlayedMatrix) -> dict[str, Any]:
-    """Return the totals of a matrix as plain JSON values; equal plays give equal totals."""
+    """Return the totals of a matrix as plain JSON values."""
     everything = [line for lines in played.lines for line in lines]
     where = [place for place, lines in enumerate(played.lines) for _ in lines]
     return {
@@ -84,7 +84,7 @@ def describe(matrix: LabMatrix) -> dict[str, Any]:
 
 
 def by(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
-    """Group items by key; keys sorted."""
+    """Group items by sorted keys."""
     found: dict[str, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -92,12 +92,7 @@ def by(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
 
 
 def comparison(lines: Sequence[Line], where: Sequence[int]) -> Comparison:
-    """Compare the policies of these lines, paired over the feasible plays that all of them played.
-
-    Args:
-        lines: Plays.
-        where: The index of the cell of each play.
-    """
+    """Compare policies, paired over the feasible plays that all of them played; ``where``: each play's cell."""
     table: dict[tuple[int, str, float], dict[str, float]] = {}
     for line, place in zip(lines, where, strict=True):
         if line["feasible"]:
@@ -116,7 +111,7 @@ def _per_policy(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _more(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return the entries missing in a replay's summary: intervals, the second bound, causes, and infeasible plays."""
+    """Return the entries missing in a replay's summary: intervals, the second bound, causes, infeasible plays."""
     feasible = [line for line in lines if line["feasible"]]
     network = [line for line in lines if line["network_regret"] is not None]
     hopeless = [line for line in lines if not line["feasible"]]
@@ -207,7 +202,7 @@ def _number(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One policy at one value of an axis; feasible plays only."""
+    """A policy at one value of an axis; feasible plays only."""
 
     plays: int
     regret: float | None
@@ -219,16 +214,15 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The plays of a matrix, cut along one axis."""
+    """A matrix's plays along one axis."""
 
     title: str
     values: tuple[str, ...]
     scores: dict[tuple[str, str], Score]
-    """Score by policy and value."""
 
 
 def cuts(played: PlayedMatrix, policies: Sequence[str]) -> list[Cut]:
-    """Cut the plays along every axis that has more than one value, families first."""
+    """Cut the plays along every axis with several values, families first."""
     rows = [(cell, line) for cell, lines in zip(played.cells, played.lines, strict=True) for line in lines]
     axes: list[tuple[str, Callable[[Cell, Line], str]]] = [
         ("trace family", lambda _, line: str(line["trace_family"])),

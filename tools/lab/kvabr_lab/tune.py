@@ -1,12 +1,9 @@
-"""Search the declared parameters of a policy, with cross-validation over trace families.
+"""Search the declared parameters of a policy, with cross-validation over trace families of equal weight.
 
-The search starts from points spread evenly over the declared ranges (a scrambled Sobol sequence) and the default,
-shared by all folds. Then each fold samples around its own best point, in ever smaller steps. A fold plays its held-out
-family only after its choice. One more fold without a held-out family makes the recommendation. Its own score uses the
-plays that selected it, so the reported score is the cross-validated one.
-
-Every family has equal weight, however many traces it has: recording a kind of network more often does not make it more
-likely.
+The search starts from points spread evenly over the declared ranges (a scrambled Sobol sequence) and the default. Then
+each fold samples around its own best point, in ever smaller steps, and plays its held-out family only after its choice.
+One more fold without a held-out family makes the recommendation; since its own score uses the plays that selected it,
+the reported score is the cross-validated one.
 """
 
 from __future__ import annotations
@@ -25,27 +22,24 @@ from kvabr_lab.results_folder import Line, PlayStore
 from kvabr_lab.run import Progress, run
 
 Scores = Mapping[str, Mapping[str, float]]
-"""Mean regret by candidate and family."""
 
 _LOCAL_WIDTH = 0.15
 """Width of the first local round, as a share of the range; halved every round."""
 _ROUNDING = 1e-9
-"""Rounding tolerance of gains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """One fold: its choice, and the result on the held-out family."""
+    """A fold's choice, and its result on the held-out family."""
 
     held_out: str
     chosen: str
-    """The best candidate on the other families."""
     inside: float
-    """Its mean regret on the other families."""
+    """The choice's mean regret on the other families."""
     outside: float
-    """Its mean regret on the family held out."""
+    """Its mean regret on the held-out family."""
     default_outside: float
-    """Mean regret of the default on the family held out."""
+    """The default's mean regret there."""
 
 
 def mean_over(scores: Mapping[str, float], families: Iterable[str]) -> float:
@@ -64,7 +58,7 @@ def choose(scores: Scores, families: Sequence[str], default: str) -> str:
 
 
 def others(families: Sequence[str], held_out: str | None) -> list[str]:
-    """Return all families except the one held out, if any."""
+    """Return all families except the held-out one."""
     return [family for family in families if family != held_out]
 
 
@@ -73,9 +67,8 @@ class Search:
     """The size of a search."""
 
     points: int = 16
-    """Points of the first round, in addition to the default."""
+    """In the first round, in addition to the default."""
     rounds: int = 2
-    """Local rounds."""
     near: int = 4
     """Points per local round and fold."""
     seed: int = 0
@@ -92,18 +85,17 @@ class Tuned:
     policy: str
     parameters: dict[str, Parameter]
     default: str
-    """The policy with its defaults."""
     chosen: str
-    """The recommendation: the best over all families."""
+    """The best over all families."""
     folds: tuple[Fold, ...]
     gain: Interval
-    """Regret of the default minus that of each fold's choice, on held-out families; positive if tuning won."""
+    """Regret of the default minus that of each fold's choice, on held-out families."""
     default_regret: float
-    """Mean regret of the default over families."""
+    """Mean over families."""
     held_out_regret: float
     """Mean regret of the folds' choices, each on its held-out family."""
     inside_regret: float
-    """Mean regret of the recommendation over families, on the plays that selected it."""
+    """Mean regret of the recommendation, on the plays that selected it."""
     left_out: tuple[str, ...]
     """Families without a feasible play."""
     candidates: int
@@ -111,7 +103,7 @@ class Tuned:
 
     @property
     def won(self) -> bool:
-        """Return whether the gain on held-out families is significant."""
+        """Whether the gain on held-out families is significant."""
         return self.gain.low > _ROUNDING
 
     def values(self, name: str) -> dict[str, float]:
@@ -120,7 +112,7 @@ class Tuned:
         return {key: given.get(key, parameter.default) for key, parameter in self.parameters.items()}
 
     def verdict(self) -> str:
-        """Return the outcome in one sentence."""
+        """Describe the outcome in one sentence."""
         if self.chosen == self.default:
             return f"Tuning won nothing: no candidate is better than the defaults of {self.policy} over all families."
         if abs(self.gain.mean) <= _ROUNDING and self.gain.high - self.gain.low <= _ROUNDING:
@@ -136,8 +128,6 @@ class Tuned:
 
 
 class _Scores:
-    """Plays candidates over families and stores their scores."""
-
     def __init__(self, matrix: LabMatrix, store: PlayStore, jobs: int | None, progress: Progress | None) -> None:
         self._matrix, self._store, self._jobs, self._progress = matrix, store, jobs, progress
         self.families = sorted({trace.family for trace in matrix.traces})
@@ -146,7 +136,6 @@ class _Scores:
         self.plays = 0
 
     def play(self, candidates: Iterable[str], families: Sequence[str]) -> None:
-        """Play missing combinations."""
         todo: dict[tuple[str, ...], list[str]] = {}
         for candidate in dict.fromkeys(candidates):
             missing = tuple(family for family in families if (candidate, family) not in self.lines)
@@ -166,7 +155,6 @@ class _Scores:
                     self.table.setdefault(name, {})[family] = sum(found) / len(found) if found else 0.0
 
     def narrow(self, policy: str) -> list[str]:
-        """Drop families without a feasible play, and return them."""
         told = [family for family in self.families if any(line["feasible"] for line in self.lines[policy, family])]
         out = [family for family in self.families if family not in told]
         self.families = told
@@ -183,16 +171,9 @@ def tune(
     progress: Progress | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Tuned:
-    """Tune one policy over a matrix; the matrix's own policies are ignored.
+    """Tune one policy over a matrix of at least two trace families; the matrix's own policies are ignored.
 
-    Args:
-        policy: Name of the policy, without parameters.
-        matrix: What to play over; at least two trace families.
-        store: Keeps the plays.
-        search: Size of the search.
-        jobs: Processes; None for one per core.
-        progress: Called with the number of plays finished since the last call.
-        tell: Called with a description of each step.
+    ``progress`` receives the plays finished since its last call, ``tell`` a description of each step.
 
     Raises:
         UsageError: The policy declares no parameters, or fewer than two families have feasible plays.
@@ -225,7 +206,6 @@ def tune(
 
 
 def _spread(policy: str, parameters: dict[str, Parameter], search: Search) -> list[str]:
-    """Return points spread evenly over the ranges."""
     from scipy.stats import qmc  # noqa: PLC0415 - takes a second to import, and only this needs it
 
     sobol = qmc.Sobol(len(parameters), scramble=True, rng=np.random.default_rng(search.seed))
@@ -237,7 +217,6 @@ def _closer(
     policy: str, parameters: dict[str, Parameter], search: Search, scores: _Scores, common: Sequence[str],
     within: Sequence[str], held_out: str | None,
 ) -> str:  # fmt: skip
-    """Run one fold's local rounds and return its choice."""
     dice = np.random.default_rng([search.seed, *(held_out or "").encode()])
     seen = list(common)
     for number in range(search.rounds):
@@ -293,7 +272,6 @@ def _result(
 
 
 def _gain(policy: str, scores: _Scores, chosen: dict[str | None, str]) -> Interval:
-    """Return the gain of the folds over the default on held-out families; families and traces are resampled."""
     drawn, means = [], []
     for number, family in enumerate(scores.families):
         pairs = [

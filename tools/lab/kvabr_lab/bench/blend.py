@@ -1,8 +1,7 @@
 """The cost of joining passages: every base, selector, share and track on the same prompts, against the full prefill.
 
-All recipes of a prompt run together to share its caches: the full prefill, the bases of its passages, and the
-selectors' inputs. Times are processor times including selection, recomputation and the question, as shares of a full
-prefill of the same prompt in the same run.
+Recipes of a prompt run together to share caches. Times are processor times including selection, recomputation and the
+question, as shares of a full prefill of the same prompt in the same run.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from kvabr_lab.bench.contexts import token_key
 from kvabr_lab.bench.schemes import TrackScheme, sources
 
 EXACT_TRACK = "FP16"
-"""Name for uncoded caches."""
+"""Uncoded caches."""
 SHARES = (0.05, 0.15, 0.3)
 SELECTORS = ("question-peaks", "question", "question-value", "order", "hkvd", "legolink", "random", "oracle")
 TRACKS = ("AC-L0", "AC-L1", "AC-L2")
 LMCACHE = "lmcache"
 """LMCache's rule: keys alone, squared distance in layer 1, one set of tokens, 15 %."""
 _MAIN = 0.15
-"""The share at which bases, tracks and peers are compared."""
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -46,7 +44,7 @@ class KeyDeviationSelector(Selector):
     needs = frozenset({"deviation"})
 
     def scores(self, prompt: Selection) -> torch.Tensor:
-        """Return the deviation of keys alone."""
+        """Return the deviation of keys."""
         return needed(prompt.deviation, "deviation")[0]
 
 
@@ -57,16 +55,14 @@ class Recipe:
     base: str
     """Context of the passages' computation: ``alone``, ``neutral`` or ``mean``."""
     selector: str = ""
-    """Name of the selector for `load_selector`; empty: no recomputation."""
+    """Name for `load_selector`; empty: no recomputation."""
     share: float = 0.0
     track: str = EXACT_TRACK
-    """Track of the caches."""
     chosen_on: str = EXACT_TRACK
-    """Track of the cache given to the selector."""
 
     @property
     def name(self) -> str:
-        """Return the name used in tables."""
+        """Name in tables."""
         parts = [self.base]
         if self.track != EXACT_TRACK:
             parts.append(self.track)
@@ -98,11 +94,10 @@ class FusionLab:
     contexts: Sequence[Sequence[int]]
     """Contexts of the mean; the first is the neutral one."""
     held_out: Sequence[Sequence[int]]
-    """Contexts for measuring the publisher's order."""
+    """For measuring the publisher's order."""
     following: Sequence[int]
-    """Text after a passage in the publisher's measurement."""
+    """Text after a passage in that measurement."""
     profile: Profile | None = None
-    """For the tracks."""
 
     def key(self, prompt: FusedPrompt, recipe: Recipe) -> str:
         """Return a key of all inputs of a result."""
@@ -116,7 +111,7 @@ class FusionLab:
 
 @dataclass
 class FusedCase:
-    """One prompt during measurement; shared data is computed once."""
+    """A prompt during measurement; computes shared data once."""
 
     lab: FusionLab
     prompt: FusedPrompt
@@ -130,7 +125,6 @@ class FusedCase:
 
     @cached_property
     def _full(self) -> tuple[torch.Tensor, float]:
-        """The full prefill of prompt and question, and its seconds."""
         return _timed(lambda: self.lab.engine.prefill(self._tokens))
 
     @cached_property
@@ -139,11 +133,11 @@ class FusedCase:
 
     @property
     def _scored(self) -> list[int]:
-        """The scored tokens: rows begin after the question's last token, which is therefore not cached."""
+        """Rows begin after the question's last token, which is therefore not cached."""
         return [self.prompt.question[-1], *self.prompt.tail]
 
     def measure(self, recipe: Recipe) -> Row:
-        """Return the loss and cost of a recipe: ``kl``, ``top1``, the values of `_answer`, ``work`` and ``time``."""
+        """Return a recipe's ``kl``, ``top1``, values of `_answer`, ``work`` and ``time``."""
         full, full_s = self._full
         if recipe.selector:
             fused, spent_s, work = self._recomputed(recipe)
@@ -162,7 +156,7 @@ class FusedCase:
         }
 
     def exact(self) -> Row:
-        """Return the row of the full prefill itself."""
+        """Return the row of the full prefill."""
         answer = self._answer(self._full[0])
         return {"kl": 0.0, "top1": 1.0, **answer, "work": 1.0, "time": 1.0, "full_s": self._full[1]}
 
@@ -170,8 +164,7 @@ class FusedCase:
         """Return the certainty of the answer to a code question, nats.
 
         ``found``: whether greedy decoding returns the code. ``gap``: minimum log-likelihood advantage of its tokens
-        over the best alternatives; positive if found. ``margin``: advantage of the code over the likeliest other code
-        of the prompt.
+        over the best alternatives. ``margin``: advantage of the code over the prompt's likeliest other code.
         """
         if self.prompt.kind != "codes":
             return {}
@@ -188,7 +181,6 @@ class FusedCase:
         return rows, rows.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0]
 
     def _recomputed(self, recipe: Recipe) -> tuple[torch.Tensor, float, float]:
-        """Return the cache of a recipe, the seconds it took, and its work relative to the full prefill."""
         engine, tokens = self.lab.engine, self._tokens
         cached, every = len(self.prompt.tokens), len(tokens)
         kv = self._joined(recipe.base, recipe.track)
@@ -233,7 +225,7 @@ class FusedCase:
         return token_costs(self.lab.engine, exact, kv, [*self.prompt.question, *self.prompt.tail])
 
     def _caches(self, base: str) -> list[torch.Tensor]:
-        """Return the passages' position-free caches; those of the neutral context are part of the mean."""
+        """Return the passages' position-free caches; the neutral context's are part of the mean."""
         if base not in self._bases:
             engine, passages, contexts = self.lab.engine, self.prompt.passages, self.lab.contexts
             if base == "alone":
@@ -247,7 +239,6 @@ class FusedCase:
         return self._bases[base]
 
     def _joined(self, base: str, track: str) -> torch.Tensor:
-        """Return the cache of the prompt before the question, in the engine's dtype."""
         if (base, track) not in self._kv:
             spec, first = self.lab.engine.spec, len(self.prompt.beginning)
             caches: Iterable[torch.Tensor] = self._caches(base)
@@ -268,7 +259,6 @@ def _decoded(scheme: TrackScheme, kv: torch.Tensor) -> torch.Tensor:
 
 
 def _timed(call: Callable[[], T]) -> tuple[T, float]:
-    """Return a result with its processor time in seconds."""
     began = time.process_time()
     return call(), time.process_time() - began
 
@@ -281,15 +271,7 @@ def measure(
     keep: Callable[[str, Row], Row],
     progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
 ) -> dict[str, dict[str, Row]]:
-    """Measure every recipe on every prompt.
-
-    Args:
-        lab: the model and its contexts.
-        prompts: the prompts.
-        plan: the recipes.
-        known: returns a stored result by key, or None.
-        keep: stores a result and returns it.
-        progress: called after every recipe with the kind of prompt.
+    """Measure every recipe on every prompt, except results that ``known`` returns by key; ``keep`` stores them.
 
     Returns:
         Rows by the recipe's name, then by the prompt's; the full prefill is the recipe ``full``.
@@ -311,5 +293,4 @@ def measure(
 
 
 FULL = "full"
-"""Name of the full prefill."""
 STAGES: Mapping[str, str] = {"measure": "prompts x recipes"}

@@ -22,11 +22,11 @@ BASES = {"mean": "mean", "behind": "neutral", "alone": "alone"}
 """Names of `PassageNotes.base`, with those of the bench."""
 SHARES = (0.0, 0.05, 0.15, 0.3)
 _PROMPTS = 6
-"""Prompts of each kind: a continued text, and an entry of one of five manual pages."""
+"""Of each kind: a continued text, and an entry of one of five manual pages."""
 _KINDS: tuple[Kind, ...] = ("text", "facts")
 _PASSAGE, _MIN_PASSAGE = 256, 32
 _AROUND = 320
-"""Maximum tokens of a prompt outside its passages; and passages of one."""
+"""Tokens of a prompt outside its passages, at most; and passages of one."""
 _PASSAGES = 5
 _SEED = 11
 """Differs from the bench's."""
@@ -37,21 +37,14 @@ def measure_model(
     progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
     base: str = "mean",
 ) -> tuple[FusionLosses, list[Interval]]:
-    """Measure the loss added by a passage in a prompt of four or five, by recomputed share.
+    """Measure the loss added by a passage in a prompt of four or five, by recomputed share, with 95 % intervals.
 
     Passages are means over contexts, from other texts than the prompts; the default selector chooses the tokens.
-
-    Args:
-        loaded: the model.
-        progress: called after every recipe.
-        base: computation of the passages, see `BASES`.
-
-    Returns:
-        The losses, and each with its 95 % interval over prompts.
+    ``base``: see `BASES`.
 
     Raises:
-        ModelError: the model's caches cannot be joined; the message gives the reason.
-        UsageError: its context is too short.
+        ModelError: The model's caches cannot be joined; the message gives the reason.
+        UsageError: Its context is too short.
     """
     engine = blend_engine(loaded.engine)
     size = min(_PASSAGE, (engine.context - _AROUND) // _PASSAGES)

@@ -19,7 +19,7 @@ def picture(result: Mapping[str, Any]) -> str:
     """Return the picture of a bench's results, uncoded caches only.
 
     Raises:
-        FormatError: no results to draw.
+        FormatError: No results to draw.
     """
     drawn = [row for row in result["recipes"] if row["track"] == EXACT_TRACK and ", chosen on" not in row["recipe"]]
     if not drawn:

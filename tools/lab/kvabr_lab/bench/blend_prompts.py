@@ -1,9 +1,8 @@
-"""Prompts of several passages: consecutive pieces of a text, invented manual pages, and similar codes.
+"""Prompts of several passages, of three kinds, because a good choice of tokens depends on the task.
 
-There are three kinds, because a good choice of tokens depends on the task. ``text`` continues a text, which needs a
-little of everything. ``facts`` asks for one entry of one page, among pages with some common options of different
-values. ``codes`` asks for one of several six-digit codes, one per passage, all in the same sentence with other place
-names.
+``text`` continues a text. ``facts`` asks for one entry of one invented manual page, among pages with some common
+options of different values. ``codes`` asks for one of several six-digit codes, one per passage, in the same sentence
+with other place names.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ KINDS: tuple[Kind, ...] = ("text", "facts", "codes")
 BEGINNING = "You are a careful assistant. Use the passages below where they help.\n\n"
 """Start of every prompt; its cache is exact, as for a prefix that is played or computed."""
 _PIECES = 4
-"""Passages of a ``text`` prompt; others have `_PASSAGES`."""
 _PASSAGES = 5
 _FOLLOWING, _ASKED = 96, 32
 """Scored tokens of a text, and tokens before them that represent the question."""
@@ -46,11 +44,10 @@ class FusedPrompt:
     """Exact tokens before the passages."""
     passages: tuple[tuple[int, ...], ...]
     question: tuple[int, ...]
-    """Tokens after the passages, which the engine computes."""
     tail: tuple[int, ...]
     """Scored tokens; for ``codes``, those of the code."""
     others: tuple[tuple[int, ...], ...] = ()
-    """For ``codes``: tokens of the other codes, which are similar but wrong."""
+    """For ``codes``: the other, wrong codes."""
 
     @property
     def name(self) -> str:
@@ -59,12 +56,12 @@ class FusedPrompt:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return the tokens before the question."""
+        """Tokens before the question."""
         return self.beginning + tuple(token for passage in self.passages for token in passage)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Return first and end position of each passage."""
+        """First and end position of each passage."""
         out, first = [], len(self.beginning)
         for passage in self.passages:
             out.append((first, first + len(passage)))
@@ -73,25 +70,17 @@ class FusedPrompt:
 
     @property
     def key(self) -> str:
-        """Return a key of all its tokens."""
+        """Key of all tokens."""
         return token_key([*self.tokens, -1, *self.question, -1, *self.tail])
 
 
 def make_prompts(
     model: TextModel, texts: Mapping[str, str], kind: Kind, count: int, *, size: int = 256, seed: int = 0
 ) -> list[FusedPrompt]:
-    """Return prompts of one kind; the first ones do not depend on ``count``.
-
-    Args:
-        model: its tokenizer, and the beginning of its prompts.
-        texts: texts by name, to cut passages from.
-        kind: the kind.
-        count: number of prompts.
-        size: tokens of each passage.
-        seed: of all random choices.
+    """Return prompts of one kind with passages of ``size`` tokens; the first ones do not depend on ``count``.
 
     Raises:
-        UsageError: the texts are too short, or a passage is too small for its planted content.
+        UsageError: The texts are too short, or a passage is too small for its planted content.
     """
     out = []
     beginning = opened(model, model.encode(BEGINNING))

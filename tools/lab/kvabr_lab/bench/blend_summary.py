@@ -14,11 +14,10 @@ from kvabr_lab.paired import Bootstrap
 
 SCHEMA = "kvabr.bench.blend/1"
 Found = Mapping[str, Mapping[str, Row]]
-"""Rows by recipe, then by prompt."""
 
 
 def summarise(found: Found, plan: Sequence[Recipe]) -> dict[str, Any]:
-    """Return the JSON result: a row for each recipe and kind of prompt, and the ratios."""
+    """Return the JSON result: a row per recipe and kind of prompt, and the ratios."""
     return {"recipes": _recipes(found, plan), "ratios": _ratios(found, plan)}
 
 
@@ -60,7 +59,6 @@ def _recipes(found: Found, plan: Sequence[Recipe]) -> list[Row]:
 
 
 def _ratios(found: Found, plan: Sequence[Recipe]) -> list[Row]:
-    """Return the main loss ratios of the bench, with intervals over the same prompts."""
     main = next((recipe for recipe in plan if recipe.selector and recipe.share == SHARES[1]), None)
     if main is None:
         return []
@@ -84,7 +82,7 @@ def _ratios(found: Found, plan: Sequence[Recipe]) -> list[Row]:
 
 
 def loss_table(result: Mapping[str, Any]) -> Table:
-    """Return a line for each recipe: loss on each kind of prompt, codes found and their margin, work and time."""
+    """Return a line per recipe: losses, codes found and their margin, work and time."""
     by_name: dict[str, dict[str, Row]] = {}
     for row in result["recipes"]:
         by_name.setdefault(row["recipe"], {})[row["kind"]] = row
@@ -111,7 +109,7 @@ def _loss(row: Row | None) -> str:
 
 
 def ratio_table(result: Mapping[str, Any]) -> Table:
-    """Return a line for each ratio."""
+    """Return a line per ratio."""
     lines = [
         (row["recipe"], row["over"], row["kind"], "{:.2f} [{:.2f}, {:.2f}]".format(row["ratio"], *row["ratio_ci95"]))
         for row in result["ratios"]

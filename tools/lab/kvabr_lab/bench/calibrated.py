@@ -25,9 +25,8 @@ class CalibrationPlan:
     """How to calibrate."""
 
     contexts: int
-    """Contexts from the default texts."""
     tokens: int | None = None
-    """Tokens of each; None: as in `kvabr calibrate`."""
+    """Of each; None: as in `kvabr calibrate`."""
     target: Target | None = None
     scales: Sequence[float] = (1.0,)
     """Factors of all steps; each gives a profile, and points on the curve."""
@@ -47,18 +46,12 @@ def profiles(
     progress: Progress = lambda _stage, _done, _all: None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Profile]:
-    """Return profiles by label, from the folder or newly calibrated.
+    """Return profiles by label, from the work folder or newly calibrated.
 
-    Args:
-        loaded: the model, with any spec.
-        spec: the layer classes to calibrate.
-        plan: the parameters.
-        folder: existing work folder.
-        progress: called with stages, see `kvabr.publish.calibrate.calibrate`.
-        tell: called with a description of the results of a search for steps.
+    ``progress`` receives the stages of `kvabr.publish.calibrate.calibrate`, ``tell`` the results of a search for steps.
 
     Raises:
-        UsageError: the target cannot be met, or contexts are longer than the model's.
+        UsageError: The target cannot be met, or contexts are longer than the model's.
     """
     labels = {scale: "" if scale == 1 else f"@x{scale:g}" for scale in plan.scales}
     paths = {scale: folder / f"profile-{plan.key(spec)}-{scale:g}.safetensors" for scale in plan.scales}

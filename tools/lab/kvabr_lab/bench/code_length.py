@@ -44,7 +44,7 @@ def conditioned(index: Index, below: Index | None) -> tuple[NDArray[np.int64], N
 
 
 def contexts_of(below: Index) -> NDArray[np.int64]:
-    """Return the contexts that the indices below select, of the same shape."""
+    """Return the contexts that the indices below select."""
     context: NDArray[np.int64] = np.minimum(np.abs(below.astype(np.int64)), 2)
     return context
 
@@ -65,7 +65,7 @@ def flag_chance(model: CoderModel, below: Index | None, tile: slice) -> NDArray[
 def symbols_of(
     model: CoderModel, row: int, values: NDArray[np.int64], context: NDArray[np.int64], freqs: NDArray[np.uint16]
 ) -> tuple[NDArray[np.int64], NDArray[np.int16]]:
-    """Return the symbols of one row, and the values that escape."""
+    """Return the symbols of one row, and the escaping values."""
     which = model.row_class[row]
     radius = int(model.radius[which])
     symbols = np.where(np.abs(values) <= radius, values + radius, 2 * radius + 1)

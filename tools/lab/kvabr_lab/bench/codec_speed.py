@@ -36,24 +36,23 @@ from kvabr_lab.bench.other_codecs import CacheGenQuantiser, PeerProcess
 from kvabr_lab.bench.schemes import track_chain
 
 ROUNDS = 5
-"""Minimum number of rounds; the median counts."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Speed of one track of one cache on one path of the coder."""
+    """Speed of a track of a cache on one path of the coder."""
 
     track: str
     path: str
     bits: float
-    """Bits per element of the whole chain of layers, without frames."""
+    """Per element of the whole chain of layers, without frames."""
     rates: dict[str, float] = field(default_factory=dict)
-    """Millions of elements per second on one core, by stage: ``analysis``, ``entropy encode`` (including quantising),
+    """Millions of elements per second on one core, by stage: ``analysis``, ``entropy encode`` (with quantising),
     ``encode`` (all stages), ``entropy decode``, ``synthesis``, ``decode`` (all stages, into BF16)."""
     all_cores: float = 0.0
-    """Millions of elements per second of wall time when every core decodes groups of its own into BF16."""
+    """The same per wall time when every core decodes groups of its own into BF16."""
     scratch: float | None = None
-    """Memory for decoding a group in addition to its output, in units of the group's FP16 size; None if unknown."""
+    """Decode memory without the output, in FP16 sizes of the group; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Job:
     profile: Profile | None
     track: str
     payloads: tuple[bytes, ...]
-    """Payloads of the track and of the tracks it refines, base first."""
+    """The chain of tracks, base first."""
 
     @classmethod
     def make(cls, group: torch.Tensor, spec: KVSpec, profile: Profile | None, track: str) -> Job:
@@ -82,23 +81,18 @@ class Job:
         return GroupContext(spec, 0, group.shape[3], profile, memo={})
 
     def encode(self) -> None:
-        """Encode the whole chain, as an origin that offers only this track does."""
+        """Encode the whole chain, as an origin with only this track."""
         Job.make(self.group, self.spec, self.profile, self.track)
 
     def decode(self, out: torch.Tensor) -> None:
-        """Decode the whole chain, as a player does."""
+        """Decode the whole chain, as a player."""
         context = self._context(self.group, self.spec, self.profile)
         views = [memoryview(payload) for payload in self.payloads]
         codec(self.track).decode(views[-1], context, out, views[:-1])
 
 
 def time_track(job: Job, *, seconds: float = 0.5) -> Timing:
-    """Time every stage of a track.
-
-    Args:
-        job: The group to code.
-        seconds: Processor time to spend on each stage; at least `ROUNDS` rounds.
-    """
+    """Time every stage of a track; ``seconds``: processor time per stage, at least `ROUNDS` rounds."""
     million = job.group.numel() / 1e6
     out = torch.empty(job.group.shape, dtype=torch.bfloat16)
     rates: dict[str, float] = {}
@@ -145,7 +139,7 @@ def _stages(job: Job, profile: ClassProfile, million: float, seconds: float) -> 
 
 
 def processor_time(work: Callable[[], object], seconds: float) -> float:
-    """Return the median processor time of a call, seconds, after one warm-up call."""
+    """Return the median processor seconds of a call, after a warm-up call."""
     work()
     times: list[float] = []
     spent = 0.0
@@ -171,12 +165,11 @@ def one_thread() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Return the number of processors that this process may use."""
+    """Return the number of usable processors."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _on_all_cores(job: Job) -> float:
-    """Return the median wall time per group, seconds, when every core decodes groups of its own."""
     workers = cores()
     outs = [torch.empty(job.group.shape, dtype=torch.bfloat16) for _ in range(workers)]
     with one_thread(), ThreadPoolExecutor(workers) as pool:
@@ -191,11 +184,11 @@ def _on_all_cores(job: Job) -> float:
 def scratch_of(job: Job) -> float | None:
     """Return the memory for decoding a group without its output, in FP16 sizes of the group; None off Linux.
 
-    This is the high-water mark of a forked process, so that memory kept from earlier decodes does not hide it.
+    A forked process measures it, so that memory kept from earlier decodes does not hide it.
     """
     if not Path("/proc/self/clear_refs").exists() or not hasattr(os, "fork"):
         return None
-    # Decode one token first: this builds the tables that a player builds once, and loads the code into memory.
+    # Decode one token first: it builds the tables that a player builds once, and loads the code.
     token = Job.make(job.group[:, :, :, :1].clone(), job.spec, job.profile, job.track)
     out = torch.empty(job.group.shape, dtype=torch.bfloat16).zero_()
     with one_thread():
@@ -220,7 +213,7 @@ def scratch_of(job: Job) -> float | None:
 
 
 def _peak_of(work: Callable[[], object]) -> int:
-    """Return the largest growth of memory during a call, bytes; pages of the parent that are only read do not count."""
+    """Return the largest memory growth during a call, bytes, except pages of the parent that are only read."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status("VmRSS")
     work()
@@ -228,13 +221,12 @@ def _peak_of(work: Callable[[], object]) -> int:
 
 
 def _give_back() -> None:
-    """Return freed memory to the system, so that reusing it shows as growth."""
+    # Otherwise reuse of freed memory would not show as growth.
     with suppress(OSError, AttributeError):  # only glibc has this
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status(name: str) -> int:
-    """Return a size from this process's status, bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(name):
             return int(line.split()[1]) << 10
@@ -248,7 +240,7 @@ def paths(wanted: Sequence[str] | None) -> list[str]:
 
 SCHEMA = "kvabr.bench.codec/1"
 RAW_BITS = 3.0
-"""Rate at which the entropy coder alone is timed: bits per symbol, without skipped symbols."""
+"""Bits per symbol, without skipped symbols, at which the entropy coder alone is timed."""
 
 Row = dict[str, Any]
 Progress = Callable[[str, int, int], None]
@@ -265,7 +257,7 @@ class Subject:
 
 
 def real(loaded: LoadedModel, profile: Profile | None) -> Subject:
-    """Return a group that a model computed from a text that no profile was calibrated on."""
+    """Return a group computed from a text that no profile was calibrated on."""
     prompt = cut_prompt(loaded, next(iter(measuring_texts().values())), loaded.engine.spec.group_tokens, 2)
     group = loaded.engine.prefill(prompt.tokens).to(loaded.engine.spec.torch_dtype)
     return Subject(loaded.engine.spec.model, loaded.engine.spec, group, profile)
@@ -296,15 +288,7 @@ def measure(
     seconds: float = 0.5,
     progress: Callable[[], None] = lambda: None,
 ) -> Iterator[Row]:
-    """Time tracks on every path of the coder.
-
-    Args:
-        subject: The group to code.
-        tracks: Tracks to time.
-        wanted: Paths; None for all of this machine.
-        seconds: Processor time per stage.
-        progress: Called after every track and path.
-    """
+    """Time ``tracks`` on ``wanted`` paths of the coder (None: all), for ``seconds`` of processor time per stage."""
     for track in tracks:
         native = codec(track).needs_profile
         if native and subject.profile is None:
@@ -320,8 +304,8 @@ def against_lmcache(subject: Subject, peer: PeerProcess, rounds: int = 3) -> Row
     """Time LMCache's codec on the same group, after a round that compiles its kernels.
 
     Returns:
-        Millions of elements per second: ``encode`` and ``decode`` per processor time on one core, ``decode_all`` per
-        wall time on all cores; ``bits`` per element.
+        Millions of elements per second: ``encode`` and ``decode`` on one core, ``decode_all`` per wall time on all
+        cores; ``bits`` per element.
 
     Raises:
         PeerError: LMCache failed.
@@ -350,7 +334,7 @@ def against_lmcache(subject: Subject, peer: PeerProcess, rounds: int = 3) -> Row
 
 
 def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]:
-    """Time the bare entropy coder by path: every symbol coded, about `RAW_BITS` bits each."""
+    """Time the bare entropy coder by path, every symbol coded."""
     sample = raw.synthetic(raw.SMOLLM2, RAW_BITS, dense=True)
     rows = []
     for path in paths(wanted):
@@ -370,10 +354,7 @@ def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]
 
 
 def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
-    """Return the coded size of a track's own layer over its ideal code length, by track.
-
-    The latter is that of the profile's tables when no token refers to another. Unusual groups have none.
-    """
+    """Return the size of a track's own layer over the ideal of the profile's tables, without references, by track."""
     out: dict[str, float] = {}
     for track in tracks:
         if subject.profile is None or not codec(track).needs_profile:

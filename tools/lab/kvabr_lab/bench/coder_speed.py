@@ -1,8 +1,8 @@
 """Speed of the coder on synthetic groups of real shapes, stage by stage on one thread; for `kvabr bench codec`.
 
-The numbers are drawn so that a group's rate is that of a real one: Laplacian, with a spread that falls from the first
-component of each stack and block to the last. Speed depends only on the rates and on the share of dead rows. Times are
-processor time, since other programs may be running.
+Numbers are Laplacian, with a spread that falls from the first component of each stack and block to the last, at a real
+group's rate. Speed depends only on the rates and on the share of dead rows. Times are processor time, since other
+programs may be running.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class SyntheticGroup:
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one path on one sample, in millions of cache elements per second on one core, including dead rows."""
+    """Speed of one path, in millions of cache elements per second on one core, including dead rows."""
 
     path: str
     bits_per_element: float
     live_share: float
-    """Share of elements in rows that are coded at all."""
+    """Share of elements in coded rows."""
     decode_indices: float
     decode_live: float
-    """As ``decode_indices``, counting only elements in coded rows."""
+    """As ``decode_indices``, counting only these."""
     synthesise: float
     decode: float
     encode_indices: float
@@ -79,15 +79,10 @@ class Speed:
 def synthetic(
     shape: CacheShape, bits: float, depths: int = 1, *, tokens: int = TILE, seed: int = 0, dense: bool = False
 ) -> SyntheticGroup:
-    """Draw a group.
+    """Draw a group at about ``bits`` per element of the base, 0.2 to 6.
 
-    Args:
-        shape: shape of the cache.
-        bits: approximate bits per element of the base, 0.2 to 6.
-        depths: a base and ``depths`` - 1 enhancements, each with a third of the step before.
-        tokens: tokens in the group.
-        seed: of the random numbers.
-        dense: give all components the same spread, so no row is dead: the coder's raw speed.
+    Each further depth has a third of the step before. ``dense`` gives all components the same spread, so that no row is
+    dead: the coder's raw speed.
     """
     dice = np.random.default_rng(seed)
     transform = _transform(shape, dice)
@@ -168,7 +163,7 @@ def _transform(shape: CacheShape, dice: np.random.Generator) -> Transform:
 
 
 def _spread(structure: Structure) -> NDArray[np.float64]:
-    """Return the spread of each row: it falls like a power, as eigenvalues of real caches do."""
+    """Return each row's spread, which falls like a power, as eigenvalues of real caches do."""
     spread = np.empty(structure.rows)
     for number, stack in enumerate(structure.stacks):
         spread[structure.stack_rows(number)] = (1 + np.arange(structure.width_of(stack))) ** -0.5 * 8
@@ -184,7 +179,7 @@ def _step_for(draw: NDArray[np.float64], bits: float) -> float:
     scale = np.abs(draw).mean(axis=1)
     for _ in range(40):
         step = math.sqrt(low * high)
-        still = 1 - np.exp(-0.5 * step / scale)  # the probability of zero, and the entropy of the rest
+        still = 1 - np.exp(-0.5 * step / scale)  # probability of zero, then the entropy of the rest
         move = 1 - still
         decay = np.exp(-step / scale)
         size = (-_xlog(decay) - _xlog(1 - decay)) / np.maximum(1 - decay, 1e-12)
@@ -198,7 +193,6 @@ def _xlog(p: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _tables(index: Index, below: Index | None, spread: NDArray[np.float64]) -> CoderModel:
-    """Return tables as a calibration on the group itself would make them."""
     rows = len(index)
     coded = index.astype(np.int32)
     context = np.zeros(index.shape, np.int64)

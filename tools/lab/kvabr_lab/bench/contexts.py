@@ -1,8 +1,7 @@
 """Contexts for measuring codecs: pieces of texts, and planted codes for retrieval.
 
-No context is from a text used for calibrating a profile. Mean loss over a text favours codecs that blur rare content: a
-planted six-digit code occurs once and differs from its surroundings. The cache of the text is coded; the question is
-not, because an engine computes it.
+No context is from a calibration text. Mean loss over a text favours codecs that blur rare content: a planted six-digit
+code occurs once and differs from its surroundings. Only the text's cache is coded; an engine computes the question.
 """
 
 from __future__ import annotations
@@ -23,38 +22,34 @@ from kvabr.store.files import read_text
 from kvabr.types.errors import UsageError
 
 DOMAINS = ("python", "c", "licence", "prose")
-"""Default domains, among those of tools/fetch-texts."""
 
 _FETCH = "tools/fetch-texts fetches source code, licences, prose, two other languages and chat"
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A piece of text: a prompt with a coded cache, and its real continuation."""
+    """A prompt with a coded cache, and its real continuation."""
 
     domain: str
     index: int
-    """Its number within the domain."""
     tokens: tuple[int, ...]
     continuation: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """Return the name shown in tables."""
+        """Name in tables."""
         return f"{self.domain}-{self.index}"
 
 
 def token_key(tokens: Sequence[int]) -> str:
-    """Return a key for a sequence of token ids: 16 hex digits."""
+    """Return a key for token ids: 16 hex digits."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
 def read_texts(folder: Path | None, domains: Sequence[str] | None) -> dict[str, str]:
-    """Return texts by domain.
+    """Return texts by domain, in the order of ``domains`` (None: the existing ones of `DOMAINS`, or all).
 
-    Args:
-        folder: Folder of ``DOMAIN.txt`` files; None for texts included in Python.
-        domains: Domains to return, in this order; None for the existing ones of `DOMAINS`, or all if there are none.
+    Texts are ``DOMAIN.txt`` files in the folder; None: texts included in Python.
 
     Raises:
         UsageError: The folder or the text of a named domain does not exist.
@@ -99,10 +94,7 @@ def check_unseen(texts: Mapping[str, str]) -> None:
 
 
 def seen_shares(contexts: Sequence[Context], profiles: Iterable[Profile]) -> dict[str, float | None]:
-    """Return the share of each context, by name, seen in calibration: the maximum over the profiles.
-
-    None: a profile does not record its calibration texts.
-    """
+    """Return each context's largest share seen in calibration; None if a profile does not record its texts."""
     seen = [profile.seen for profile in profiles]
     known = [each for each in seen if each is not None]
     if len(known) < len(seen):
@@ -114,7 +106,7 @@ def seen_shares(contexts: Sequence[Context], profiles: Iterable[Profile]) -> dic
 
 
 def seen_sentence(shares: Mapping[str, float | None]) -> str:
-    """Return a sentence on whether the contexts are unseen."""
+    """Describe whether the contexts are unseen."""
     if None in shares.values():
         return "whether these contexts are unseen is not known: a profile does not record its texts"
     found = {name: share for name, share in shares.items() if share}
@@ -125,14 +117,9 @@ def seen_sentence(shares: Mapping[str, float | None]) -> str:
 
 
 def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:
-    """Cut contexts from texts, evenly spaced, without overlap, with the usual beginning of the model's prompts.
+    """Cut evenly spaced contexts from texts, without overlap, each opened like the model's prompts.
 
-    Args:
-        loaded: Model with its tokenizer.
-        texts: Texts by domain.
-        each: Contexts per domain.
-        tokens: Tokens per prompt.
-        continuation: Tokens after the prompt, on which losses are measured.
+    There are ``each`` contexts per domain. Losses are measured on ``continuation`` tokens after the prompt.
 
     Raises:
         UsageError: A text is too short, or a context is longer than the model's.
@@ -152,7 +139,7 @@ def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, c
                 "ask for fewer or shorter ones, or give a longer text"
             )
         for index in range(each):
-            # Cut from the middle of equal shares, because texts begin and end with titles and tables.
+            # Cut from the middle of equal shares: texts begin and end with titles and tables.
             start = (2 * index + 1) * (len(ids) - each * length) // (2 * each) + index * length
             part = opened(loaded, ids[start : start + length])
             out.append(Context(domain, index, part[:tokens], part[tokens : tokens + continuation]))
@@ -160,7 +147,7 @@ def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, c
 
 
 DEPTHS = 10
-"""Evenly spaced places in a text where a code is planted."""
+"""Evenly spaced places in a text for a code."""
 
 _PLANTED = "\n\nThe secret code is {code}. Remember it.\n\n"
 _QUESTION = "\n\nQuestion: What is the secret code?\nAnswer: The secret code is"
@@ -169,22 +156,19 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """One retrieval case."""
+    """A retrieval case."""
 
     context: Context
-    """The text around the code."""
     depth: int
     """0 is at the start, `DEPTHS` - 1 at the end."""
     at: int
-    """Tokens of the text before the code."""
     tokens: tuple[int, ...]
-    """The text with the planted code."""
     question: tuple[int, ...]
     answer: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """Return the name used in results."""
+        """Name in results."""
         return f"{self.context.name}@{self.depth}"
 
 
@@ -195,19 +179,13 @@ class Recall:
     digits: float
     """Share of the answer's tokens that are the first choice after the correct ones before them."""
     whole: bool
-    """Whether all are, so that greedy generation returns the code."""
+    """Whether greedy generation returns the code."""
     logprob: float
-    """Mean log-probability of the answer's tokens, nats."""
+    """Mean over the answer's tokens, nats."""
 
 
 def plant(loaded: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS, seed: int = 1) -> Iterator[Needle]:
-    """Yield every context with a code planted at every depth; the length stays that of the context.
-
-    Args:
-        loaded: Model with its tokenizer.
-        contexts: The texts.
-        depths: Places per text.
-        seed: Seed of the codes.
+    """Yield every context with a code planted at each of ``depths`` places; the length stays that of the context.
 
     Raises:
         UsageError: A context is too short for a code.
@@ -227,13 +205,7 @@ def plant(loaded: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS
 
 
 def recall(engine: ScoringEngine, kv: torch.Tensor, needle: Needle) -> Recall:
-    """Ask for the code, given a cache of the text.
-
-    Args:
-        engine: The model.
-        kv: Cache of `Needle.tokens`, [layer, K/V, head, token, dim]; not written to.
-        needle: The case.
-    """
+    """Ask for the code, given a cache of `Needle.tokens`, [layer, K/V, head, token, dim], which stays unchanged."""
     asked = [*needle.question, *needle.answer[:-1]]
     rows = engine.score(kv, asked)[len(needle.question) - 1 :]
     wanted = torch.tensor(needle.answer)
@@ -243,10 +215,9 @@ def recall(engine: ScoringEngine, kv: torch.Tensor, needle: Needle) -> Recall:
 
 
 def _ask(loaded: LoadedModel, code: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens of the question up to the code, and those of the code."""
     asked, whole = loaded.encode(_QUESTION), loaded.encode(f"{_QUESTION} {code}")
     same = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
-    # A separate space token before the digits belongs to the question: it carries no information.
+    # A separate space token before the digits carries no information, so it belongs to the question.
     while same + 1 < len(whole) and not loaded.decode(whole[same : same + 1]).strip():
         same += 1
     return tuple(whole[:same]), tuple(whole[same:])

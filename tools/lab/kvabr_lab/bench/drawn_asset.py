@@ -1,7 +1,4 @@
-"""An asset of random groups, with the shape and rates of a real model's, to time whole plays without the model.
-
-It has only the AC layers, and meaningless contents.
-"""
+"""An asset of random groups, with the shape and rates of a real model's AC layers, to time whole plays."""
 
 from __future__ import annotations
 
@@ -40,14 +37,9 @@ def drawn_spec(shape: coder_speed.CacheShape) -> KVSpec:
 
 
 def draw_asset(path: Path, shape: coder_speed.CacheShape, tokens: Sequence[int], *, bits: float, depths: int) -> None:
-    """Write an asset.
+    """Write an asset of the prompt's whole groups into a folder, which is replaced.
 
-    Args:
-        path: its folder, which is replaced.
-        shape: of the cache.
-        tokens: the prompt, whole groups of it.
-        bits: approximate bits per element of AC-L0.
-        depths: number of layers, including AC-L0.
+    AC-L0 has about ``bits`` per element; ``depths`` counts all layers.
     """
     spec, tracks = drawn_spec(shape), LAYERS[:depths]
     sample = coder_speed.synthetic(shape, bits, depths, tokens=spec.group_tokens)
@@ -58,7 +50,7 @@ def draw_asset(path: Path, shape: coder_speed.CacheShape, tokens: Sequence[int],
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer)
 
     def coded(group: int) -> list[bytes]:
-        # Every group is different; otherwise they would be one transfer.
+        # Equal groups would be one transfer.
         order = np.random.default_rng(group).permutation(spec.group_tokens)
         indices = [np.ascontiguousarray(index[:, order]) for index in sample.indices]
         below: list[Index | None] = [None, *indices]

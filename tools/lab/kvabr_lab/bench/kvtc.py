@@ -1,12 +1,12 @@
 """KVTC's recipe as a scheme (Staniszewski and Łańcucki, ICLR 2026; arXiv 2511.01815), implemented from the paper.
 
-The keys (before rotation) of all layers and heads of a token form one vector, and so do its values. Their mean is
-removed; an orthogonal transform learnt from calibration texts orders them by variance. Runs of components share a scale
-and an offset per token. A dynamic program chooses the runs and their bits (0 drops a component) to minimise the squared
+The keys (before rotation) of all layers and heads of a token form one vector, and so do its values. An orthogonal
+transform learnt from calibration texts orders them, minus their mean, by variance. Runs of components share a scale and
+an offset per token. A dynamic program chooses the runs and their bits (0 drops a component) to minimise the squared
 error on other calibration texts at a given size. The integers are packed and compressed by DEFLATE.
 
-The paper keeps the first 4 tokens, which are attention sinks, and the last 128 of a prompt in 16 bits. In short prompts
-these 128 dominate the size, so the recipe is measured with and without them.
+The paper keeps the first 4 tokens (attention sinks) and a prompt's last 128 in 16 bits. In short prompts these 128
+dominate the size, so the recipe is measured with and without them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from kvabr_lab.bench.rivals import affine
 from kvabr_lab.bench.schemes import Coded, Scheme, by_class, groups
 
 SINKS = 4
-"""First tokens kept in 16 bits."""
+"""First tokens, in 16 bits."""
 RECENT = 128
-"""Last tokens kept in 16 bits."""
+"""Last tokens, in 16 bits."""
 _RUNS = (16, 64, 256, 1024)
 _BITS = (2, 4, 8)
 _SIDE = 32
-"""Bits of the scale and the offset of a run, per token."""
+"""Bits of a run's scale and offset, per token."""
 _UNIT = 16
 """Runs start at multiples of this many components, and take multiples of this many bits per token."""
 _MAX_COMPONENTS = 4096
@@ -52,23 +52,20 @@ _MEASURED = 256
 
 @dataclass(frozen=True)
 class KvtcBasis:
-    """Calibration of one layer class: transforms of keys and values, and sample components."""
+    """Calibration of one layer class."""
 
     means: tuple[torch.Tensor, torch.Tensor]
     """[layer * head * dim] float32."""
     bases: tuple[torch.Tensor, torch.Tensor]
     """[layer * head * dim, component] float32, orthonormal columns, by falling variance."""
     sample: tuple[torch.Tensor, torch.Tensor]
-    """[token, component] float32: components of caches outside the training data."""
+    """[token, component] float32, of caches outside the training data."""
 
 
 def learn_bases(spec: KVSpec, caches: Iterable[torch.Tensor]) -> KvtcBasis:
     """Learn the transforms of one layer class.
 
-    Args:
-        spec: of that class.
-        caches: [layer, K/V, head, token, dim], in any dtype, each from a prompt's first token on. The last one is kept
-            for measuring.
+    ``caches`` are [layer, K/V, head, token, dim], each from a prompt's first token; the last one is kept for measuring.
     """
     sums: list[torch.Tensor] = []
     squares: list[torch.Tensor] = []
@@ -118,11 +115,7 @@ def learned(
 ) -> tuple[KvtcBasis, ...]:
     """Return the bases of every layer class, from the work folder or learnt from `kvabr calibrate`'s texts.
 
-    Args:
-        loaded: the model.
-        spec: its layer classes, of equal shapes.
-        folder: existing work folder.
-        progress: called with the number of computed contexts and the total; each is computed once for all classes.
+    ``progress`` receives the number of computed contexts and the total; all classes share them.
     """
     length = min(CONTEXT_TOKENS, loaded.engine.context) - len(loaded.opening)
     texts = {name: loaded.encode(text) for name, text in calibration_texts().items()}
@@ -146,18 +139,13 @@ def _learn(part: KVSpec, caches: Callable[[], Iterable[torch.Tensor]]) -> KvtcBa
 
 
 Run = tuple[int, int]
-"""Components and bits of a run; 0 bits drop it."""
+"""Components and bits; 0 bits drop it."""
 
 
 def allot(sample: torch.Tensor, budget: int) -> tuple[Run, ...]:
-    """Choose runs and their bits by dynamic programming.
+    """Choose runs and their bits by dynamic programming, from the first component on; the rest is dropped.
 
-    Args:
-        sample: [token, component], by falling variance.
-        budget: bits per token, scales and offsets included.
-
-    Returns:
-        Runs from the first component on; components after the last run are dropped.
+    ``sample`` is [token, component], by falling variance; ``budget`` is bits per token with scales and offsets.
     """
     units = sample.shape[1] // _UNIT
     room = budget // _UNIT
@@ -200,14 +188,10 @@ class Kvtc(Scheme):
     def __init__(
         self, ratio: float, spec: KVSpec, bases: Sequence[KvtcBasis], *, recent: int, group_tokens: int
     ) -> None:
-        """Set the scheme up.
+        """Allot the bits.
 
-        Args:
-            ratio: 16 bits over the bits per element of the dynamic program, before DEFLATE.
-            spec: of the caches.
-            bases: of every layer class.
-            recent: last tokens kept in 16 bits.
-            group_tokens: tokens compressed together.
+        ``ratio`` is 16 bits over the bits per element of the dynamic program, before DEFLATE; ``recent`` is the number
+        of last tokens in 16 bits.
         """
         self.name = f"KVTC-{ratio:g}x" + (f", last {recent} exact" if recent else "")
         self.family = "KVTC, recent exact" if recent else "KVTC"
@@ -220,7 +204,7 @@ class Kvtc(Scheme):
 
     @property
     def key(self) -> str:
-        """Return the ratio, the runs and the group size."""
+        """Ratio, runs and group size."""
         runs = hashlib.sha256(repr(self._runs).encode()).hexdigest()[:8]
         return f"kvtc-1|{self._ratio:g}|{runs}|{self._recent}|{self.group_tokens}"
 
@@ -265,7 +249,6 @@ def _coded(components: torch.Tensor, runs: Sequence[Run]) -> tuple[int, torch.Te
 
 
 def _packed(index: torch.Tensor, bits: int) -> bytes:
-    """Pack integers of 2, 4 or 8 bits, row by row."""
     flat = index.flatten().to(torch.uint8).numpy()
     each = 8 // bits
     padded = np.concatenate([flat, np.zeros(-len(flat) % each, np.uint8)]).reshape(-1, each)

@@ -21,12 +21,11 @@ from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
 
 BESIDE, BEFORE, UNKNOWN, FETCHED, BOUND = "kvabr", "kvabr, prefix", "link unknown", "nothing computed", "bound"
-"""kvabr's ways: the engine parallel to the network, or after a prefix (vLLM); on an unknown link; without an engine;
-and the bound, which knows the link and has an engine that fills holes. Other ways are fixed tracks."""
+"""The engine parallel to the network, or after a prefix (vLLM); on an unknown link; without an engine; and the bound,
+which knows the link and has an engine that fills holes. Other ways are fixed tracks."""
 _H200_S = MappingProxyType({"AC-L0": 0.09e-3, "AC-L1": 0.14e-3, "AC-L2": 0.17e-3, "AC-L3": 0.2e-3, "AC-5x": 0.25e-3})
-"""Seconds per group of Llama-3.1-8B in a batch on an H200, by track."""
+"""Per group of Llama-3.1-8B in a batch."""
 _PATIENT_S = 1e4
-"""Deadline of a fixed track: effectively none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +38,11 @@ class Node:
     """Seconds per group in a batch, by track, with `plain_s` for others; None: SmolLM2's on a core."""
     plain_s: float = 0.0
     batch_s: float = 0.0
-    """Additional seconds per batch."""
     decoders: int = 1
     warm: bool = False
     """Whether earlier plays have opened the connection's window."""
     deadline_s: float | None = None
-    """Deadline of kvabr's plays; None: twice the minimum of the time to compute everything and that to fetch Int4."""
+    """Of kvabr's plays; None: twice the minimum of the time to compute everything and that to fetch Int4."""
 
 
 @cache
@@ -100,10 +98,7 @@ class FirstToken:
 
 
 def simulate(node: Node, cost: PrefillCost, tokens: int, mbit: float, way: str) -> FirstToken:
-    """Simulate one play of a cached prompt on a steady link, with an idle engine.
-
-    Rate and round trip are known from earlier plays, unless the way excludes it.
-    """
+    """Simulate one play on a steady, known link (unless the way excludes it), with an idle engine."""
     offer, rate = catalog(node, tokens), mbit * BYTES_PER_MBIT
     computes = way in {BESIDE, BEFORE, UNKNOWN, BOUND}
     deadline_s = node.deadline_s

@@ -31,7 +31,6 @@ _SETTINGS = {
 _DEEDS = ("copies", "sorts", "checks", "merges", "compares", "archives", "lists", "signs", "splits", "mirrors")
 _THINGS = ("records", "folders", "tables", "messages", "pictures", "journals", "invoices", "packages")
 _OPTIONS = 7
-"""Options of a page."""
 
 
 class ManualPage:
@@ -49,6 +48,5 @@ class ManualPage:
         usage = f"SYNOPSIS\n    {program} [OPTION]... FILE..."
         options = "OPTIONS\n" + "\n".join(entries)
         self.text = f"{name}\n\n{usage}\n\n{options}\n\nFILES\n    /etc/{program}.conf\n\n"
-        """The page."""
         self.answers: tuple[tuple[str, str], ...] = tuple(answers[:3])
-        """Questions about its first entries, with the words of the page that answer them."""
+        """Questions about its first entries, with the answers in the page's words."""

@@ -23,20 +23,16 @@ from kvabr_lab.bench.schemes import Coded, Scheme
 
 
 class CacheStore:
-    """A work folder of caches and results. Deleting any of its files is safe; they are recomputed."""
+    """A work folder of caches and results. Deleted files are recomputed."""
 
     def __init__(self, folder: Path, spec: KVSpec) -> None:
-        """Open or create the folder.
-
-        Args:
-            folder: Parent folder; each model has a folder of its own in it.
-            spec: Spec of the caches.
+        """Open or create the model's folder in ``folder``.
 
         Raises:
             AssetError: The folder cannot be created or read.
         """
         self.spec = spec
-        # The group size is not part of the name: it belongs to the scheme.
+        # The group size belongs to the scheme, not to the folder's name.
         self._folder = folder / f"{spec.model.replace('/', '-')}-{spec.digest().hex()[:8]}"
         self._results: dict[str, Any] = {}
         try:
@@ -56,15 +52,9 @@ class CacheStore:
                 continue  # an interrupted run left an unfinished line
 
     def cache(self, key: str, tokens: int, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a cache from disk, or compute and store it.
+        """Return a cache from disk by its `kvabr_lab.bench.contexts.token_key`, or compute and store it.
 
-        Args:
-            key: Key of the tokens, see `kvabr_lab.bench.contexts.token_key`.
-            tokens: Number of tokens.
-            compute: Computes the cache, [layer, K/V, head, token, dim].
-
-        Returns:
-            The cache in the dtype of the spec.
+        It is [layer, K/V, head, token, dim] in the dtype of the spec.
         """
         path = self._folder / f"{key}.safetensors"
         if path.is_file():
@@ -75,7 +65,6 @@ class CacheStore:
             if isinstance(found, torch.Tensor) and tuple(found.shape) == self.spec.shape(tokens):
                 return found
         made = compute().to(self.spec.torch_dtype).contiguous()
-        # Written under another name and renamed when complete.
         part = path.with_suffix(".part")
         save_file({"kv": made}, part)
         part.replace(path)
@@ -83,15 +72,15 @@ class CacheStore:
 
     @property
     def folder(self) -> Path:
-        """Folder of this model."""
+        """This model's folder."""
         return self._folder
 
     def scratch(self, name: str) -> Path:
-        """Return the path of a temporary file that two programs exchange."""
+        """Return the path of a file that two programs exchange."""
         return self._folder / name
 
     def known(self, key: str) -> Any:
-        """Return a result by its key, as plain JSON values; None if there is none yet."""
+        """Return a stored result as plain JSON values; None if there is none."""
         return self._results.get(key)
 
     def keep(self, key: str, value: Any) -> Any:
@@ -103,7 +92,7 @@ class CacheStore:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called after every step with the stage, the steps done, and all steps."""
+"""Receives the stage, the steps done, and all steps after every step."""
 
 STAGES = {
     "kvtc": "KVTC's transforms (contexts)",
@@ -112,10 +101,8 @@ STAGES = {
     "size": "other group sizes",
     "recall": "retrieval (cases x schemes)",
 }
-"""Stages of `QualityBench`, for a progress bar."""
 
 EXACT = "exact"
-"""Name under which retrieval from the exact cache is reported."""
 
 Row = dict[str, Any]
 
@@ -125,13 +112,13 @@ class Findings:
     """Results by scheme, then by context or case."""
 
     quality: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """``nbytes``, ``bits`` (per element), and the fields of `kvabr.types.catalog.Quality`, for every context."""
+    """``nbytes``, ``bits`` (per element), and the fields of `kvabr.types.catalog.Quality`, by context."""
     texts: dict[str, Row] = field(default_factory=dict)
-    """``nll``, ``entropy`` of every context's continuation, see `kvabr.publish.quality.Reference.calibration`."""
+    """``nll``, ``entropy`` of the continuations, see `kvabr.publish.quality.Reference.calibration`."""
     recall: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """``digits``, ``whole``, ``logprob`` of every case; the schemes include `EXACT`."""
+    """``digits``, ``whole``, ``logprob`` by case; the schemes include `EXACT`."""
     sizes: dict[int, dict[str, dict[str, Row]]] = field(default_factory=dict)
-    """``nbytes``, ``bits`` of every context for other group sizes; by group size in tokens first."""
+    """``nbytes``, ``bits`` by context for other group sizes; by group size first."""
 
 
 class QualityBench:
@@ -143,21 +130,18 @@ class QualityBench:
         self.loaded, self.store, self.progress = loaded, store, progress
 
     def prefill(self, contexts: Sequence[Context]) -> None:
-        """Compute the caches missing in the work folder."""
+        """Compute missing caches."""
         for index, context in enumerate(contexts):
             self.cache(context)
             self.progress("prefill", index + 1, len(contexts))
 
     def cache(self, context: Context) -> torch.Tensor:
-        """Return the exact cache of a context, in the dtype of the published cache."""
+        """Return a context's exact cache, in the dtype of the published cache."""
         key = token_key(context.tokens)
         return self.store.cache(key, len(context.tokens), lambda: compute_cache(self.loaded.engine, context.tokens)[0])
 
     def quality(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
-        """Return size and loss of every scheme on every context.
-
-        The reference is the exact cache as published: the model's, in the dtype of its spec.
-        """
+        """Return size and loss of every scheme on every context, against the exact cache as published."""
         out: dict[str, dict[str, Row]] = {scheme.name: {} for scheme in schemes}
         steps = self._steps("quality", len(schemes) * len(contexts))
         for context in contexts:
@@ -169,14 +153,14 @@ class QualityBench:
                 if row is None:
                     if exact is None:
                         exact = self._reference(context)
-                        self._text(context, exact[1])  # while its scores are at hand
+                        self._text(context, exact[1])  # while its scores are in memory
                     row = self.store.keep(key, _cost(scheme, *exact))
                 out[scheme.name][context.name] = row
                 next(steps)
         return out
 
     def texts(self, contexts: Sequence[Context]) -> dict[str, Row]:
-        """Return how well the model with the exact cache predicts each continuation."""
+        """Return the model's prediction of each continuation with the exact cache."""
         return {context.name: self._text(context) for context in contexts}
 
     def _reference(self, context: Context) -> tuple[torch.Tensor, Reference]:
@@ -193,7 +177,7 @@ class QualityBench:
         return row
 
     def sizes(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
-        """Return only the sizes, for schemes with other group sizes."""
+        """Return only sizes, for schemes with other group sizes."""
         out: dict[str, dict[str, Row]] = {scheme.name: {} for scheme in schemes}
         steps = self._steps("size", len(schemes) * len(contexts))
         for context in contexts:
@@ -208,7 +192,7 @@ class QualityBench:
         return out
 
     def recall(self, schemes: Sequence[Scheme], needles: Sequence[Needle]) -> dict[str, dict[str, Row]]:
-        """Return retrieval from the cache of every scheme, and from the exact cache."""
+        """Return retrieval from every scheme's cache, and from the exact one."""
         wanted: dict[str, Scheme | None] = {EXACT: None} | {scheme.name: scheme for scheme in schemes}
         out: dict[str, dict[str, Row]] = {name: {} for name in wanted}
         steps = self._steps("recall", len(needles) * len(wanted))
@@ -232,8 +216,6 @@ class QualityBench:
             yield
 
     def _planted(self, needle: Needle) -> torch.Tensor:
-        """Return the cache of a text with a planted code, reusing the text's cache before the code."""
-
         def compute() -> torch.Tensor:
             before = self.cache(needle.context)[:, :, :, : needle.at]
             rest = self.loaded.engine.prefill(needle.tokens[needle.at :], before if needle.at else None)

@@ -1,11 +1,11 @@
 """Other codecs as peers: LMCache's CacheGen, and zstd.
 
-A peer is a program in its own environment, made by tools/setup-peers. It reads requests as JSON lines and answers each
-with one; caches are exchanged as safetensors files, so none of its dependencies are imported here.
+A peer runs in its own environment, made by tools/setup-peers, and answers requests in JSON lines; caches are exchanged
+as safetensors files, so none of its dependencies are imported here.
 
 CacheGen (Liu et al., SIGCOMM 2024) as in LMCache 0.5.6: the keys of each token and layer are divided by their largest
 magnitude and rounded to a fixed number of levels, and the values likewise. The indices of each channel are coded with
-probabilities counted in the group, which are stored with it.
+probabilities counted in the group and stored with it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ class PeerProcess:
     """A peer process: starts with the first request, ends with the context."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Locate the peer.
-
-        Args:
-            folder: Folder that tools/setup-peers made.
-            name: ``lmcache`` or ``zstd``.
+        """Locate the peer ``lmcache`` or ``zstd`` in a folder that tools/setup-peers made.
 
         Raises:
             PeerError: The peer is not installed there.
@@ -108,7 +104,7 @@ def find_peers(folder: Path, names: Sequence[str] = ("lmcache", "zstd")) -> tupl
 
 
 Runs = Sequence[tuple[int, int]]
-"""Quantisation levels by runs of layers: (layer after the run, levels)."""
+"""(layer after the run, levels)."""
 
 _ALL = 1 << 30
 
@@ -117,7 +113,7 @@ LEVELS: dict[str, tuple[Runs, Runs]] = {
     "CacheGen-low": (((10, 16), (_ALL, 12)), ((2, 16), (_ALL, 12))),
     "CacheGen-32": (((_ALL, 32),), ((_ALL, 32),)),
 }
-"""Levels of keys and values by name: LMCache's only setting, and a coarser and a finer one for its curve."""
+"""Levels of keys and values: LMCache's only setting, and a coarser and a finer one for its curve."""
 
 _SHALLOW = 10
 """LMCache gives all layers of shallower models the finest levels."""
@@ -133,11 +129,11 @@ class CacheGenQuantiser(Scheme):
 
     @property
     def key(self) -> str:
-        """Return the levels."""
+        """The levels."""
         return f"cachegen-quantiser-1|{self._levels}"
 
     def levels(self, layers: int) -> tuple[Runs, Runs]:
-        """Return the levels of keys and values for a model with ``layers`` layers."""
+        """Return the levels of keys and values."""
         return self._levels if layers >= _SHALLOW else LEVELS["CacheGen-32"]
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
@@ -162,13 +158,9 @@ class LMCacheCodec(CacheGenQuantiser):
     def __init__(
         self, peer: PeerProcess, store: CacheStore, name: str = "CacheGen", *, group_tokens: int | None = None
     ) -> None:
-        """Set the scheme up.
+        """Use a work folder for exchanging caches; ``name`` is one of `LEVELS`.
 
-        Args:
-            peer: The LMCache process.
-            store: Work folder for exchanging caches.
-            name: One of `LEVELS`.
-            group_tokens: Tokens per chunk; None: the model's group size.
+        ``group_tokens``: tokens per chunk; None: the model's group size.
         """
         super().__init__(name)
         self.group_tokens = group_tokens or store.spec.group_tokens
@@ -176,7 +168,7 @@ class LMCacheCodec(CacheGenQuantiser):
 
     @property
     def key(self) -> str:
-        """Return LMCache's version, the levels and the group size."""
+        """LMCache's version, levels and group size."""
         return f"lmcache-0.5.6|{self._levels}|{self.group_tokens}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
@@ -225,21 +217,13 @@ class Zstd(Scheme):
     """A track's payloads compressed by zstd; the decoded cache is the track's."""
 
     def __init__(self, track: str, width: int, spec: KVSpec, peer: PeerProcess, store: CacheStore) -> None:
-        """Set the scheme up.
-
-        Args:
-            track: FP16 or Int8.
-            width: Bytes per number; bytes of equal significance are grouped before compression.
-            spec: Spec of the caches.
-            peer: The zstd process.
-            store: Work folder for exchanging payloads.
-        """
+        """Compress FP16 or Int8; bytes of equal significance in numbers of ``width`` bytes are grouped first."""
         self.name, self.family, self.group_tokens = f"{track}+zstd", "zstd", spec.group_tokens
         self._track, self._width, self._spec, self._peer, self._store = track, width, spec, peer, store
 
     @property
     def key(self) -> str:
-        """Return track and level."""
+        """Track and level."""
         return f"zstd-0.25.0|{_LEVEL}|{self._track}|{self._width}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:

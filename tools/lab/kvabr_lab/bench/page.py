@@ -1,7 +1,7 @@
 """The self-contained page of a rate-distortion bench, with its plot as SVG: no library, no script.
 
-Both axes of the plot are logarithmic, because rates differ by factors, and so do losses. Values at or below an axis'
-floor are drawn on it. Every curve has its own colour and its own mark, and either is sufficient to distinguish them.
+Both axes are logarithmic, because rates differ by factors, and so do losses. Every curve has its own colour and mark,
+each sufficient to distinguish them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,7 @@ svg { width: 100%; height: auto; }
 
 
 def page(title: str, sentence: str, rows: Sequence[Row], exact: Row | None, tables: Sequence[tuple[str, Table]]) -> str:
-    """Return the page.
-
-    Args:
-        title: The measurement.
-        sentence: The outcome in one sentence.
-        rows: Rows to draw, see `kvabr_lab.bench.page.drawing`.
-        exact: Retrieval from the exact cache.
-        tables: Titles and tables.
-    """
+    """Return the page: a sentence with the outcome, rows to draw (`drawing`), and tables with titles."""
     parts = [f"<h2>{escape(name)}</h2>{_table(table)}" for name, table in tables]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -99,15 +91,13 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The vertical axis of one panel: which number of a row it shows, and how."""
+    """The vertical axis of one panel."""
 
     title: str
     key: str
     label: str
     floor: float
-    """Smallest value shown; smaller ones are drawn on it."""
     spread: str = ""
-    """Key of the row's interval, if it has one."""
     sign: float = 1.0
     offset: float = 0.0
 
@@ -137,12 +127,7 @@ PANELS = (
 
 
 def drawing(rows: Sequence[Row], exact: Row | None = None) -> str:
-    """Return all panels in one SVG, two per line, with a legend.
-
-    Args:
-        rows: Rows of `kvabr_lab.bench.summary.scheme_rows`.
-        exact: Retrieval from the exact cache, if measured.
-    """
+    """Return all panels of `kvabr_lab.bench.summary.scheme_rows` in one SVG, two per line, with a legend."""
     drawn = [row for row in rows if row.get("bits")]
     panels = [axis for axis in PANELS if any(axis.value(row) is not None for row in drawn)]
     families = _families(drawn)
@@ -160,7 +145,6 @@ def drawing(rows: Sequence[Row], exact: Row | None = None) -> str:
 
 
 def _families(rows: Sequence[Row]) -> list[str]:
-    """Return families, AC first, then by number of schemes."""
     count: dict[str, int] = {}
     for row in rows:
         count[row["family"]] = count.get(row["family"], 0) + 1
@@ -200,9 +184,8 @@ class _Names:
         self._taken: list[tuple[float, float, float]] = []
 
     def place(self, x: float, y: float, name: str) -> str:
-        """Return a name next to its mark, or an empty string if there is no room."""
+        """Return a name next to its mark, or an empty string if there is no space."""
         width = 6.4 * len(name)
-        # Try right of the mark, above and below it, then left of it.
         for left, down in ((x + 8, y - 6), (x + 8, y + 14), (x - 8 - width, y - 6), (x - 8 - width, y + 14)):
             inside = left >= _LEFT and left + width <= WIDTH and _TOP <= down <= HEIGHT - _BOTTOM
             free = all(left >= b or left + width <= a or abs(down - c) > 11 for a, b, c in self._taken)
@@ -254,7 +237,7 @@ class LogScale:
     """A logarithmic scale that covers some values, with a margin."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
-        """Cover ``values``, all positive, from pixel ``begin`` to pixel ``end``."""
+        """Cover positive ``values`` from pixel ``begin`` to pixel ``end``."""
         self.low, self.high = min(values) / 1.15, max(values) * 1.15
         self._begin, self._end = begin, end
 

@@ -1,12 +1,11 @@
 """Share of passages of random questions found in a store, by naming scheme.
 
-Each question follows a few documents of a collection, in random order. Missing documents are published, and a full
-store evicts the least recently used. Names, the folder with its quota, the origin and lookups over QUIC are kvabr's
-own; the caches are small and random.
+Each question follows a few documents in random order. Missing documents are published, and a full store evicts the
+least recently used. Everything but the small random caches is kvabr's own.
 
-Names differ in coverage. *content*: the document alone, as for kvabr's passages. *prefix*: the document and everything
-before it, as in prefix caches. *both*: stored by prefix and looked up by content, with every document stored once by
-content in the beginning (LMCache issue 4663).
+Names cover, with *content*, the document alone, as for kvabr's passages; with *prefix*, also everything before it, as
+in prefix caches. *both*: stored by prefix and looked up by content, with every document stored once by content in the
+beginning (LMCache issue 4663).
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class Collection:
     documents: int = 50
     queries: int = 200
     each: int = 5
-    """Documents of a question."""
     room: float = 1.5
-    """Size of the store, as a share of all documents' bytes."""
+    """Store size, as a share of all documents' bytes."""
     seed: int = 0
 
     def passages(self) -> list[Passage]:
@@ -69,13 +67,7 @@ class Collection:
 
 
 async def reuse(collection: Collection, naming: Naming, progress: Callable[[], None] = lambda: None) -> list[float]:
-    """Return the share of its documents that each question finds.
-
-    Args:
-        collection: the documents and questions.
-        naming: how they are named.
-        progress: called after every question.
-    """
+    """Return the share of its documents that each question finds."""
     with tempfile.TemporaryDirectory() as folder:
         root, pem, key = Path(folder) / "assets", Path(folder) / "cert.pem", Path(folder) / "key.pem"
         root.mkdir()
@@ -93,8 +85,6 @@ async def reuse(collection: Collection, naming: Naming, progress: Callable[[], N
 
 
 class _Shelf:
-    """A folder with eviction, and its origin."""
-
     def __init__(self, root: Path, library: PublishedAssets, collection: Collection) -> None:
         self._assets, self._library = AssetStore(LocalStore(root)), library
         self._documents = collection.passages()
@@ -104,11 +94,9 @@ class _Shelf:
         self.look()
 
     def look(self) -> None:
-        """Make the origin rescan the folder."""
         self._library.refresh()
 
     def put(self, passage: Passage, salt: bytes) -> None:
-        """Publish a document, and evict others to fit the quota."""
         self._store(passage, salt)
         self.quota.make_room(passage.name(SPEC, salt).prompt)
 
@@ -129,7 +117,7 @@ class _Shelf:
 
 
 def salts(naming: Naming, documents: Sequence[Passage]) -> list[tuple[bytes, bytes]]:
-    """Return the additional input of each document's name in a prompt, for lookup and for storage.
+    """Return the salt of each document's name in a prompt, for lookup and for storage.
 
     A digest of all tokens before it makes the name that of a continued chain.
     """

@@ -1,6 +1,6 @@
 """One machine prefills, another decodes: a cache played during its prefill, measured with a real model.
 
-The producer, the origin, the link and the decoder are separate processes on one machine with a common clock.
+Producer, origin, link and decoder are processes on one machine with a common clock.
 """
 
 from __future__ import annotations
@@ -41,25 +41,24 @@ Kind = Literal["alone", "live", "end"]
 
 _PATIENCE_S = 600.0
 _WAIT_S = 1.0
-"""Maximum wait of a lookup for a producer, seconds; a shorter production is found by the next lookup."""
+"""Lookups wait this long for a producer; the next lookup finds a shorter production."""
 _RETRY_S = 0.005
-"""Interval of lookups of a cache about to appear at an origin, seconds."""
+"""Interval of lookups of a cache about to appear at an origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Results of a producer; times in seconds of the machine's clock."""
+    """Results of a producer; times are on the machine's clock."""
 
     began_s: float
     runs: tuple[tuple[int, float], ...]
-    """Computed tokens with their times."""
     published_s: tuple[float, ...] = ()
-    """Publication time of each group's base, for live caches."""
+    """Each group's base, for live caches."""
     whole_s: tuple[float, ...] = ()
-    """Publication time of each group's last track during growth."""
+    """Each group's last track during growth."""
     left_out: int = 0
     encoding_s: float = 0.0
-    """Processor time of encoding until the last token."""
+    """Processor time until the last token."""
     idle_s: float = 0.0
     """Part of it at idle priority."""
 
@@ -76,13 +75,11 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Results of a decoder; times in seconds of the machine's clock."""
+    """Results of a decoder; times are on the machine's clock."""
 
     asked_s: float
     ready_s: float
-    """Time at which the cache was in place."""
     groups_s: tuple[float, ...]
-    """Time at which each group was in place, on its delivered track."""
     coverage: tuple[str, ...]
     loss: float
     bytes_fetched: int
@@ -97,11 +94,10 @@ class PrefillJob:
     run_tokens: int = 512
     deadline_s: float = 60.0
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `kvabr.client.options.PlayOptions`."""
+    """Arguments of `kvabr.client.options.PlayOptions`."""
     threads: int | None = None
-    """Threads of torch; None: torch's default."""
     share: float = SHARE
-    """Maximum encoding time relative to the prefill, see `LivePublisher`."""
+    """Encoding time relative to the prefill, see `LivePublisher`."""
 
 
 class PrefillProducer(Child):
@@ -157,9 +153,6 @@ def _checked(answer: Any) -> Any:
     if isinstance(answer, str):
         raise KvabrError(answer)
     return answer
-
-
-# ---------------------------------------------------------------- the producer's process
 
 
 def _produce(pipe: Connection, model: str, folder: Path, tracks: Sequence[str] | None, warm: Sequence[int]) -> None:
@@ -222,9 +215,6 @@ def _job(
     return Prefill(began_s, tuple(done))
 
 
-# ---------------------------------------------------------------- the decoder's process
-
-
 def _decode(pipe: Connection, url: str, fingerprint: str, quic: Quic, spec: KVSpec) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         try:
@@ -270,8 +260,6 @@ async def _play(client: AsyncClient, spec: KVSpec, job: PrefillJob) -> Decoded:
         played.record.bytes_fetched,
     )
 
-
-# ---------------------------------------------------------------- a picture
 
 _WIDTH, _LEFT, _LANE = 900, 110, 46
 _STYLE = (

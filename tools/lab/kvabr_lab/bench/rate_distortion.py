@@ -1,4 +1,4 @@
-"""`kvabr bench rd` without its command line: choose the schemes, run them, return the result as plain JSON values."""
+"""`kvabr bench rd` without its command line: choose the schemes, run them, return plain JSON values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ AC = "AC"
 ENDS = {"AC-L0": ("AC-L1", "AC-L2"), "AC-L1": ("AC-L2",), "AC-L2": ("AC-L3",)}
 """Tracks also measured with a finer last group, as in a play that chooses a track per group."""
 AC_END = f"{AC}, end finer"
-"""Their curve, which begins with the base alone."""
 _PLAIN = {"floats": ("FP", "BF", "Raw"), "integers": ("Int",)}
 """Families of the other tracks, by the beginnings of their names."""
 TARGET = "CacheGen"
-"""The scheme that kvabr is compared with: LMCache's only setting."""
 
 Row = dict[str, Any]
 
@@ -41,22 +39,18 @@ class BenchPlan:
 
     contexts: Sequence[Context]
     tracks: Sequence[str] | None = None
-    """Tracks of kvabr; None for all."""
     profiles: Mapping[str, Profile] | None = None
-    """Profiles by label, each with its own points on the curve. Without any, tables are estimated from each cache
-    itself."""
+    """By label, each with its own points on the curve; without any, tables are estimated from each cache."""
     peers: Path | None = None
-    """Folder of the peers; None for none."""
     cachegen: Sequence[str] = (TARGET,)
-    """CacheGen's levels to measure, see `kvabr_lab.bench.other_codecs.LEVELS`."""
+    """Levels to measure, see `kvabr_lab.bench.other_codecs.LEVELS`."""
     group_tokens: Sequence[int] = ()
-    """Group sizes in tokens; quality is measured with the first, sizes with all. Empty: the model's own."""
+    """Quality is measured with the first, sizes with all. Empty: the model's own."""
     retrieval: int = 0
-    """Number of contexts to plant codes in."""
+    """Contexts to plant codes in."""
     kvtc: Sequence[float] = ()
     """Ratios of KVTC's recipe, see `kvabr_lab.bench.kvtc`; transforms are learnt on first use."""
     spec: KVSpec | None = None
-    """Spec of the caches; kvabr codes layer classes separately. None: that of the bench."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +58,13 @@ class Schemes:
     """The schemes of a plan."""
 
     coded: list[Scheme]
-    """Schemes for size and loss."""
     recalled: list[Scheme]
-    """Schemes for retrieval: the same caches, without slow peers."""
+    """For retrieval: the same caches, without slow peers."""
     resized: dict[int, list[Scheme]]
-    """Schemes with other group sizes, by size."""
 
 
 def run(bench: QualityBench, plan: BenchPlan) -> tuple[Findings, dict[str, str], list[str]]:
     """Run the measurements of a plan.
-
-    Args:
-        bench: The model and its work folder.
-        plan: The measurements.
 
     Returns:
         The findings, the curve of each scheme, and a message for each missing peer.
@@ -126,7 +114,7 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
 
 
 def _kvtc(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Scheme]:
-    """Return KVTC's recipe at every ratio, with the prompt's last tokens exact as in the paper, and coded as here."""
+    """Return KVTC's recipe at every ratio, with the last tokens exact as in the paper, and coded as here."""
     if not plan.kvtc:
         return []
     spec = plan.spec or bench.store.spec
@@ -159,13 +147,7 @@ def _tracks(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Sch
 
 
 def result(findings: Findings, families: Mapping[str, str], plan: BenchPlan) -> Row:
-    """Return all results as plain JSON values.
-
-    Args:
-        findings: The findings of `run`.
-        families: The curve of each scheme, from `run`.
-        plan: The measurements.
-    """
+    """Return all results of `run` as plain JSON values."""
     contexts = plan.contexts
     seen = seen_shares(contexts, (plan.profiles or {}).values())
     return {
@@ -184,7 +166,6 @@ def result(findings: Findings, families: Mapping[str, str], plan: BenchPlan) -> 
 
 
 def _domains(findings: Findings, contexts: Sequence[Context]) -> Row:
-    """Return the mean size and KL of every scheme by domain."""
     out: Row = {}
     for scheme, rows in findings.quality.items():
         for domain in dict.fromkeys(one.domain for one in contexts):
@@ -195,7 +176,6 @@ def _domains(findings: Findings, contexts: Sequence[Context]) -> Row:
 
 
 def _against(findings: Findings, families: Mapping[str, str]) -> Row | None:
-    """Return the rate at which kvabr's curve reaches CacheGen's quality, and the saving with every group size."""
     ours = [name for name, family in families.items() if family == AC]
     if len(ours) < 2 or TARGET not in findings.quality:
         return None
@@ -206,7 +186,6 @@ def _against(findings: Findings, families: Mapping[str, str]) -> Row | None:
 
 
 def _against_end(findings: Findings, families: Mapping[str, str]) -> Row | None:
-    """Return the rate at which the curve with the finer end reaches CacheGen's quality."""
     ends = [name for name, family in families.items() if family == AC_END]
     base = [name for name, family in families.items() if family == AC and name.startswith(next(iter(ENDS)))]
     if not ends or TARGET not in findings.quality:

@@ -1,7 +1,7 @@
 """Repetitive texts, which break some codecs that code ordinary texts well.
 
-Errors of a codec cancel over many tokens, but not if these are copies of each other. Such texts occur: dumps, tables of
-zeros, logs, binary data in base64. They are made here, always the same.
+A codec's errors cancel over many tokens, but not over copies of one. Such texts occur: dumps, tables of zeros, logs,
+binary data in base64.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterator
 
 _BYTES = 16
-"""Bytes in a line of a hexdump."""
 _PARAGRAPH = (
     "The tide tables for the harbour are printed in March, and every pilot keeps a copy next to the wheel. When the "
     "wind turns north before noon, the ferries leave by the eastern channel, because sand gathers at the mouth of the "

@@ -1,7 +1,7 @@
 """Other quantisers as schemes: KIVI's, TurboQuant's, and the formats in which engines store their caches.
 
-Each codes the whole prompt, as all other schemes do, also where a paper keeps recent tokens exact, and every byte
-counts: codes, scales, offsets and norms. There is no entropy coding, as in the originals.
+Each codes the whole prompt, even if its paper keeps recent tokens exact, and every byte counts: codes, scales, offsets
+and norms. There is no entropy coding, as in the originals.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from kvabr_lab.bench.schemes import Coded, Scheme, groups
 
 
 class Kivi(Scheme):
-    """KIVI's quantiser (Liu et al., 2024): asymmetric integers, keys per channel, values per token, 32 per scale.
-
-    KIVI keeps a window of recent tokens exact. Here the whole prompt is coded, as in all other schemes.
-    """
+    """KIVI's quantiser (Liu et al., 2024): asymmetric integers, keys per channel, values per token, 32 per scale."""
 
     span = 32
     """Elements that share an offset and a scale, both in half precision."""
@@ -34,7 +31,7 @@ class Kivi(Scheme):
 
     @property
     def key(self) -> str:
-        """Return bits and group size."""
+        """Bits and group size."""
         return f"kivi-1|{self.bits}|{self.group_tokens}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
@@ -53,7 +50,6 @@ class Kivi(Scheme):
         return Coded(nbytes, out)
 
     def _round(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return rounded rows and their number of scales."""
         length, scales = rows.shape[-1], 0
         parts = []
         for first, end in groups(length, self.span):
@@ -64,14 +60,9 @@ class Kivi(Scheme):
 
 
 def affine(part: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
-    """Round to integers between the least and the largest element along the last dimension.
+    """Round [..., element] float32 to integers of ``bits`` between the least and the largest element of a row.
 
-    Args:
-        part: [..., element] float32; elements of a row share an offset and a scale, both stored in half precision.
-        bits: of an integer.
-
-    Returns:
-        The elements as they are read back, and the number of rows.
+    Each row has an offset and a scale in half precision. Return the decoded elements, and the number of rows.
     """
     low = part.amin(dim=-1, keepdim=True).half().float()
     step = ((part.amax(dim=-1, keepdim=True) - low) / (2**bits - 1)).clamp(min=2.0**-24).half().float()
@@ -81,20 +72,20 @@ def affine(part: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
 class TurboQuant(Scheme):
     """TurboQuant for mean squared error (Zandieh et al., 2025; arXiv 2504.19874).
 
-    The key or value of a head and token is a vector. Its norm is stored in half precision; its direction is rotated by
-    a fixed random matrix, so that each coordinate is distributed as that of a random direction, and each coordinate is
-    rounded to the nearest centroid of that distribution's best scalar quantiser. The variant for inner products spends
-    one of the bits on the residual's signs; it is unbiased, but loses more here.
+    The key or value of a head and token is a vector. Its norm is stored in half precision; a fixed random rotation
+    makes each coordinate distributed as that of a random direction, and each is rounded to the nearest centroid of that
+    distribution's best scalar quantiser. The variant for inner products spends one of the bits on the residual's signs;
+    it is unbiased, but loses more here.
     """
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
         self.name, self.family = f"TurboQuant-{bits}", "TurboQuant"
-        self.group_tokens = 1  # every vector has a norm of its own
+        self.group_tokens = 1  # every vector has its own norm
 
     @property
     def key(self) -> str:
-        """Return the bits."""
+        """The bits."""
         return f"turboquant-1|{self.bits}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
@@ -109,7 +100,7 @@ class TurboQuant(Scheme):
         out = torch.empty_like(cache)
         for layer, part in enumerate(cache):
             vectors = part.float()
-            # The largest norm that half precision holds; caches are far below it.
+            # Caches are far below the largest norm that half precision holds.
             norms = vectors.norm(dim=-1, keepdim=True).half().float()
             turned = (vectors / norms.clamp(min=2.0**-24)) @ turn
             nearest = centroids[torch.bucketize(turned, edges)]
@@ -119,7 +110,6 @@ class TurboQuant(Scheme):
 
 @lru_cache(maxsize=4)
 def _rotation(dim: int) -> torch.Tensor:
-    """Return a random rotation, [dim, dim], the same every time."""
     drawn = np.random.default_rng(0).standard_normal((dim, dim))
     basis, triangle = np.linalg.qr(drawn)
     return torch.from_numpy((basis * np.sign(np.diag(triangle))).astype(np.float32))
@@ -127,7 +117,7 @@ def _rotation(dim: int) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _centroids(dim: int, bits: int) -> NDArray[np.float32]:
-    """Return the Lloyd-Max quantiser of a coordinate of a random unit vector: its centroids, ascending."""
+    """Return the ascending centroids of the Lloyd-Max quantiser of a random unit vector's coordinate."""
     x = np.linspace(-1, 1, 200_001)
     density = (1 - x * x) ** ((dim - 3) / 2)
     mass, moment = np.cumsum(density), np.cumsum(density * x)
@@ -152,7 +142,7 @@ class EngineFp8(Scheme):
 
     @property
     def key(self) -> str:
-        """Return the format."""
+        """The format."""
         return "engine-fp8-1"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
@@ -166,8 +156,8 @@ class EngineFp8(Scheme):
 class NvFp4(Scheme):
     """NVFP4 as engines store it: E2M1 in blocks of 16 channels of one token, each with a scale in E4M3.
 
-    A second scale in float32, for the keys and for the values of a layer, brings the scales of the blocks into E4M3's
-    range. Keys are coded like values, along channels, since engines append tokens one by one.
+    A second scale in float32, for the keys and for the values of a layer, brings the blocks' scales into E4M3's range.
+    Keys are coded like values, along channels, since engines append tokens one by one.
     """
 
     name, family, group_tokens = "NVFP4", "engine formats", 1
@@ -176,7 +166,7 @@ class NvFp4(Scheme):
 
     @property
     def key(self) -> str:
-        """Return the format."""
+        """The format."""
         return "nvfp4-1"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:

@@ -1,6 +1,6 @@
-"""The chart of `kvabr route --day` as SVG: mean time to the first token of every rule over the rate of the link.
+"""The chart of `kvabr route --day` as SVG: every rule's mean time to the first token over the link's rate.
 
-The left panel has seconds; the right one how much longer than the oracle, or than the best rule if there is no oracle.
+The left panel has seconds; the right one the extra time over the oracle, or over the best rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _ORACLE = "oracle"
 _WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT, _FOOT = 460, 58, 24, 46, 280, 40
 _COLUMN = 150
 _HUES = 9
-"""One colour per rule."""
 _STYLE = """
 .rt { --ground: #ffffff; --ink: #1c2027; --muted: #646c79; --hair: #e3e3dd;
   --f0: #1f5fbf; --f1: #12877a; --f2: #8b94a3; --f3: #b8860b; --f4: #523093; --f5: #c04e7d; --f6: #b3261e;
@@ -97,11 +96,10 @@ def _panel(title: str, curves: Mapping[str, Curve], names: Sequence[str], column
         out += [stroke(across(tick), _TOP, across(tick), low, "grid")]
         out.append(label(across(tick), low + 16, rate_name(tick), "tick", "middle"))
     ticks = [step * power for power in up.powers(10) for step in (0.5, 1, 2) if up.low <= step * power <= up.high]
-    # Rules that are nearly alike, as over one link, lie between two round numbers.
+    # Rules that are nearly alike lie between two round numbers.
     for tick in ticks if len(ticks) > 1 else (up.low, math.sqrt(up.low * up.high), up.high):
         out.append(stroke(_LEFT, up(tick), _WIDTH - _RIGHT, up(tick), "grid"))
         out.append(label(_LEFT - 6, up(tick) + 4, f"{tick:.3g}", "tick", "end"))
-    # The first is drawn last, on top of the others.
     for name in reversed(names):
         if name in curves:
             out.append(_curve(curves[name], name, names.index(name), across, up))

@@ -1,6 +1,6 @@
-"""Schemes: ways to compress a cache. Each takes a whole cache and returns it as a reader would see it.
+"""Schemes: ways to compress a whole cache.
 
-A size counts every byte that a reader needs, including frames and scales, except the profile, which is fetched once.
+Sizes count every byte that a reader needs, including frames and scales, except the profile, which is fetched once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 
 _CHUNK = "00" * 32
-"""A dummy prompt digest: frames need one, and it is not checked here."""
+"""Frames need a prompt digest; this one is not checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +32,32 @@ class Coded:
     """A cache after coding."""
 
     nbytes: int
-    """Bytes that a reader fetches."""
     cache: torch.Tensor | None
-    """The decoded cache, [layer, K/V, head, token, dim]; None if only the size was requested."""
+    """[layer, K/V, head, token, dim]; None if only the size was requested."""
 
 
 class Scheme(ABC):
-    """One way to compress a cache, at one rate."""
+    """A way to compress a cache, at one rate."""
 
     name: str
-    """Name shown in tables."""
     family: str
-    """Name of the scheme's curve."""
     group_tokens: int
-    """Tokens coded together."""
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """Return a key of all inputs of the result except the cache; results are stored under it."""
+        """Key of all inputs of the result except the cache."""
 
     @abstractmethod
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Encode and decode.
+        """Encode, and decode unless only the size is needed.
 
-        Args:
-            cache: The cache, [layer, K/V, head, token, dim], half precision; not written to.
-            decode: Whether to return the decoded cache, too.
+        ``cache`` is [layer, K/V, head, token, dim] in half precision, and stays unchanged.
         """
 
 
 def groups(tokens: int, each: int) -> Iterator[tuple[int, int]]:
-    """Yield the first token of every group, and the one after its last."""
+    """Yield each group's first token, and the one after its last."""
     for first in range(0, tokens, each):
         yield first, min(first + each, tokens)
 
@@ -84,17 +78,17 @@ class TrackScheme(Scheme):
         end: str = "",
         finer: int | None = None,
     ) -> None:
-        """Set the scheme up.
+        """Choose the codecs.
 
         Args:
-            track: Name of the codec.
-            spec: Spec of the caches. Layer classes are coded separately.
-            profile: Side information, for codecs that need it.
-            group_tokens: Tokens per group; None: the spec's.
+            track: The codec.
+            spec: Of the caches; layer classes are coded separately.
+            profile: For codecs that need it.
+            group_tokens: None: the spec's.
             label: Suffix of the name that distinguishes profiles.
-            family: Name of the curve; the track's name if empty.
-            free: Whether caches are position-free (`kvabr.codec.base.GroupContext.free`), before and after.
-            end: Name of the last group's codec, if different.
+            family: The curve; the track's name if empty.
+            free: Whether caches are position-free (`kvabr.codec.base.GroupContext.free`).
+            end: The last group's codec, if different.
             finer: Last tokens that AC's tracks store finer; None: as published.
         """
         self._tracks, self._end = track_chain(track), track_chain(end or track)
@@ -114,14 +108,14 @@ class TrackScheme(Scheme):
 
     @property
     def key(self) -> str:
-        """Return codecs, profile, group size, and the digest of the codecs' sources."""
+        """Codecs, profile, group size, and the digest of the codecs' sources."""
         free = "|free" if self._free else ""
         end = "" if self._end == self._tracks else f"|{self._end[-1]}"
         finer = "" if self._finer is None else f"|={self._finer}"
         return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{sources('codec')}{free}{end}{finer}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Encode like an origin and decode like a player, group by group."""
+        """Encode like an origin and decode like a player."""
         out = torch.empty_like(cache) if decode else None
         nbytes = 0
         for part, kv in zip(self._spec.parts, by_class(cache, self._spec), strict=True):
@@ -132,7 +126,6 @@ class TrackScheme(Scheme):
         return Coded(nbytes, out)
 
     def _code(self, kv: torch.Tensor, part: KVSpec, out: torch.Tensor | None) -> int:
-        """Encode the cache of one layer class, optionally decode it, and return its bytes."""
         nbytes, tokens = 0, kv.shape[3]
         most = 0 if self._free else self._finer
         for index, (first, end) in enumerate(groups(tokens, self.group_tokens)):
@@ -152,7 +145,7 @@ class TrackScheme(Scheme):
 
 
 def by_class(cache: torch.Tensor, spec: KVSpec) -> tuple[torch.Tensor, ...]:
-    """Return a tensor per layer class from a cache of all layers, which have the same shape and tokens."""
+    """Return a tensor per layer class; all have the same shape."""
     return tuple(cache[list(each.layers)] if len(spec.classes) > 1 else cache for each in spec.classes)
 
 
@@ -166,7 +159,7 @@ class OwnTrack(Scheme):
 
     @property
     def key(self) -> str:
-        """Return track, group size, and the digest of the codecs' sources."""
+        """Track, group size, and the digest of the codecs' sources."""
         return f"own|{self._track}|{self.group_tokens}|{sources('codec')}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:

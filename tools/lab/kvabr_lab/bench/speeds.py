@@ -1,7 +1,7 @@
 """The chart of tools/bench-speeds as SVG: time to the first token, and KL, over the rate of the link.
 
-There is a column for each cache that was played, with a panel for either number; all axes are logarithmic. A filled
-mark is a real play, a hollow one a simulated play with measured rates; a line is dashed where one end is simulated.
+Each cache has a column; all axes are logarithmic. Filled marks are real plays, hollow ones simulated with measured
+rates; a line is dashed if one end is simulated.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from kvabr.types.errors import FormatError
 from kvabr_lab.bench.page import SHAPES, LogScale, label, stroke
 
 SCHEMA = "kvabr.speeds/1"
-"""Schema of the results."""
 
 _WIDTH, _LEFT, _RIGHT = 400, 58, 30
 _TOP, _TTFT, _GAP, _KL = 46, 250, 34, 110
-"""Heights of the head, the upper panel, the gap, and the lower panel, pixels."""
 _FOOT = 44
 _MIN_KL = 1e-5
-"""Smaller values are drawn here, nats per token."""
 _COLUMN = 170
-"""Width of an entry of the legend, pixels."""
 
 _NOTE = "Filled marks: real plays over a shaped link. Hollow marks, dashed: simulated with rates measured here."
 
@@ -50,15 +46,13 @@ class Point:
     """One way to get one cache over one link."""
 
     shape: str
-    """Title of the cache."""
     mbit: float
     way: str
     live: bool
-    """Whether it was played over a shaped link; if not, it was simulated with measured rates."""
+    """Played over a shaped link, not simulated with measured rates."""
     ttft_s: float
-    """Median seconds until the cache was in place."""
     kl: float
-    """Mean KL divergence against the exact cache, nats per token."""
+    """Mean against the exact cache, nats per token."""
     bytes: int
 
     @classmethod
@@ -79,22 +73,17 @@ class Point:
 
 
 class ShapeEntry(TypedDict):
-    """One cache of the results."""
+    """A cache of the results."""
 
     title: str
     cold_s: float | None
-    """Seconds that the model takes to compute the prompt here; None: not measured."""
+    """The prompt's prefill here; None: not measured."""
     kl: str
     """``measured`` or ``expected``."""
 
 
 def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point], note: str = _NOTE) -> str:
-    """Return the chart.
-
-    Args:
-        shapes: The caches, in the order of their columns.
-        points: The measurements. The first way is drawn boldly.
-        note: A line below.
+    """Return the chart of caches in column order, with the first way drawn boldly and a note below.
 
     Raises:
         FormatError: There are no points.
@@ -121,7 +110,7 @@ def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point], note: str = _NO
 
 
 def rate_name(mbit: float) -> str:
-    """Return a rate in words: ``300 Mbit/s``, ``3 Gbit/s``."""
+    """Return a rate as text: ``300 Mbit/s``, ``3 Gbit/s``."""
     return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
 
 
@@ -145,7 +134,7 @@ def _column(entry: ShapeEntry, points: Sequence[Point], ways: Sequence[str], ind
     out += [label(across(tick), low + _KL + 16, rate_name(tick), "tick", "middle") for tick in across.powers(10)]
     if cold_s:
         out.append(stroke(_LEFT, up(cold_s), _WIDTH - _RIGHT, up(cold_s), "cold"))
-    # The first way is drawn last, on top of the others.
+    # Draw the first way last, on top of the others.
     for number in reversed(range(len(ways))):
         own = sorted((point for point in mine if point.way == ways[number]), key=lambda point: point.mbit)
         out.append(_curve([(across(point.mbit), up(point.ttft_s), point) for point in own], number))

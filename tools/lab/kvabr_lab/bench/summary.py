@@ -1,7 +1,7 @@
 """Results of a rate-distortion bench: statistics per scheme, rates of equal quality, tables and a sentence.
 
-Schemes are compared on the same contexts and cases. Intervals are bootstrapped: contexts (for losses) and cases (for
-retrieval) are resampled with replacement, the same ones for both sides of a comparison.
+Intervals are bootstrapped: contexts (for losses) and cases (for retrieval) are resampled with replacement, the same
+ones for both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ Samples = npt.NDArray[np.float64]
 
 
 def scheme_rows(findings: Findings, families: Mapping[str, str]) -> list[Row]:
-    """Return one dictionary per scheme, smallest first.
-
-    Args:
-        findings: The measurements.
-        families: The curve of each scheme, by name.
+    """Return one dictionary per scheme, smallest first; ``families`` names the curve of each scheme.
 
     Returns:
         ``scheme, family, bits, ratio`` (to 16 bits), ``kl, kl8, kl32, loss, kl_median, kl_worst, kl_ci95, dnll,
@@ -75,9 +71,6 @@ def _draws(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
     return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
 
 
-# ---------------------------------------------------------------------- curves
-
-
 @dataclass(frozen=True)
 class RateCurve:
     """Schemes of one family, smallest first."""
@@ -94,7 +87,7 @@ class RateCurve:
 
 
 def curve(findings: Findings, names: Sequence[str]) -> RateCurve:
-    """Return the curve of schemes that were measured on the same contexts and cases."""
+    """Return the curve of schemes measured on the same contexts and cases."""
     bits = {name: _mean(list(findings.quality[name].values()), "bits") or 0.0 for name in names}
     ordered = sorted(names, key=bits.__getitem__)
     losses, felt = (
@@ -108,23 +101,16 @@ def curve(findings: Findings, names: Sequence[str]) -> RateCurve:
 
 
 def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> float:
-    """Return the least rate above which a curve is never worse than a target.
+    """Return the least rate above which a curve never costs more than ``target``; infinity if the highest does.
 
-    Args:
-        bits: Rates, ascending.
-        costs: Cost at each rate; less is better.
-        target: The largest acceptable cost.
-        log: Interpolate the logarithm of the costs; right for KL, which falls exponentially.
-
-    Returns:
-        The rate; the lowest if all are good enough, infinity if the highest is not.
+    ``bits`` ascend. ``log`` interpolates the logarithm of the costs; right for KL, which falls exponentially.
     """
     good = costs <= target + 1e-9 * abs(target)  # tolerate rounding
     if not good[-1]:
         return float("inf")
     if good.all():
         return float(bits[0])
-    above = int(np.flatnonzero(~good)[-1])  # the highest rate that is not good enough
+    above = int(np.flatnonzero(~good)[-1])  # highest rate that is not good enough
     scale: Callable[[float], float] = (lambda cost: float(np.log(max(cost, 1e-12)))) if log else float
     worse, better, wanted = scale(costs[above]), scale(costs[above + 1]), scale(target)
     share = min(1.0, (worse - wanted) / (worse - better))
@@ -132,16 +118,12 @@ def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> floa
 
 
 def match(ours: RateCurve, theirs: RateCurve) -> Row:
-    """Return the rate at which a curve is as good as one scheme by every measure, with its interval.
-
-    Args:
-        ours: A curve of at least two schemes.
-        theirs: A curve of one scheme.
+    """Return the rate at which a curve of two or more schemes is as good as one scheme by every measure.
 
     Returns:
         Bits per element at which KL, the loss that counts first tokens more, log-probability of planted codes, and
         share of whole codes equal theirs: ``kl, loss, logprob, whole``; their maximum ``bits`` with ``ci95``; and
-        ``theirs``, the rate of the other scheme.
+        ``theirs``, the other scheme's rate.
     """
     every = np.arange(ours.losses.shape[1])
     cases = np.arange(next(iter(ours.recalls.values())).shape[1]) if ours.recalls and theirs.recalls else None
@@ -175,13 +157,7 @@ def _match(
 
 
 def at_group_size(ours: RateCurve, bits: float, sizes: Mapping[str, Mapping[str, Row]]) -> float | None:
-    """Return the rate that a rate on a curve becomes with another group size.
-
-    Args:
-        ours: The curve with the usual group size.
-        bits: A rate on it.
-        sizes: Rows with ``bits`` by scheme and context, with the other group size.
-    """
+    """Return the rate that ``bits`` on a curve becomes in ``sizes``, rows with another group size."""
     if any(name not in sizes for name in ours.names):
         return None
     other = [_mean(list(sizes[name].values()), "bits") or 0.0 for name in ours.names]
@@ -189,19 +165,19 @@ def at_group_size(ours: RateCurve, bits: float, sizes: Mapping[str, Mapping[str,
 
 
 def exact_recall(findings: Findings) -> Row | None:
-    """Return the mean retrieval from the exact cache; None if it was not measured."""
+    """Return the mean retrieval from the exact cache, if measured."""
     rows = list(findings.recall.get(EXACT, {}).values())
     return {key: _mean(rows, key) for key in ("digits", "whole", "logprob")} | {"cases": len(rows)} if rows else None
 
 
 def text_row(findings: Findings) -> Row | None:
-    """Return the mean ``nll`` and ``entropy`` of the continuations with exact caches; None if not measured."""
+    """Return the mean ``nll`` and ``entropy`` with exact caches, if measured."""
     rows = list(findings.texts.values())
     return {key: _mean(rows, key) for key in ("nll", "entropy")} if rows else None
 
 
 def text_sentence(result: Row) -> str:
-    """Return how well the model expects the texts; empty if that was not measured."""
+    """Describe how well the model expects the texts, if measured."""
     text = result["text"]
     if not text:
         return ""
@@ -226,7 +202,7 @@ def loss_table(result: Row) -> Table:
 
 
 def first_table(result: Row) -> Table | None:
-    """Return the KL of every scheme over the first tokens; None if continuations are too short."""
+    """Return the KL over the first tokens; None if continuations are too short."""
     names = ["scheme", "bits/el", "KL of 8 tokens", "of 32", "of all", "loss"]
     lines = [
         [row["scheme"], _show(row["bits"], ".3f"), *(_show(row[key], ".5f") for key in ("kl8", "kl32", "kl", "loss"))]
@@ -237,7 +213,7 @@ def first_table(result: Row) -> Table | None:
 
 
 def recall_table(result: Row) -> Table | None:
-    """Return the retrieval of every scheme; None if it was not measured."""
+    """Return the retrieval of every scheme, if measured."""
     if result["exact"] is None:
         return None
     names = ["scheme", "bits/el", "digits right", "whole codes", "log p", "95%"]
@@ -250,7 +226,7 @@ def recall_table(result: Row) -> Table | None:
 
 
 def domain_table(result: Row) -> Table:
-    """Return bits and KL of every scheme by domain."""
+    """Return bits and KL by domain."""
     domains = list(result["domains"])
     names = ["scheme", *(f"{domain}: {what}" for domain in domains for what in ("bits", "KL"))]
     lines = []
@@ -263,7 +239,7 @@ def domain_table(result: Row) -> Table:
 
 
 def group_table(result: Row) -> Table | None:
-    """Return sizes at CacheGen's quality by group size; None if there are none."""
+    """Return sizes at CacheGen's quality by group size, if any."""
     against = result["against"]
     if not against or not against["group_sizes"]:
         return None
@@ -275,7 +251,7 @@ def group_table(result: Row) -> Table | None:
 
 
 def sentence(result: Row) -> str:
-    """Return the outcome in a sentence or two."""
+    """Describe the outcome in a sentence or two."""
     against, ends = result["against"], result["against_end"]
     if not against:
         return f"{len(result['schemes'])} schemes on {len(result['contexts'])} contexts"

@@ -1,7 +1,7 @@
 """Synthetic profiles and caches in the shape of models that are not installed.
 
-The speed of a coder depends only on shapes, rates, and the number of dead rows of coefficients. So coefficients are
-drawn with spreads that fall off like those of SmolLM2's caches, and the transform is a random rotation.
+A coder's speed depends only on shapes, rates, and the number of dead rows. So coefficients have spreads that fall off
+like those of SmolLM2's caches, and the transform is a random rotation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvabr.codec.transform import FARTHEST, FINE, NO_MATRIX, RUN, Structure, Tra
 from kvabr.types.kv import KVSpec, RopeSpec
 
 LLAMA = KVSpec.uniform("Llama-3.1-8B", "synthetic", 32, 8, 128, "bfloat16", RopeSpec(500000.0, 128))
-"""The shape of Llama-3.1-8B. Its real rotary embedding is scaled, which takes the same time to undo."""
+"""Its real rotary embedding is scaled, which takes the same time to undo."""
 
 _LEADING, _FALL = 9.0, 0.72
 """Spread of a stack's first coefficient, in units of the norm, and the exponent by which the others fall."""
@@ -28,17 +28,10 @@ _TRAILING = 0.34
 _NEVER = 1e6
 """Threshold above which a token would be kept exact."""
 _COUNTED_TILES = 8
-"""Tiles from which the tables are counted."""
 
 
 def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> ClassProfile:
-    """Make a profile for caches of this shape; takes seconds to a minute.
-
-    Args:
-        spec: Shape of the cache.
-        seed: Seed of the random numbers.
-        config: Structure and steps; None for a calibration's defaults.
-    """
+    """Make a profile for caches of this shape, by a calibration's default structure and steps; takes up to a minute."""
     config = config or FitConfig()
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads)
     dice = torch.Generator().manual_seed(seed)

@@ -160,7 +160,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _asset(args: argparse.Namespace) -> tuple[Catalog, float]:
-    """Return the catalog to play, and the factor on its bytes."""
     from kvabr.data import default_catalog
     from kvabr.store.locations import open_catalog
 

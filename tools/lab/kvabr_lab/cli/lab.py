@@ -178,7 +178,6 @@ def _play(
 
 
 def _lab(args: argparse.Namespace) -> int:
-    """Play the matrix, compare the policies, print the tables."""
     from rich.console import Console
 
     from kvabr.cli.display import below_bound, output, say
@@ -216,7 +215,6 @@ def _lab(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Play missing plays, and write the page."""
     from kvabr.cli.display import output, say
     from kvabr_lab import results_folder, tables
     from kvabr_lab.report import write_report

@@ -19,7 +19,6 @@ _SIMULATED = {
     "question": "has no engine that would compute it",
     "producer": "is of what is published",
 }
-"""Options for simulations alone, and why."""
 
 
 def check(args: ReplayCommand) -> None:

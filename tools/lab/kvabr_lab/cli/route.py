@@ -167,11 +167,7 @@ def _size(args: argparse.Namespace) -> CacheSize:
     return size.scaled(kv_bytes * catalog.tokens / catalog.fp16_bytes)
 
 
-# ---------------------------------------------------------------------------------------------- one request
-
-
 def _hear(args: argparse.Namespace) -> None:
-    """Read the cached tokens from the KV events named in the options."""
     from kvabr.cli.display import plain
     from kvabr.cli.options import read_tokens
     from kvabr.telemetry.kv_events.publisher import EventSockets
@@ -249,9 +245,6 @@ def _show(route: Route, size: CacheSize, lengths: Sequence[tuple[float, float]])
         plain(f"remote prefill is sooner {words} beyond what both sites have cached")
     else:
         plain("remote prefill is never sooner")
-
-
-# ---------------------------------------------------------------------------------------------- a day
 
 
 def _day(args: argparse.Namespace) -> int:

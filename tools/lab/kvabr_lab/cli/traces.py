@@ -29,7 +29,6 @@ SCHEMA = "kvabr.traces/1"
 _BARS = "▁▂▃▄▅▆▇█"
 _Action = Callable[[argparse.Namespace], int]
 _WIDE = 110
-"""Minimum terminal width for all columns."""
 _SHAPE = (
     ("--scatter", "scatter", "standard deviation of the log rate (all but constant)"),
     ("--dwell", "dwell_s", "mean stay in a state, s (markov, outages)"),
@@ -49,7 +48,6 @@ _SHAPE = (
     ("--burst-every", "burst_every_s", "mean time between bursts, s (bucket)"),
     ("--burst-length", "burst_s", "mean length of a burst, s (bucket)"),
 )
-"""Options, fields of `Shape`, and help."""
 
 _INFO_EPILOG = """\
 examples:
@@ -152,7 +150,6 @@ def _add_reading(kinds: _Actions, name: str, action: _Action, what: str, epilog:
 
 
 def _read(args: argparse.Namespace, failed: list[TraceError]) -> Iterator[tuple[Path, str, Trace]]:
-    """Yield each trace with its file and format; with several files, report unreadable ones and continue."""
     said = Columns(
         time=args.time_column,
         end=args.end_column,
@@ -183,7 +180,6 @@ def _read(args: argparse.Namespace, failed: list[TraceError]) -> Iterator[tuple[
 
 
 def _status(failed: Sequence[TraceError]) -> int:
-    """Return the exit status, and report the number of unreadable files."""
     if failed:
         print(f"kvabr: {counted(len(failed), 'file')} could not be read, see above", file=sys.stderr)
     return 1 if failed else 0
@@ -266,7 +262,6 @@ def _short(value: float) -> str:
 
 
 def _trace_table(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, wide: bool) -> Table:
-    """Return one row per trace; a narrow terminal gets fewer columns."""
     from kvabr.cli.display import table
 
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -322,8 +317,8 @@ def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
 def describe(trace: Trace) -> dict[str, Any]:
     """Return statistics of a trace as plain JSON values: rates in Mbit/s, all weighted by time.
 
-    ``cv`` is the coefficient of variation (standard deviation over mean), ``p5_mbps`` the rate that the link stays
-    below for 5 % of the time, ``zero_share`` the share of time at rate zero.
+    ``cv`` is standard deviation over mean, ``p5_mbps`` the rate that the link stays below for 5 % of the time,
+    ``zero_share`` the share of time at rate zero.
     """
     parts = [(rate / BYTES_PER_MBIT, end - start) for start, end, rate in trace.segments()]
     mean = trace.mean_rate / BYTES_PER_MBIT
@@ -370,10 +365,10 @@ def _quantile(parts: list[tuple[float, float]], share: float) -> float:
 
 
 def dumps(trace: Trace, note: str = "") -> str:
-    """Return the trace as text; the same trace and note give the same text.
+    """Return the trace as text.
 
     Raises:
-        TraceError: the trace's name or family would not read back.
+        TraceError: The trace's name or family would not read back.
     """
     for what, name in (("name", trace.name), ("family", trace.family)):
         if not native.is_plain(name):

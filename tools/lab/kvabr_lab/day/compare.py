@@ -17,7 +17,6 @@ from kvabr_lab.day.world import DayOutcome, WorldShape
 from kvabr_lab.route import PLACES
 
 THRESHOLDS = (0, 250, 500, 1000, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000, 24_000, 32_000, 48_000, 64_000, 96_000)
-"""Fixed thresholds; the best is chosen in hindsight."""
 BEST = "best threshold"
 ORACLE = "oracle"
 
@@ -32,13 +31,10 @@ class DayResult:
     p50_s: float
     p95_s: float
     met: float
-    """Share of requests that met the deadline."""
     local_s: float
-    """Seconds of local prefill."""
     remote_s: float
     bytes: float
     shares: dict[str, float]
-    """Share of requests at each place."""
     note: str = ""
     elsewhere_s: float = 0.0
     """Extra time of requests placed differently than by the oracle, in seconds per request of the day. The rest of the
@@ -99,12 +95,11 @@ def compare(
     Args:
         requests: The day.
         shape: Sites and link.
-        deadline_s: Seconds from a request's arrival until its first token is due; only reported, since the rules
-            minimise time.
+        deadline_s: Only reported, since the rules minimise time.
         sweeps: Sweeps of the oracle's search; 0: no oracle.
         rules: Names of rules, with or without `KNOWING`.
-        played: Outcomes under further rules, by name.
-        on_progress: Called with a stage (``rules``, ``oracle``), the steps done, and the number of steps.
+        played: Outcomes under further rules.
+        on_progress: Receives a stage (``rules``, ``oracle``), the steps done, and all steps.
 
     Raises:
         UsageError: There are no requests, or no such rule.

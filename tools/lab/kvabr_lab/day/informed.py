@@ -1,15 +1,12 @@
 """A rule with the best possible knowledge of a router, and the gain from further knowledge.
 
-`oracle` knows the future. `Informed` shows how much of its advantage a router could reach: it has the simulator, the
-request generator, the history of the link, and unlimited time per decision. For every place of a request, it plays
-several futures: requests of other seeds at this time of day, the link as it continued after similar moments, and random
-prefill times. In each, later requests go where their first token is soonest. It deviates from kvabr's rule only for a
-gain above its standard error.
+`Informed` shows how much of the advantage of `oracle`, which knows the future, a router could reach: it has the
+simulator, the request generator, the history of the link, and unlimited time per decision (about a second). It plays
+several futures for every place of a request: requests of other seeds at this time of day, the link as it continued
+after similar moments, and random prefill times; later requests go where their first token is soonest. It deviates from
+kvabr's rule only for a gain above its standard error.
 
-Given knowledge (`KNOWLEDGE`) is fixed in all futures: the day's own requests, the future link, and prefill times. With
-all of it, the rule plays one future, the true one. Each piece's gain explains a part of the oracle's advantage.
-
-A decision takes about a second; the rule exists only for comparison.
+Each piece of given `KNOWLEDGE`, fixed in all futures, explains a part of the oracle's advantage.
 """
 
 from __future__ import annotations
@@ -28,26 +25,17 @@ from kvabr_lab.route import Forecast, PrefillSite, RouteLink, forecasts
 
 REQUESTS, LINK, TIMES = "requests", "link", "times"
 KNOWLEDGE = (REQUESTS, LINK, TIMES)
-"""Possible knowledge of the future."""
 _OTHER_DAYS_OFFSET = 1 << 40
-"""Offset of seeds and request numbers for other days."""
 _MOMENTS, _LOOK_S = 24, (2.0, 30.0)
-"""Number of past moments of the link compared per future, and the time ranges that must be similar, seconds."""
+"""Past moments of the link compared per future, and the periods before them that must be similar, seconds."""
 _EQUAL_REQUESTS, _EQUAL_S = 4, 1e-6
-"""Number of past moments of the link compared per future, and the periods before them that must be similar, seconds."""
+"""Equal requests in a row after which two futures are taken to be alike, and the tolerance."""
 
 Arrival = tuple[float, DayRequest]
 
 
 def other_days(day: DayShape, shape: WorldShape, seed: int, count: int) -> list[list[Arrival]]:
-    """Return the arrivals on other days with the same statistics.
-
-    Args:
-        day: The common statistics.
-        shape: Sites and link.
-        seed: The seed to avoid.
-        count: Number of days.
-    """
+    """Return the arrivals on ``count`` other days with the same statistics; ``seed`` is the one to avoid."""
     found = []
     for number in range(count):
         requests = day_of_requests(day, seed + _OTHER_DAYS_OFFSET + number)
@@ -79,15 +67,9 @@ class Informed(Kvabr):
         knows: Collection[str] = (),
         ahead: int = 32,
     ) -> None:
-        """Begin to play a day.
+        """Begin to play a day with ``futures`` per decision of at most ``ahead`` requests.
 
-        Args:
-            shape: Sites and link.
-            day: The day to play.
-            others: Other days, one per future; not needed if the requests are known.
-            futures: Number of futures per decision.
-            knows: Subset of `KNOWLEDGE`.
-            ahead: Maximum requests played per future.
+        ``others`` are other days, one per future, unless ``knows``, a subset of `KNOWLEDGE`, has the requests.
         """
         super().__init__(shape)
         if unknown := set(knows) - set(KNOWLEDGE):
@@ -96,7 +78,6 @@ class Informed(Kvabr):
         self._futures = 1 if self._knows == set(KNOWLEDGE) else futures
         self._dice = random.Random(0)  # noqa: S311  # a simulation
         self._lucks: list[dict[int, tuple[float, float]]] = [{} for _ in range(self._futures)]
-        """Prefill times of the day's own requests by number, in each future."""
 
     def _known(self, options: Sequence[Forecast], request: DayRequest, world: World, now: float) -> Sequence[Forecast]:
         del world  # the world of the day
@@ -114,7 +95,7 @@ class Informed(Kvabr):
     def _future(
         self, number: int, options: Sequence[Forecast], usual: int, request: DayRequest, now: float
     ) -> list[float]:
-        """Return the total time of a request and its successors in one future, by place of the request."""
+        """Return the total time of a request and its successors in one future, by place."""
         shift = 0.0 if LINK in self._knows else self._moment(self._day.world, now) - now
         worlds, totals = [], []
         for one in options:
@@ -132,7 +113,7 @@ class Informed(Kvabr):
         return totals
 
     def _coming(self, number: int, usual: Choice, shift: float, now: float) -> Iterator[Arrival]:
-        """Yield the next requests of one future; the day's own arrive as if this one went to its usual place."""
+        """Yield one future's next requests; the day's own arrive as if this one went to its usual place."""
         if REQUESTS not in self._knows:
             coming = (arrival for arrival in self._others[number] if arrival[0] > now)
             yield from (arrival for arrival, _ in zip(coming, range(self._ahead), strict=False))
@@ -148,15 +129,12 @@ class Informed(Kvabr):
             day.serve(_soonest(day.world, other, at))
 
     def _lucky(self, request: DayRequest, number: int) -> DayRequest:
-        """Return a request of this day with its prefill times in one future."""
         if TIMES in self._knows:
             return request
         luck = self._lucks[number].setdefault(request.number, (self._dice.gauss(0.0, 1.0), self._dice.gauss(0.0, 1.0)))
         return replace(request, luck=luck)
 
     def _moment(self, world: World, now: float) -> float:
-        """Return a past moment of the link that resembles this one."""
-
         def looks(at: float) -> list[float]:
             return [world.wire.carried(max(0.0, at - back), at) / back for back in _LOOK_S]
 
@@ -193,7 +171,6 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def _soonest(world: World, request: DayRequest, now: float) -> Choice:
-    """Return the place with the earliest expected first token."""
     here, there = world.view(request, now)
     shape, backlog = world.shape, world.wire.backlog(now)
     lacking = max(1, request.tokens - here.cached_tokens) * shape.cache.per_token

@@ -1,18 +1,16 @@
 """A day of agent sessions on several nodes: the gain from hints and prefetching.
 
-The model:
-
-- Each node has an engine with a prompt cache (LRU), a store of groups (kvabr's own, with hinted groups), a link to the
-  origin, and one prefill at a time.
+- Each node has an engine with a prompt cache (LRU), a store of groups (kvabr's own), a link to the origin, and one
+  prefill at a time.
 - A turn first uses the engine's cache. Further published groups are loaded from the node's store or over the link if
-  that is faster than computing; the rest is computed. Plays share the link in request order; prefetching uses the rest.
+  that is faster than computing. Plays share the link in request order; prefetching uses the rest.
 - A prompt is published some time after its first token, its answer with the next turn.
 - With hints, the node of an answer (`keep`), or of the next turn (`prefetch`), fetches the published part of the prompt
   missing in its store, and keeps it for some time. The last turn of a session is not announced.
 
 The router keeps a session on its node (`sticky`), sends each turn to the node with the shortest queue (`any`), or does
-so only if the session's own node is busy (`spill`). For `prefetch` it chooses the node before the next turn; with
-`spill`, a node that is busy at the time of the turn changes the choice.
+so only if the session's own node is busy (`spill`). For `prefetch` it chooses the node before the next turn; `spill`
+changes the choice if that node is busy at the turn.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ HintKind = Literal["none", "keep", "prefetch"]
 ROUTERS: tuple[RouterKind, ...] = get_args(RouterKind)
 HINTS: tuple[HintKind, ...] = get_args(HintKind)
 _MIN_BUSY_S = 1.0
-"""Minimum queue for `spill` to send a turn elsewhere, seconds."""
+"""Queue from which `spill` sends a turn elsewhere, seconds."""
 
 
 class GroupKey(NamedTuple):
-    """A group: its number, and the part of a prompt in which it ends, which identifies everything before it."""
+    """A group's number, and the part of a prompt in which it ends, which identifies everything before it."""
 
     part: int
     group: int
@@ -53,16 +51,14 @@ class FleetShape:
     cost: PrefillCost
     cache: CacheSize
     rate: float
-    """Bytes per second of a node's link."""
+    """Bytes/s of a node's link."""
     nodes: int = 4
     engine_tokens: int = 400_000
-    """Tokens in an engine's cache."""
     store_tokens: int = 1_000_000
-    """Tokens in a node's store."""
     keep_s: float = 600.0
     rtt_s: float = 0.02
     publish_s: float = 2.0
-    """Seconds from a turn's first token until its prompt is published."""
+    """From a turn's first token until its prompt is published."""
     router: RouterKind = "sticky"
     hints: HintKind = "none"
 
@@ -80,43 +76,33 @@ class FleetOutcome:
     ttft_s: list[float] = field(default_factory=list)
     """Of every turn except the first of its session."""
     link_bytes: float = 0.0
-    """Bytes over the links, for plays and prefetching."""
     hint_bytes: float = 0.0
-    """Prefetched bytes."""
     unused_bytes: float = 0.0
     """Prefetched bytes that no play of that node used."""
     groups: int = 0
-    """Groups received over a link."""
     again: int = 0
     """Groups that the same node had received before."""
     computed_tokens: int = 0
     known_tokens: int = 0
-    """Tokens with a published cache."""
     hints: int = 0
     """Hints that caused a prefetch."""
     vain: int = 0
-    """Such hints without any use by a play of that node."""
+    """Hints among these that no play of that node used."""
 
 
 class _Link:
-    """A link that serves plays first; prefetching uses the rest."""
-
     def __init__(self, rate: float) -> None:
         self._rate, self._busy_s, self._at_s, self._done = rate, 0.0, 0.0, 0.0
         self.ahead: deque[tuple[GroupKey, float]] = deque()
-        """Prefetched groups with their bytes."""
 
     def play(self, now: float, nbytes: float) -> float:
-        """Return the end of a play's transfer that begins now."""
         self._busy_s = max(now, self._busy_s) + nbytes / self._rate
         return self._busy_s
 
     def sooner(self, now: float, nbytes: float) -> float:
-        """Return the seconds that `play` would take."""
         return max(now, self._busy_s) + nbytes / self._rate - now
 
     def came(self, now: float) -> list[tuple[GroupKey, float]]:
-        """Return the prefetched groups that arrived since the last call."""
         self._done += self._rate * max(0.0, now - max(self._at_s, min(now, self._busy_s)))
         self._at_s = now
         found = []
@@ -137,7 +123,6 @@ class _Node:
         self.store: ByteLru[GroupKey, int] = ByteLru(room, int, clock=clock)
         self.each = int(each)
         self.free_s = 0.0
-        """When its engine is idle."""
         self.fetched: set[GroupKey] = set()
         self.unused: dict[GroupKey, int] = {}
         """Unused prefetched groups, perhaps already evicted, with their hints."""
@@ -167,7 +152,6 @@ class Fleet:
         self._events: list[tuple[float, int, str, int]] = []
         self._following: dict[int, list[int]] = {}
         self._followed: set[int] = set()
-        """Turns with hints that caused a prefetch."""
         self._useful: set[int] = set()
         self._made = FleetOutcome()
 
@@ -253,7 +237,6 @@ class Fleet:
             self._later(end_s + self._turns[following].gap_s, "turn", following)
 
     def _use(self, node: _Node, wanted: list[GroupKey], missing: list[GroupKey], now: float) -> None:
-        """Play groups on a node, some of them over its link."""
         made, taken = self._made, set(missing)
         if missing:
             node.link.play(now, len(missing) * node.each)
@@ -273,7 +256,6 @@ class Fleet:
         node.fetched.update(keys)
 
     def _arrive(self, node: _Node, now: float) -> None:
-        """Store prefetched groups that have arrived."""
         for key, nbytes in node.link.came(now):
             until_s, hint = node.coming.pop(key)
             self._fetched(node, [key])
@@ -286,7 +268,6 @@ class Fleet:
                 node.store.keep([key], until_s)
 
     def _hint(self, number: int, turn: SessionTurn, now: float) -> None:
-        """Make a node fetch and keep the groups of the session's next turn, unless it has begun."""
         node, newest = self._at[turn.session]
         if newest != number:
             return

@@ -1,8 +1,8 @@
 """An oracle: choices for a day's requests found with full knowledge of the link and all requests.
 
-The optimum is out of reach (at least 3^n assignments), so the oracle improves the best result of any rule: for each
-request in order of arrival, it tries other choices, plays the `HORIZON` following requests, and keeps a change that
-reduces their total time. Tests compare it with the optimum on days small enough to enumerate.
+The optimum is out of reach (at least 3^n assignments), so the oracle improves the best rule's result: for each request
+in order, it tries other choices, plays the `HORIZON` following requests, and keeps a change that reduces their total
+time. Tests compare it with the optimum on small days.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from kvabr_lab.day.world import Choice, Day, DayOutcome, World, WorldShape
 from kvabr_lab.route import BOTH, FETCH, LOCAL, REMOTE
 
 HORIZON = 48
-"""Maximum requests played after a change."""
 _EQUAL_REQUESTS = 4
-"""A change has no further effect after this many consecutive requests with equal results."""
+"""Consecutive requests with equal results after which a change has no further effect."""
 _SAME_S = 1e-6
 _FRONTS = (0.25, 0.5)
 """Shares of a prompt tried as its front; a chosen front is then varied."""
 _CHANGES = (0.8, 1.25)
 _MIN_GROUPS = 8
-"""Minimum groups of a prompt to split."""
 
 
 def search(
@@ -37,13 +35,7 @@ def search(
 ) -> list[DayOutcome]:
     """Return the outcomes of all requests under the best choices found, by number.
 
-    Args:
-        requests: The day.
-        start: Choices of a rule.
-        shape: Sites and link.
-        sweeps: Maximum passes over the day; the search ends after a pass without gain.
-        horizon: Maximum requests played after a change.
-        on_progress: Called with the number of requests visited.
+    The search begins with the choices ``start`` of a rule, and ends after a sweep over the day without gain.
     """
     choices = list(start)
     best = replay_choices(requests, choices, shape)
@@ -73,7 +65,7 @@ def _mean(outcomes: Sequence[DayOutcome]) -> float:
 
 
 def candidates(day: Day, request: DayRequest, now: float, current: Choice) -> Iterator[Choice]:
-    """Yield alternative choices for a request that arrives."""
+    """Yield alternative choices for a request."""
     here, there = day.world.view(request, now)
     group = day.world.shape.cache.group_tokens
     for place in (LOCAL, REMOTE):
@@ -104,7 +96,7 @@ def _sweep(
     ahead, base = day.copy(), dict[int, float]()
     while (arriving := day.next()) is not None:
         request, now = arriving
-        # The unchanged continuation is played on from its last end until there is a change.
+        # Play the unchanged continuation from its last end until there is a change.
         while len(base) <= horizon and (coming := ahead.next()) is not None:
             number = coming[0].number
             base[number] = ahead.serve(choices[number]).ttft_s
@@ -125,9 +117,9 @@ def _sweep(
 
 
 def _gain(day: Day, choices: Sequence[Choice], first: Choice, horizon: int, base: Mapping[int, float]) -> float:
-    """Play the next requests, the first as given, and return the gain over ``base``.
+    """Play the next requests, the first as given, and return the gain over those also in ``base``.
 
-    Only requests that are also in ``base`` count. Stops when the change has no further effect.
+    Stop when the change has no further effect.
     """
     gain, alike = 0.0, 0
     for step in range(horizon + 1):

@@ -11,13 +11,11 @@ from kvabr.replay.link import Capacity
 from kvabr_lab.route import PROBE_BYTES, PROBE_S, PROBE_WAIT_S
 
 _MAX_AGE_S = 60.0
-"""Age at which past busy times are dropped, seconds."""
 _MAX_SAMPLE_S = 1.0
-"""Maximum length of a sample of a busy link, seconds."""
 
 
 class BusyTimes:
-    """Busy times of a resource: disjoint intervals, in order."""
+    """A resource's disjoint busy intervals, in order."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
@@ -31,7 +29,7 @@ class BusyTimes:
 
     @property
     def last_s(self) -> float:
-        """The end of the last interval."""
+        """End of the last interval."""
         return self._ends[-1] if self._ends else -math.inf
 
     def forget(self, before: float) -> None:
@@ -76,7 +74,7 @@ class BusyTimes:
 
 
 class WorkerPool:
-    """Prefill workers of one site: their actual schedule and its forecast."""
+    """A site's prefill workers: actual schedule and forecast."""
 
     def __init__(self, workers: int) -> None:
         self._jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(workers)]
@@ -89,7 +87,7 @@ class WorkerPool:
         return made
 
     def queue_s(self, now: float) -> float:
-        """Return the expected seconds until a worker is free, from the forecasts of its jobs."""
+        """Return the forecast seconds until a worker is free."""
         self._forget(now)
         least = math.inf
         for jobs in self._jobs:
@@ -100,11 +98,11 @@ class WorkerPool:
         return least
 
     def free(self, after: float) -> float:
-        """Return when the first worker is free, from ``after`` on."""
+        """Return when a worker is free, from ``after`` on."""
         return min(_first(jobs, after, 0.0) for jobs in self._jobs)
 
     def gap(self, ready: float, seconds: float) -> tuple[float, float]:
-        """Return the first free interval of a worker."""
+        """Return a worker's first free interval."""
         begin, jobs = min((_first(jobs, ready, seconds), jobs) for jobs in self._jobs)
         return begin, next((job[0] for job in jobs if job[0] >= begin), math.inf)
 
@@ -123,7 +121,6 @@ class WorkerPool:
 
 
 def _first(jobs: list[tuple[float, float, float]], after: float, lasts: float) -> float:
-    """Return the first time from ``after`` on at which a worker is free for ``lasts``."""
     for begin, end, _ in jobs:
         if begin > after and begin - after >= lasts:
             break
@@ -139,7 +136,7 @@ class SharedWire:
         self._coming: list[tuple[float, float, float]] = []
         """Heap of pieces: end, ready time, bytes."""
         self._seen_s = self._heard_s = 0.0
-        """Time of the last call of `samples`, and end of the last sample."""
+        """Last call of `samples`, and end of the last sample."""
 
     def copy(self) -> SharedWire:
         """Return a copy."""
@@ -160,7 +157,7 @@ class SharedWire:
         return self._capacity.when(begin + self._shift_s, nbytes) - self._shift_s
 
     def send(self, ready: float, nbytes: float, after: float = 0.0) -> float:
-        """Carry bytes from a ready time on, as soon as there is capacity; return the end."""
+        """Carry bytes from a ready time on; return the end."""
         start = max(ready, after)
         left, first, end = nbytes, -1.0, start
         for begin, until in self._busy.gaps(start) if start < self._busy.last_s else ((start, math.inf),):
@@ -172,13 +169,13 @@ class SharedWire:
                     continue
             end = self._when(begin, left)
             break
-        # All gaps before the last one are filled, so everything in between is busy now.
+        # All gaps before the last one are filled, so everything in between is busy.
         self._busy.take(first, end)
         heapq.heappush(self._coming, (end, ready, nbytes))
         return end
 
     def backlog(self, now: float) -> float:
-        """Return the bytes of earlier requests that could be sent now and are not finished."""
+        """Return the unfinished bytes that earlier requests could send now."""
         return math.fsum(nbytes for end, ready, nbytes in self._coming if ready <= now < end)
 
     def rate(self, nbytes: float, now: float) -> float:
@@ -196,9 +193,7 @@ class SharedWire:
     def samples(self, now: float, *, probes: bool = False) -> Iterator[tuple[float, float, float]]:
         """Yield a receiver's samples since the last call: end, bytes, seconds.
 
-        Args:
-            now: The time.
-            probes: Whether the idle link is probed, too. Probes do not slow down transfers.
+        ``probes``: whether the idle link is probed, too; probes do not slow down transfers.
         """
         for begin, end in (*self._busy.within(self._seen_s, now), (now, now)):
             if probes:
@@ -222,12 +217,12 @@ class SharedWire:
 
 
 class PrefixCache:
-    """A site's cache of prompt parts, LRU."""
+    """A site's LRU cache of prompt parts."""
 
     def __init__(self, tokens: int) -> None:
         self._room, self._kept = tokens, 0
         self._parts: dict[int, tuple[int, float]] = {}
-        """Tokens of each part, and when it is in place; least recently used first."""
+        """Tokens and ready time of each part, least recently used first."""
 
     def copy(self) -> PrefixCache:
         """Return a copy."""
@@ -236,7 +231,7 @@ class PrefixCache:
         return made
 
     def match(self, parts: tuple[tuple[int, int], ...], now: float) -> int:
-        """Return the number of cached tokens at the beginning of a prompt."""
+        """Return the number of cached tokens at the start of a prompt."""
         found = 0
         for number, tokens in parts:
             known = self._parts.get(number)

@@ -1,23 +1,9 @@
 """The requests of a day: arrivals, prompt lengths, and shared beginnings.
 
-Conversations begin as a Poisson process with a rate that varies over the day as a sine, by 60 % of its mean, with
-optional bursts. There are three kinds. Numbers are medians of log-normal distributions, with the deviation of the
-logarithm in parentheses:
-
-| | chat | document | agent |
-|---|---|---|---|
-| share of conversations | 0.5 | 0.3 | 0.2 |
-| shared beginnings | 12 system prompts | 300 documents | 40 repositories |
-| their tokens | 1,000 (0.6) | 16,000 (0.8) | 12,000 (0.8) |
-| first message | 250 (1.0) | 120 (0.7) | 1,500 (1.0) |
-| further turns, geometric mean | 4 | 2 | 10 |
-| tokens that a turn adds | 150 (1.0) | 80 (0.7) | 1,200 (1.0) |
-| answer | 300 (0.8) | 250 (0.8) | 200 (0.8) |
-| pause after an answer, exponential mean | 45 s | 60 s | 15 s |
-
-A turn follows a pause after the previous answer, which takes 20 ms a token from its first token: a slow rule delays its
-own requests. Beginnings follow Zipf's law (exponent 1). A turn's prompt is everything before it. A conversation ends
-when its next prompt would exceed the longest.
+Conversations of three `KINDS` begin as a Poisson process with a rate that varies over the day as a sine, by 60 % of its
+mean, with optional bursts. A turn follows a pause after the previous answer, which takes 20 ms a token from its first
+token: a slow rule delays its own requests. Beginnings follow Zipf's law (exponent 1). A conversation ends when its next
+prompt, everything before it, would exceed the longest.
 """
 
 from __future__ import annotations
@@ -35,9 +21,9 @@ from kvabr_lab.day.synth import Dice
 
 DAY_S = 86_400.0
 TOKEN_S = 0.02
-"""Seconds per token of an answer."""
+"""Per token of an answer."""
 _SWING = 0.6
-"""Variation of the arrival rate around its mean within a day, as a share."""
+"""Variation of the arrival rate around its mean, as a share."""
 _BURST_S, _BURST_SHARE = 60.0, 0.1
 """Mean length of a burst, and share of time in bursts."""
 _MAX_REQUESTS = 1_000_000
@@ -47,17 +33,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of conversation, see the table of this module; lengths are medians and deviations of the logarithm."""
+    """A kind of conversation; lengths, in tokens, are log-normal: median, and deviation of the logarithm."""
 
     share: float
     texts: int
-    """Number of shared beginnings."""
+    """Shared beginnings."""
     shared: tuple[float, float]
+    """Their length."""
     first: tuple[float, float]
+    """The first message."""
     turns: float
+    """Further turns, geometric mean."""
     more: tuple[float, float]
+    """Added by a turn."""
     answer: tuple[float, float]
     pause_s: float
+    """After an answer, exponential mean."""
 
 
 KINDS = (
@@ -65,6 +56,7 @@ KINDS = (
     Kind(0.3, 300, (16_000, 0.8), (120, 0.7), 2, (80, 0.7), (250, 0.8), 60.0),
     Kind(0.2, 40, (12_000, 0.8), (1500, 1.0), 10, (1200, 1.0), (200, 0.8), 15.0),
 )
+"""Chats (system prompts), documents, agents (repositories)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +64,11 @@ class DayShape:
     """Number and length of requests."""
 
     requests: int = 4000
-    """Expected number of requests."""
+    """Expected number."""
     duration_s: float = DAY_S
-    """Seconds in which conversations begin."""
     longest: int = 131_072
     """Longest prompt, tokens."""
     length: float = 1.0
-    """Factor on all lengths."""
     burst: float = 1.0
     """Factor on the arrival rate in bursts, which last a minute in the mean and occur every ten minutes."""
 
@@ -101,25 +91,24 @@ class DayRequest:
     at_s: float | None
     """Arrival; None for a later turn."""
     pause_s: float
-    """Seconds from the previous answer until it arrives."""
+    """Time from the previous answer."""
     following: int | None
-    """Number of the next turn; None for the last one."""
+    """Number of the next turn, if any."""
     parts: tuple[tuple[int, int], ...]
-    """Parts of the prompt from its beginning: number and tokens. Requests with the same number at a position have the
-    same prompt up to the end of that part."""
+    """Number and tokens of each part of the prompt. Requests with the same number at a position have the same prompt up
+    to the end of that part."""
     answer: tuple[int, int]
-    """The answer, in the same form; later prompts of the conversation contain it."""
+    """In the same form; later prompts of the conversation contain it."""
     luck: tuple[float, float]
     """Log ratio of its local and remote prefill time to the forecast, in standard deviations."""
     tokens: int
-    """Length of the prompt."""
 
 
 _Texts: TypeAlias = "_Zipf[tuple[int, int]]"
 
 
 def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
-    """Return the requests of a day by number; the same arguments give the same requests.
+    """Return the requests of a day by number, reproducibly.
 
     First requests of conversations are in order of arrival, each followed by its later turns.
     """
@@ -134,7 +123,7 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
     usual = 1 / (1 - _BURST_SHARE + _BURST_SHARE * shape.burst)
     """Rate between bursts, as a share of the mean."""
     while True:
-        # Thinning: propose at the highest rate of the day, accept in proportion.
+        # Thinning: propose at the day's highest rate, accept in proportion.
         begin_s += dice.exponential(every_s / (most * usual))
         if begin_s >= shape.duration_s:
             break
@@ -164,8 +153,6 @@ def _bursts(shape: DayShape, dice: Dice) -> list[tuple[float, float]]:
 
 
 class _Zipf(Generic[T]):
-    """Items picked by Zipf's law, most popular first."""
-
     def __init__(self, things: list[T]) -> None:
         self._things = things
         self._sums = list(accumulate(1 / (rank + 1) for rank in range(len(things))))

@@ -9,14 +9,11 @@
 - ``unprobed``: kvabr's rule with link samples only from transfers.
 - ``kvabr``: kvabr's rule, with probes of the idle link.
 
-A day begins with the link's mean rate in memory, as with warm caches.
-
-Two further rules measure the cost of missing knowledge:
+A day begins with the link's mean rate in memory. Two further rules measure the cost of missing knowledge:
 
 - ``knows-link``: kvabr's rule with the future link.
 - ``knows-present``: kvabr's rule with the true time of the request at each place: the link, prefill times, and sharing
-  of
-  transfers. Unlike the oracle, it does not know later requests.
+  of transfers. Unlike the oracle, it does not know later requests.
 """
 
 from __future__ import annotations
@@ -48,16 +45,15 @@ from kvabr_lab.route.router import USUAL_S
 PRFAAS_TOKENS = 19_400
 KVABR = "kvabr"
 RULES = ("local", "remote", "prfaas", "break-even", "selfish", "whole", "unprobed", KVABR)
-"""Names of the rules; ``threshold:N`` adds one for each number."""
+"""``threshold:N`` adds one for each number."""
 KNOWING = ("knows-link", "knows-present")
-"""Names of rules with more knowledge than a router."""
 
 
 class DayRule(Protocol):
     """Decides where to send requests."""
 
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
-        """Return the place for a request that has just arrived."""
+        """Return the place of a request that has just arrived."""
         ...
 
 
@@ -108,12 +104,7 @@ class Kvabr:
     ) -> None:
         """Begin with the link's mean rate in memory; the options are those of `Router`.
 
-        Args:
-            shape: Sites and link.
-            considerate: Whether the delay of other requests counts.
-            both: Whether both sites may work on a prompt.
-            probes: Whether the idle link is probed.
-            lookahead: Memory of requests (default: a new one).
+        ``both``: whether both sites may work on a prompt; ``probes``: whether the idle link is probed.
         """
         self._probes = probes
         self._router = Router(
@@ -130,7 +121,7 @@ class Kvabr:
         self._router.arrived(USUAL_S * shape.mean_rate, USUAL_S, 0.0)
 
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
-        """Return the place for a request that has just arrived."""
+        """See `DayRule.place`."""
         for end, nbytes, seconds in world.wire.samples(now, probes=self._probes):
             self._router.arrived(nbytes, seconds, end)
         here, there = world.view(request, now)
@@ -157,8 +148,6 @@ class _KnowsPresent(Kvabr):
 
 
 class _KnownLink(LinkMemory):
-    """Knows the future of a link."""
-
     def __init__(self, wire: SharedWire) -> None:
         super().__init__(Tracking())
         self._wire = wire
@@ -175,7 +164,7 @@ class _KnowsLink(Kvabr):
 
 
 def choice_of(one: Forecast) -> Choice:
-    """Return the choice described by a forecast."""
+    """Return a forecast's choice."""
     return Choice(one.place, one.front_tokens)
 
 

@@ -1,21 +1,10 @@
 """Agent sessions: prompts that grow turn by turn, with tools between turns, and forks.
 
 Sessions begin as a Poisson process. Each belongs to a tenant and begins with one of the shared beginnings (tools and
-repositories) by Zipf's law. Lengths are log-normal: median, and deviation of the logarithm in parentheses.
-
-| | |
-|---|---|
-| shared beginnings | 24, 12,000 tokens (0.7) |
-| task | 1,500 tokens (1.0) |
-| turns | geometric, mean 12 |
-| tool output | 900 tokens (1.2) |
-| answer | 180 tokens (0.9) |
-| a turn also begins a fork, a session with the prompt so far | 4 % of turns |
-
-The time between an answer and the next turn has a heavy tail: a quick tool (85 %: median 2 s, 1.0), a build or test
-(12 %: 45 s, 0.9), or a person (3 %: 400 s, 1.2).
-
-These are assumptions, not measurements. `read_sessions` replays measured sessions, without the reasons for the gaps.
+repositories) by Zipf's law. A share of turns also begins a fork, a session with the prompt so far. Lengths are
+log-normal (median, deviation of the logarithm), the number of turns is geometric. The time between an answer and the
+next turn has a heavy tail: a quick tool, a build or test, or a person. All constants are assumptions; `read_sessions`
+replays measured sessions.
 """
 
 from __future__ import annotations
@@ -34,11 +23,12 @@ from kvabr_lab.day.synth import Dice
 
 _BEGINNINGS, _BEGINNING = 24, (12_000, 0.7)
 _TASK, _TURNS, _MORE, _ANSWER, _FORKS = (1500, 1.0), 12.0, (900, 1.2), (180, 0.9), 0.04
+"""``_MORE``: tool output; ``_FORKS``: share of turns."""
 _GAPS = ((0.85, 2.0, 1.0), (0.12, 45.0, 0.9), (0.03, 400.0, 1.2))
-"""Share, median in seconds, and deviation of the logarithm, of each kind of gap."""
+"""Tools, builds and tests, people: share, median in seconds, and deviation of the logarithm."""
 _GAP_SUMS = list(accumulate(share for share, *_ in _GAPS))
 _TRACE_BLOCK = 512
-"""Tokens per block in the traces of `read_sessions`."""
+"""In the traces of `read_sessions`."""
 _COMMON = 20
 """Blocks of a trace with more distinct successors begin prompts of many sessions."""
 _MAX_SESSIONS = 100_000
@@ -53,13 +43,12 @@ class SessionTurn:
     parts: tuple[tuple[int, int], ...]
     """As `kvabr_lab.day.requests.DayRequest.parts`."""
     answer: tuple[int, int]
-    """The answer, in the same form; the next prompt contains it."""
+    """In the same form; the next prompt contains it."""
     at_s: float | None = None
-    """Arrival; None: some time after another turn's answer."""
+    """Arrival; None: after another turn's answer."""
     after: int | None = None
     """Number of that turn."""
     gap_s: float = 0.0
-    """Seconds after that answer."""
 
     @property
     def tokens(self) -> int:
@@ -73,10 +62,9 @@ class SessionShape:
 
     sessions: int = 400
     duration_s: float = 14_400.0
-    """Seconds in which they begin, except forks."""
+    """In which they begin, except forks."""
     tenants: int = 8
     longest: int = 131_072
-    """Longest prompt, tokens."""
 
     def __post_init__(self) -> None:
         if not (1 <= self.sessions <= _MAX_SESSIONS and 1 <= self.tenants <= _MAX_SESSIONS):
@@ -86,7 +74,7 @@ class SessionShape:
 
 
 def day_of_sessions(shape: SessionShape, seed: int) -> tuple[SessionTurn, ...]:
-    """Return the turns of a day by number; the same arguments give the same turns."""
+    """Return the turns of a day by number, reproducibly."""
     dice, numbers = Dice(seed), count()
     beginnings = [(next(numbers), _length(_BEGINNING, dice)) for _ in range(_BEGINNINGS)]
     sums = list(accumulate(1 / (rank + 1) for rank in range(_BEGINNINGS)))
@@ -136,11 +124,11 @@ def read_sessions(path: Path) -> tuple[SessionTurn, ...]:
     """Return the turns of a trace in the format of Mooncake (FAST 2025): one JSON object per line.
 
     An object has ``timestamp`` (ms), ``output_length`` and ``hash_ids``, numbers of blocks of 512 tokens; equal numbers
-    mean equal beginnings. Sessions are inferred: a request continues the last one that has all its blocks except the
-    last, unless these begin the prompts of many. All turns have one tenant, and prompts are whole blocks.
+    mean equal beginnings. A request continues the last one that has all its blocks except the last, unless these begin
+    the prompts of many sessions. All turns have one tenant, and prompts are whole blocks.
 
     Raises:
-        FormatError: the file is not such a trace.
+        FormatError: The file is not such a trace.
     """
     rows: list[tuple[float, list[int], int]] = []
     try:

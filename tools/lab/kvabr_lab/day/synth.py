@@ -1,12 +1,10 @@
-"""Synthetic traces, reproducible from a seed on every machine.
+"""Synthetic traces, reproducible from a seed on every machine, with the requested mean rate.
 
-There are seven kinds, each with the requested mean rate:
-
-- ``constant``: one rate throughout, the control of every experiment.
+- ``constant``: one rate, the control of every experiment.
 - ``markov``: a Markov chain over three states (poor, fair, good) with exponential dwell times and log-normal scatter
   within a state: the usual model of a cellular link.
 - ``outages``: the same chain with outages of rate zero, like blocked mmWave or a satellite handover.
-- ``slow-start``: the rate doubles until it reaches a plateau, like a new connection.
+- ``slow-start``: the rate doubles up to a plateau, like a new connection.
 - ``diurnal``: a slow sinusoid with scatter, like a shared wide-area path.
 - ``port``: a fair share of a switch port in a data centre. Other flows arrive at random (Poisson) with heavy-tailed
   sizes (Pareto); an incast reduces the share for milliseconds, and a pause frame (PFC) stops it.
@@ -14,8 +12,8 @@ There are seven kinds, each with the requested mean rate:
 
 The last two change at events; steps round the times of events, and equal steps are merged.
 
-Randomness uses uniform numbers of NumPy's PCG64: NumPy guarantees that stream across versions, but not its
-distributions. Rates are rounded to whole kbit/s, which hides platform differences in the last bit of `math.log`.
+Uniform numbers come from NumPy's PCG64: NumPy guarantees that stream across versions, but not its distributions. Rates
+are rounded to whole kbit/s, which hides platform differences in the last bit of `math.log`.
 """
 
 from __future__ import annotations
@@ -31,13 +29,12 @@ from kvabr.replay.trace import MAX_SEGMENTS, Trace
 from kvabr.types.errors import UsageError
 
 _STATES = (0.35, 1.0, 1.8)
-"""Relative rates of the poor, fair and good state."""
 _RAMP_START = 1 / 64
-"""Initial rate of a slow start, as a share of the plateau."""
+"""Share of the plateau at which a slow start begins."""
 _TAIL = 1.5
-"""Exponent of the tail of flow sizes: the mean exists, the variance does not."""
+"""Tail exponent of flow sizes: the mean exists, the variance does not."""
 _MAX_FLOW = 1000.0
-"""Largest flow relative to the smallest; otherwise one flow could outlast the trace."""
+"""Largest flow over the smallest; otherwise one flow could outlast the trace."""
 _KBIT = 125.0
 _MAX_MBPS = 1e7
 _MAX_SECONDS = 1e7
@@ -45,42 +42,34 @@ _MAX_SECONDS = 1e7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Parameters of a trace; each field names the kinds that use it."""
+    """Parameters of a trace, with the kinds that use them; ``*_every_s`` are mean intervals, ``*_s`` mean lengths."""
 
     scatter: float = 0.15
-    """Standard deviation of the logarithm of the rate (all kinds but constant)."""
+    """Standard deviation of the rate's logarithm (all kinds but constant)."""
     dwell_s: float = 8.0
-    """Mean dwell time in a state, seconds (markov, outages)."""
+    """Mean dwell time in a state (markov, outages)."""
     outage_every_s: float = 30.0
-    """Mean time between outages, seconds (outages)."""
     outage_s: float = 2.0
-    """Mean length of an outage, seconds (outages)."""
     ramp_s: float = 10.0
-    """Seconds until the plateau (slow-start)."""
+    """Time to the plateau (slow-start)."""
     period_s: float = 120.0
-    """Length of one cycle, seconds (diurnal)."""
+    """Length of a cycle (diurnal)."""
     depth: float = 0.6
-    """Relative amplitude of the rate, from 0 to below 1 (diurnal)."""
+    """Relative amplitude, from 0 to below 1 (diurnal)."""
     cross: float = 0.4
-    """Load of other flows, as a share of the port, from 0 to 0.95 (port)."""
+    """Load of other flows, as a share of the port, 0 to 0.95 (port)."""
     flow_s: float = 0.05
-    """Duration of a mean flow alone on the port, seconds (port)."""
+    """Duration of a mean flow alone on the port (port)."""
     fan_in: float = 32.0
     """Senders of an incast, 0 for none (port)."""
     incast_every_s: float = 0.2
-    """Mean time between incasts, seconds (port)."""
     incast_s: float = 0.004
-    """Mean length of an incast, seconds (port)."""
     pause_every_s: float = 1.0
-    """Mean time between pauses, seconds (port)."""
     pause_s: float = 0.0005
-    """Mean length of a pause, seconds (port)."""
     burst: float = 10.0
-    """Burst rate relative to the limit, 1 or more (bucket)."""
+    """Burst rate over the limit, 1 or more (bucket)."""
     burst_every_s: float = 5.0
-    """Mean time between bursts, seconds (bucket)."""
     burst_s: float = 0.5
-    """Mean duration of a burst, seconds (bucket)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -109,11 +98,11 @@ class Dice:
         return 1.0 - float(self._uniform())
 
     def exponential(self, mean: float) -> float:
-        """Return a number with an exponential distribution."""
+        """Return an exponentially distributed number."""
         return -mean * math.log(self.positive())
 
     def lognormal(self, sigma: float) -> float:
-        """Return a log-normal factor with median 1 (Box and Muller's method)."""
+        """Return a log-normal factor with median 1 (Box and Muller)."""
         normal = math.sqrt(-2 * math.log(self.positive())) * math.cos(2 * math.pi * self.positive())
         return math.exp(sigma * normal)
 
@@ -123,13 +112,11 @@ class Dice:
         return least * min(_MAX_FLOW, math.pow(self.positive(), -1 / _TAIL))
 
     def other(self, state: int) -> int:
-        """Return one of the other states, all equally likely."""
+        """Return one of the other states at random."""
         return (state + 1 + int(float(self._uniform()) * (len(_STATES) - 1))) % len(_STATES)
 
 
 class _Episodes:
-    """Intervals at random: exponential lengths, exponential gaps."""
-
     def __init__(self, every_s: float, lasts_s: float, dice: Dice) -> None:
         self._every_s, self._lasts_s, self._dice = every_s, lasts_s, dice
         self._ends = 0.0
@@ -140,7 +127,7 @@ class _Episodes:
         self._ends = self._begins + self._dice.exponential(self._lasts_s)
 
     def at(self, time: float) -> bool:
-        """Return whether ``time`` is in an interval; times must not decrease."""
+        """Return whether ``time``, which must not decrease, is in an interval."""
         while self._ends <= time:
             self._draw()
         return self._begins <= time
@@ -175,12 +162,12 @@ def _diurnal(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float
 
 
 def _port(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:
-    """Yield the play's share of the port: one over the number of flows including the play."""
+    """Yield one over the number of flows, including the play."""
     incasts = _Episodes(shape.incast_every_s, shape.incast_s, dice)
     pauses = _Episodes(shape.pause_every_s, shape.pause_s, dice)
     gap_s = shape.flow_s / shape.cross if shape.cross else math.inf
     flows: list[float] = []
-    """Cumulative share, in seconds of the port, at which each other flow ends: all flows have the same share."""
+    """Cumulative share, in seconds of the port, at which each other flow ends."""
     now, carried = 0.0, 0.0
     comes = dice.exponential(gap_s) if shape.cross else math.inf
     for time in times:
@@ -221,11 +208,9 @@ _WAITS = {
     "port": ("flow_s", "incast_every_s", "pause_every_s"),
     "bucket": ("burst_every_s",),
 }
-"""Mean times between events of a kind, to bound the events per step."""
+"""Mean times between events, to bound the events per step."""
 _IN_RUNS = ("constant", "port", "bucket")
-"""Kinds with piecewise constant rates, stored as runs of equal steps."""
 KINDS = tuple(_KINDS)
-"""Kinds accepted by `synthesise`."""
 
 
 def synthesise(
@@ -242,17 +227,17 @@ def synthesise(
     """Make a trace; the same arguments give the same trace.
 
     Args:
-        kind: one of `KINDS`.
-        mean_mbps: mean over the whole trace, Mbit/s, except for rounding to kbit/s.
-        duration_s: length, seconds; the last segment is shorter if this is not a whole number of steps.
-        step_s: length of a segment, seconds; for kinds with events, the rounding of their times.
-        seed: 0 or more; another seed gives another trace of the same kind.
-        rtt_s: round-trip time to record, seconds.
-        shape: parameters of the kind.
-        name: family and name, such as ``lte/walk`` (default: ``synth/KIND-SEED``).
+        kind: One of `KINDS`.
+        mean_mbps: Mean over the whole trace, except for rounding to kbit/s.
+        duration_s: Length; the last segment may be shorter.
+        step_s: Length of a segment; for kinds with events, the rounding of their times.
+        seed: 0 or more.
+        rtt_s: Recorded round trip.
+        shape: Parameters of the kind.
+        name: Family and name, such as ``lte/walk`` (default: ``synth/KIND-SEED``).
 
     Raises:
-        UsageError: an argument is invalid, or this seed's outages cover the whole trace.
+        UsageError: An argument is invalid, or this seed's outages cover the whole trace.
     """
     if kind not in _KINDS:
         raise UsageError(f"unknown kind of trace {kind!r}; known are {', '.join(KINDS)}")
@@ -271,7 +256,7 @@ def synthesise(
     for what in _WAITS.get(kind, ()):
         if getattr(shape, what) < step_s / 100:
             raise UsageError(f"{what} must not be below a hundredth of the step ({step_s:g} s)")
-    # Round, so that the third step of 0.1 s begins at 0.3 and not at 0.30000000000000004.
+    # The third step of 0.1 s must begin at 0.3, not at 0.30000000000000004.
     times = [round(index * step_s, 9) for index in range(segments)]
     raw = list(_KINDS[kind](shape, times, Dice(seed)))
     ends = [*times[1:], duration_s]

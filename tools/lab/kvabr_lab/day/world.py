@@ -1,16 +1,12 @@
 """Two sites and the link between them, request by request.
 
-The model:
-
 - Each site has workers that prefill one prompt at a time, in order of arrival. Requests waiting for a fetched prefix do
-  not block a worker. A prefill takes its cost times a random factor of the request (log-normal), so forecasts are never
-  exact.
-- The link follows the trace. Requests share it in order; capacity not needed for computed data is left to others. A
-  remote prefill sends pieces during the computation.
+  not block a worker. A prefill takes its cost times a random log-normal factor, so forecasts are never exact.
+- Requests share the link in order. A remote prefill sends pieces during the computation.
 - Meanwhile the local site may compute from the front, as kvabr's player does: pieces before the planned front are held
   back, later ones are sent in reverse order, and both end where they meet.
-- Each site has an LRU cache of prompts. The local site, where decoding happens, keeps every prompt with its answer; the
-  remote site keeps the prompts that it prefilled.
+- Each site has an LRU cache of prompts. The local (decode) site keeps every prompt with its answer; the remote site
+  keeps the prompts that it prefilled.
 
 Later requests never affect earlier ones, so each is settled on arrival.
 """
@@ -38,12 +34,11 @@ from kvabr_lab.route import BOTH, FETCH, LOCAL, REMOTE, CacheSize, Place
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """One site."""
+    """A prefill site."""
 
     cost: PrefillCost
     workers: int = 1
     cache_tokens: int = 2_000_000
-    """Tokens in its cache."""
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.cache_tokens < 0:
@@ -58,19 +53,18 @@ class WorldShape:
     remote: SiteShape
     cache: CacheSize
     trace: Trace
-    """The link from the remote to the local site, including headers."""
+    """From the remote to the local site, including headers."""
     rtt_s: float
     live: bool = True
     """Whether the remote site sends during the prefill."""
     both: bool = True
-    """Whether the local site can compute the beginning of a prompt meanwhile."""
+    """Whether the local site can compute the start of a prompt meanwhile."""
     pieces: int = 24
-    """Approximate number of pieces of a remote prefill; pieces shrink towards both ends, down to a group."""
+    """Approximate pieces of a remote prefill; they shrink towards both ends, down to a group."""
     scatter: float = 0.1
     """Standard deviation of the logarithm of a prefill's time over its forecast."""
     warm: tuple[tuple[int, int], ...] = ()
-    """Beginnings of prompts initially cached at both sites, within their capacity, in the form of `DayRequest.parts`,
-    most important first."""
+    """Prompt beginnings initially cached at both sites, as `DayRequest.parts`, most important first."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.rtt_s <= 60 and 0 <= self.scatter <= 3):
@@ -78,12 +72,12 @@ class WorldShape:
 
     @property
     def mean_rate(self) -> float:
-        """Mean payload rate of the link, bytes per second."""
+        """Mean payload rate, bytes/s."""
         return self.trace.mean_rate * PAYLOAD_SHARE
 
 
 class Choice(NamedTuple):
-    """Where a request goes."""
+    """A request's place."""
 
     place: Place
     front_tokens: int = 0
@@ -91,30 +85,24 @@ class Choice(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A part of a prompt's cache sent at once."""
-
     begin: int
     until: int
     ready: float
-    """When it is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DayOutcome:
-    """The outcome of one request."""
+    """A request's outcome."""
 
     choice: Choice
     ttft_s: float
     local_s: float
-    """Seconds of a local worker."""
     remote_s: float
-    """Seconds of a remote worker."""
     bytes: float
-    """Bytes over the link."""
 
     @property
     def place(self) -> Place:
-        """Where the request went."""
+        """The chosen place."""
         return self.choice.place
 
 
@@ -125,7 +113,6 @@ class SiteView:
     queue_s: float
     """Expected seconds until a worker is free."""
     cached_tokens: int
-    """Cached tokens of the prompt."""
 
 
 class World:
@@ -162,7 +149,7 @@ class World:
 
     @property
     def rtt_s(self) -> float:
-        """Round trip including processing, seconds."""
+        """Round trip including processing."""
         return self.shape.rtt_s + FIRST_BYTE_S
 
     def view(self, request: DayRequest, now: float) -> tuple[SiteView, SiteView]:
@@ -176,10 +163,7 @@ class World:
         return SiteView(queue_s, kept.match(request.parts, now + queue_s))
 
     def serve(self, request: DayRequest, choice: Choice, now: float) -> DayOutcome:
-        """Settle a request that arrives now and goes to a place.
-
-        Requests must arrive in order. `FETCH` without anything to fetch is `LOCAL`.
-        """
+        """Settle a request that arrives now, in order; `FETCH` without anything to fetch is `LOCAL`."""
         self.wire.forget(now)
         luck = self._luck(request)
         if choice.place in (REMOTE, BOTH):
@@ -190,17 +174,16 @@ class World:
         return made
 
     def _whole(self, kept: PrefixCache, request: DayRequest, when: float) -> int:
-        """Return the whole groups of a prompt cached at a site at a time, in tokens."""
         return self.shape.cache.whole_groups(kept.match(request.parts, when), request.tokens)
 
     def _luck(self, request: DayRequest) -> tuple[float, float]:
-        """Return the ratio of its actual prefill time to the forecast, locally and remotely."""
+        """Return its actual prefill times over the forecasts, locally and remotely."""
         scatter = self.shape.scatter
         return math.exp(scatter * request.luck[0]), math.exp(scatter * request.luck[1])
 
     def _local(self, request: DayRequest, luck: float, now: float, *, fetch: bool) -> DayOutcome:
         tokens = request.tokens
-        # Tokens of the previous request count, as they are in place when this one begins.
+        # Tokens of the previous request count: they are in place when this one begins.
         here = self._whole(self._kept_here, request, self._here.free(now))
         there = self._whole(self._kept_there, request, now) if fetch else 0
         ready, nbytes = now, 0.0
@@ -219,7 +202,6 @@ class World:
         cost, half_s = self.shape.remote.cost, self.rtt_s / 2
         free = self._there.free(now + half_s)
         there = self._whole(self._kept_there, request, free)
-        # Data already on its way is not sent twice.
         here = self._whole(self._kept_here, request, free)
         forecast_s = cost.seconds(there, tokens - there)
         begin = self._there.work(now + half_s, luck[1] * forecast_s, forecast_s, now)
@@ -232,7 +214,7 @@ class World:
             ready = known if at <= there else begin + luck[1] * cost.seconds(there, at - there)
             pieces.append(_Piece(at - n, at, ready if self.shape.live else end))
         if front > here:
-            # Pieces before the front are held back until the other site has computed everything.
+            # Hold back pieces before the front until the other site has computed everything.
             pieces = [one._replace(ready=max(one.ready, end)) if one.until <= front else one for one in pieces]
             made = self._meet(request, luck[0], now, choice, pieces)
         else:
@@ -245,14 +227,13 @@ class World:
     def _meet(
         self, request: DayRequest, luck: float, now: float, choice: Choice, pieces: Sequence[_Piece]
     ) -> DayOutcome:
-        """Compute from the front while pieces arrive in reverse order, until both meet."""
         tokens, cost = request.tokens, self.shape.local.cost
         before = self._whole(self._kept_here, request, now)
         forecast_s = cost.seconds(before, choice.front_tokens - before)
         begin, until = self._here.gap(now, luck * forecast_s)
         coming = deque(sorted(pieces, key=lambda piece: (piece.ready, piece.begin)))
         ready: list[_Piece] = []
-        # The engine computes missing pieces in order, and skips those in place.
+        # The engine computes missing pieces in order.
         missing = {one: luck * (cost.seconds(one.begin, one.until - one.begin) - cost.constant_s) for one in pieces}
         starts = begin + luck * max(cost.constant_s, cost.seconds(before, pieces[0].begin - before))
         left_s, step_s = sum(missing.values()), luck * cost.seconds(tokens - 1, 1)
@@ -285,7 +266,6 @@ class World:
         return DayOutcome(chosen, ends - now, local_s, 0.0, nbytes)
 
     def _known(self, tokens: int, front: int) -> list[int]:
-        """Return the lengths of the pieces cached at the other site, with a cut at the planned front."""
         if tokens <= 0 or front <= 0:
             return [tokens] if tokens > 0 else []
         group = self.shape.cache.group_tokens
@@ -297,7 +277,6 @@ class World:
         return found
 
     def _carry(self, pieces: list[_Piece], tokens: int) -> float:
-        """Carry and decode pieces of a prompt in order; return when the last one is in place."""
         decoded = sent = 0.0
         for piece in pieces:
             length = piece.until - piece.begin
@@ -310,10 +289,10 @@ class World:
         return tokens * size.per_token + (size.constant if last else 0.0)
 
     def _decoded(self, before: float, sent: float, tokens: int) -> float:
-        """Return when a piece sent at a time is decoded after the previous one."""
+        """Return the decode time of a piece sent at ``sent``, after the previous one."""
         size = self.shape.cache
         group = min(tokens, size.group_tokens)
-        # Pieces are decoded group by group on arrival, so one group is left at the end.
+        # Pieces are decoded group by group on arrival, so one group is left.
         return max(before + (tokens - group) * size.decode_s, sent + self.rtt_s / 2) + group * size.decode_s
 
 
@@ -353,14 +332,14 @@ class Day:
         return made
 
     def next(self) -> tuple[DayRequest, float] | None:
-        """Return the next request and its arrival; None at the end of the day."""
+        """Return the next request and its arrival time."""
         first = self._firsts[self._index] if self._index < len(self._firsts) else None
         if self._following and (first is None or self._following[0] < first):
             first = self._following[0]
         return None if first is None else (self._requests[first[1]], first[0])
 
     def serve(self, choice: Choice) -> DayOutcome:
-        """Send the next request to a place, and return its outcome."""
+        """Serve the next request at a place."""
         arriving = self.next()
         if arriving is None:
             raise UsageError("the day is over: there are no more requests")

@@ -1,7 +1,7 @@
 """Child processes of a live replay, and their processor time.
 
-A child ends with its pipe, so it never outlives its parent. It is spawned, not forked: a forked child would hold its
-siblings' pipes open, and they would not notice the parent's death.
+A child ends with its pipe, so it never outlives its parent. It is spawned: a forked child would hold its siblings'
+pipes open, and they would not notice the parent's death.
 """
 
 from __future__ import annotations
@@ -21,28 +21,22 @@ from kvabr.types.errors import TransportError
 
 _PATIENCE_S = 60.0
 _MAX_END_S = 2.0
-"""Maximum time for a child to end."""
 
 
 class Child:
     """A child process, as a context manager that ends it."""
 
     patience_s = _PATIENCE_S
-    """Maximum time to start, including imports, or to answer."""
+    """Longest time to start, including imports, or to answer."""
 
     def __init__(self, name: str, main: Callable[..., None], *arguments: object) -> None:
-        """Start a process that runs ``main(pipe, *arguments)``, and wait until it is ready.
+        """Start a process that runs the module-level ``main(pipe, *arguments)``, and wait until it is ready.
 
-        The process must send its ``greeting`` when it is ready, or a text with the reason why it cannot start, and must
-        end when its pipe does.
-
-        Args:
-            name: name for messages.
-            main: a module-level function.
-            arguments: sent to the process.
+        The process must send its ``greeting`` when it is ready, or the reason why it cannot start, and end with its
+        pipe.
 
         Raises:
-            TransportError: the process did not start.
+            TransportError: The process did not start.
         """
         self._name = name
         context = multiprocessing.get_context("spawn")
@@ -67,7 +61,7 @@ class Child:
         """Send a message.
 
         Raises:
-            TransportError: the process is gone.
+            TransportError: The process is gone.
         """
         try:
             self._pipe.send(message)
@@ -78,7 +72,7 @@ class Child:
         """Send a message and return the answer.
 
         Raises:
-            TransportError: the process is gone, or does not answer.
+            TransportError: The process is gone, or does not answer.
         """
         self.send(question)
         return self.answer()
@@ -123,17 +117,16 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Processor time of a process, in total or between two moments. Distinguishes a slow link from a busy machine."""
+    """Processor time of a process, in total or between two moments; distinguishes a slow link from a busy machine."""
 
     cpu_s: float
-    """Processor time of all threads, seconds."""
     waited_s: float
-    """Seconds that the main thread waited for a processor; 0 if not available."""
+    """Time that the main thread waited for a processor; 0 if unknown."""
     wall_s: float
 
     @classmethod
     def now(cls) -> Self:
-        """Return the usage of this process so far."""
+        """Return this process's usage so far."""
         return cls(time.process_time(), _waited(), time.monotonic())
 
     def since(self, before: Usage) -> Usage:
@@ -152,7 +145,6 @@ class Usage:
 
 
 def _waited() -> float:
-    """Return the seconds that this process waited for a processor: on Linux, the second of three numbers."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -9,16 +9,12 @@ from typing import Any
 from kvabr.replay.summary import percentile
 
 Run = Mapping[str, Any]
-"""One line of a replay report."""
 
 
 def comparison(live: Sequence[Run], simulated: Sequence[Run], sizes: Sequence[float]) -> dict[str, Any]:
-    """Return the ``live_comparison`` of a report: totals of all, network-limited, by family and by policy.
+    """Return a report's ``live_comparison``: totals of all, network-limited, by family and by policy.
 
-    Args:
-        live: runs, with their groups.
-        simulated: the same plays in the simulator, in the same order.
-        sizes: relative size of each group.
+    Both lists have the same plays in the same order; ``sizes``: relative size of each group.
     """
     plays = [_play(index, one, other, sizes) for index, (one, other) in enumerate(zip(live, simulated, strict=True))]
     return {

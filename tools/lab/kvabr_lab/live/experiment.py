@@ -1,7 +1,7 @@
 """One real play: dial through the link, play as `kvabr fetch` does, and record transport statistics.
 
-A decode node has an open connection and has looked up the prompt before it plays, so handshake, catalog and codec
-profile precede the start of clock and trace. With ``cold`` both start before the handshake.
+A decode node has connected and looked up the prompt before it plays, so handshake, catalog and codec profile precede
+the start of clock and trace, except with ``cold``.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ if TYPE_CHECKING:
 Quic = Literal["aioquic", "qh3"]
 
 _BUSY, _STARVED = 0.85, 0.3
-"""A process, not the network, was the limit if it ran or waited to run for more than the first share of the time, or
-waited for more than the second. Acknowledgements late by a time slice look like a queue to the sender."""
+"""A process, not the network, was the limit if it ran or waited for more than the first share of the time, or waited
+for more than the second: late acknowledgements look like a queue to the sender."""
 _WARM_ROUND_TRIPS = 4
-"""Round trips at the trace's mean rate that warm up a connection, until its window fills the link and its queue."""
+"""At the trace's mean rate, until the window fills the link and its queue."""
 _WARM_REQUESTS = 1000
-"""Maximum requests of a warm-up."""
 _DIAL_S = 15.0
-"""Time limit for handshake, catalog and warm-up before clock and trace start, seconds."""
+"""For handshake, catalog and warm-up before clock and trace start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +58,21 @@ class LiveOptions:
     """Options of live replays only."""
 
     quic: Quic = "aioquic"
-    """The QUIC library, at both ends."""
     loss: float = 0.0
-    """Share of the packets lost at random, in each direction."""
+    """Share of packets lost at random, in each direction."""
     queue_bytes: int | None = None
-    """Size of the bottleneck's queue; None: see `Conditions`."""
+    """Of the bottleneck; None: see `Conditions`."""
     cold: bool = False
     """Whether the deadline includes handshake and catalog."""
     warm: bool = False
     """Whether to open the congestion window before the play."""
     seed: int = 0
-    """Seed of the random losses."""
 
     def __post_init__(self) -> None:
         self.conditions(0.0, 0)  # raises on values out of range
 
     def conditions(self, rtt_s: float, play: int) -> Conditions:
-        """Return the link of one play; each play has other random losses."""
+        """Return the link of one play; each has other random losses."""
         return Conditions(rtt_s, self.loss, self.loss, self.queue_bytes, self.seed + play)
 
 
@@ -102,8 +99,8 @@ class LiveExperiment:
         """Play once.
 
         Raises:
-            TransportError: origin or shaper have died, or the origin cannot be reached through the link.
-            PolicyError: from the policy.
+            TransportError: Origin or shaper died, or the origin cannot be reached through the link.
+            PolicyError: From the policy.
         """
         experiment, options = self.experiment, self._options
         capacity, rtt_s, bound = experiment.prepare(trace, start_s)
@@ -148,7 +145,7 @@ class LiveExperiment:
         return outcome
 
     def _patience_s(self) -> float:
-        """Return the time limit for reaching the origin; after a cold start the trace applies, including outages."""
+        """Return the time limit for reaching the origin; a cold start includes the trace's outages."""
         options = self.experiment.options
         return options.config.give_up_after * options.deadline_s if self._options.cold else _DIAL_S
 
@@ -186,7 +183,6 @@ class LiveExperiment:
     def _transport(
         self, began: tuple[Usage, Usage], connection: Connection | None, held_up: dict[str, int]
     ) -> dict[str, Any]:
-        """Return the report's ``transport`` entry of a play."""
         stats = self._shaper.stats()
         origin, player = (now.since(before) for now, before in zip(self._usage(), began, strict=True))
         uses = {"origin": origin, "shaper": stats.usage, "player": player}
@@ -214,23 +210,23 @@ class LiveExperiment:
 
 
 class StandInEngine:
-    """An engine that takes the time of a prefill and returns zeros, for plays that only measure time."""
+    """Returns zeros after the time of a prefill, for plays that only measure time."""
 
     def __init__(self, spec: KVSpec, cost: PrefillCost, mode: EngineMode) -> None:
         self._spec, self._cost, self._mode = spec, cost, mode
 
     @property
     def spec(self) -> KVSpec:
-        """Spec of the played cache."""
+        """Of the played cache."""
         return self._spec
 
     @property
     def mode(self) -> EngineMode:
-        """Pretended mode of recomputation."""
+        """Pretended mode."""
         return self._mode
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
-        """Do as `prefill_classes`, for one layer class."""
+        """See `prefill_classes`; for one layer class."""
         _ = self._spec.only
         return self.prefill_classes(tokens, None if before is None else (before,))[0]
 

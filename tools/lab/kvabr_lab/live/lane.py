@@ -1,8 +1,7 @@
 """One direction of an emulated link: a drop-tail queue before a bottleneck, then a constant delay. No sockets or clock.
 
-A packet's size on the wire is its UDP payload plus `HEADER_BYTES` for UDP and IPv4, as in recorded traces of link
-capacity. A randomly lost packet still uses its share of the trace, as on a radio link. Packets may also be reordered
-and duplicated, as on paths with several routes.
+A packet's size on the wire is its UDP payload plus `HEADER_BYTES`, as in recorded traces of link capacity. A randomly
+lost packet still uses its share of the trace, as on a radio link.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ from kvabr.replay.trace import Trace
 from kvabr.types.errors import UsageError
 
 HEADER_BYTES = 28
-"""Bytes of UDP and IPv4 headers per packet."""
+"""UDP and IPv4."""
 _MAX_DETOUR_S = 0.02
-"""Maximum delay of a reordered packet or a duplicate, seconds."""
 
 
 class Lane:
-    """Decides when the packets of one direction arrive, and which are dropped."""
+    """Decide when the packets of one direction arrive, and which are dropped."""
 
     def __init__(self, dice: random.Random) -> None:
-        """Create a lane without delay, loss or limits; ``dice`` decides which packets are lost."""
+        """Create a lane without delay, loss or limits; ``dice`` decides losses."""
         self._dice = dice
         self._delay_s = self._loss = self._reorder = self._duplicate = 0.0
         self._limit: float = float("inf")
@@ -34,15 +32,12 @@ class Lane:
         self._began_s = self._free_s = self._last_s = 0.0
         self._queue: deque[tuple[float, int]] = deque()
         self.queued = 0
-        """Bytes waiting for the bottleneck at the last packet."""
         self.most_queued = 0
         self.carried = 0
         """Packets that passed; `carried_bytes` are their bytes on the wire."""
         self.carried_bytes = 0
         self.overflowed = 0
-        """Packets dropped by a full queue."""
         self.lost = 0
-        """Randomly lost packets."""
 
     def shape(self, *, delay_s: float, loss: float, limit_bytes: float) -> None:
         """Set delay (s), random loss (0 to 1) and the queue's limit (bytes) from the next packet on."""
@@ -53,11 +48,7 @@ class Lane:
         self._reorder, self._duplicate = reorder, duplicate
 
     def strays(self, due: float) -> tuple[float | None, float | None]:
-        """Return irregular arrivals of a packet that `admit` schedules for ``due``.
-
-        Returns:
-            Its arrival if it is reordered, else None; and the arrival of a duplicate, if there is one.
-        """
+        """Return the arrivals of a packet that `admit` schedules for ``due`` if it is reordered, and of a duplicate."""
         overtaken = second = None
         if self._reorder and self._dice.random() < self._reorder:
             overtaken = due + self._dice.uniform(0.0, _MAX_DETOUR_S)
@@ -66,7 +57,7 @@ class Lane:
         return overtaken, second
 
     def begin(self, capacity: Capacity | None, at_s: float) -> None:
-        """Start a bottleneck with time 0 at ``at_s``; None for no bottleneck. Clear the previous play's queue."""
+        """Start a bottleneck, if any, with time 0 at ``at_s``; clear the previous play's queue."""
         self._capacity, self._began_s, self._free_s, self._last_s = capacity, at_s, at_s, 0.0
         self._queue.clear()
         self.queued = 0
@@ -77,11 +68,7 @@ class Lane:
         self.carried = self.carried_bytes = self.overflowed = self.lost = 0
 
     def admit(self, now: float, payload: int, headers: int = HEADER_BYTES) -> float | None:
-        """Handle a packet of ``payload`` bytes of UDP, or of other ``headers``.
-
-        Returns:
-            Its arrival at the other end, never before an earlier packet; None if it is dropped.
-        """
+        """Return the arrival of a packet of ``payload`` bytes, never before an earlier packet; None if dropped."""
         size = payload + headers
         departs = now
         if self._capacity is not None:
@@ -110,7 +97,7 @@ PACKET_BYTES = 1228
 _LINE_RATE_SHARE = 0.05
 """Share of time in which a link exceeds its line rate; see `line_rate`."""
 MIN_QUEUE_BYTES = 64 * PACKET_BYTES
-"""Minimum default queue: several bursts of a pacer, 16 packets each, must fit."""
+"""Smallest default queue: several bursts of a pacer, 16 packets each, must fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +105,14 @@ class Conditions:
     """Delay, loss and buffer of a link."""
 
     rtt_s: float = 0.0
-    """Round trip of an empty link, seconds; half in each direction."""
+    """Of an empty link; half in each direction."""
     loss: float = 0.0
-    """Share of packets towards the player lost at random."""
+    """Share of packets to the player lost at random."""
     loss_up: float = 0.0
-    """Share of packets towards the origin lost at random."""
+    """Share of packets to the origin lost at random."""
     queue_bytes: int | None = None
-    """Maximum bytes queued at the bottleneck; None: one round trip at the `line_rate`, at least 64 packets."""
+    """Limit at the bottleneck; None: one round trip at the `line_rate`, at least 64 packets."""
     seed: int = 0
-    """Seed of the random losses."""
     reorder: float = 0.0
     """Share of packets, in each direction, overtaken by later ones."""
     duplicate: float = 0.0
@@ -142,16 +128,16 @@ class Conditions:
             raise UsageError(f"a queue of {self.queue_bytes} bytes; it must hold a packet of {PACKET_BYTES} at least")
 
     def limit_bytes(self, rate: float) -> int:
-        """Return the queue limit of a bottleneck with a line rate of ``rate`` bytes per second."""
+        """Return the queue limit of a bottleneck with a line rate of ``rate`` bytes/s."""
         if self.queue_bytes is not None:
             return self.queue_bytes
         return max(MIN_QUEUE_BYTES, int(self.rtt_s * rate))
 
 
 def line_rate(trace: Trace) -> float:
-    """Return the rate that a trace exceeds for one twentieth of its time, bytes per second.
+    """Return the rate that a trace exceeds for one twentieth of its time, bytes/s.
 
-    Real buffers are sized for the line rate, not for the mean under interference. With a queue of one round trip at the
+    Real buffers are sized for the line rate, not for the mean under interference: with a queue of one round trip at the
     mean rate, a trace with variation by the millisecond would drop packets in every burst.
     """
     left = _LINE_RATE_SHARE * trace.duration_s

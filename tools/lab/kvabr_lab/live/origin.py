@@ -1,7 +1,4 @@
-"""The origin of a live replay: the server of `kvabr serve` in its own process, for one asset.
-
-It has a development certificate with a fingerprint given to the player.
-"""
+"""The origin of a live replay: the server of `kvabr serve` in its own process, with a development certificate."""
 
 from __future__ import annotations
 
@@ -18,18 +15,15 @@ from kvabr_lab.live.child import Child, Usage
 
 
 class LiveOrigin(Child):
-    """Runs the origin's process. A context manager: leaving it ends the process."""
+    """Run the origin's process. A context manager."""
 
     def __init__(self, asset: str | os.PathLike[str], backend: Quic, *, follow: bool = False) -> None:
-        """Serve an asset on a free port of the loopback interface.
+        """Serve an asset, or a folder of assets, on a free port of the loopback interface.
 
-        Args:
-            asset: its location, a path or URL; or a folder of assets.
-            backend: the QUIC library, as for `kvabr serve --quic`.
-            follow: whether to detect new assets in that folder.
+        ``follow``: whether to detect new assets in that folder.
 
         Raises:
-            TransportError: the server cannot start; the message gives the reason.
+            TransportError: The server cannot start; the message gives the reason.
         """
         super().__init__("origin", _main, os.fspath(asset), backend, follow)
         self.address: tuple[str, int]
@@ -37,16 +31,16 @@ class LiveOrigin(Child):
         self.address, self.fingerprint = self.greeting
 
     def usage(self) -> Usage:
-        """Return the processor time of the process so far.
+        """Return the process's processor time so far.
 
         Raises:
-            TransportError: the process has died.
+            TransportError: The process has died.
         """
         answer: Usage = self.ask("usage")
         return answer
 
 
-def _main(pipe: Connection, asset: str, backend: Quic, follow: bool) -> None:  # runs in the process
+def _main(pipe: Connection, asset: str, backend: Quic, follow: bool) -> None:
     with contextlib.suppress(BrokenPipeError):
         try:
             asyncio.run(_serve(pipe, asset, backend, follow=follow))

@@ -1,4 +1,4 @@
-"""A whole live replay: traces x starts x policies, one play after the other, and the same plays in the simulator."""
+"""A whole live replay: traces x starts x policies, one play after the other, and the same plays simulated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvabr_lab.live.origin import LiveOrigin
 from kvabr_lab.live.shaper import Shaper
 
 _DECODES = 3
-"""Decodes of a group of each track for timing; the median counts."""
+"""Decodes of a group per track; the median counts."""
 
 
 async def replay_live(
@@ -37,21 +37,15 @@ async def replay_live(
     """Play everything over real connections through a shaped link, and simulate it as well.
 
     The report is that of `kvabr.replay.run.replay`. Its runs also have ``live`` and ``transport``, and its
-    ``live_comparison`` compares them with their simulated counterparts.
-
-    Args:
-        matrix: the plays; its catalog must be the asset's.
-        asset: the served asset.
-        options: the transport and the link.
-        on_progress: called with the number of plays finished since the last call.
+    ``live_comparison`` compares them with their simulated counterparts. The matrix must have the asset's catalog.
 
     Raises:
-        TransportError: a process of the replay died, or the origin cannot be reached.
-        PolicyError: from a policy.
+        TransportError: A process of the replay died, or the origin cannot be reached.
+        PolicyError: From a policy.
     """
     if matrix.catalog != asset.catalog:
         raise UsageError("the origin of a live replay serves the asset that is played: give its folder with --asset")
-    # Use this machine's decode times, not the publisher's: the comparison is about the link.
+    # Use this machine's decode times: the comparison is about the link.
     decode_scale = decode_speed(asset)
     # Real players aim to end slightly early, see `kvabr.client`; the simulated one must, too.
     careful = replace(matrix.options, guard_s=guard_s(matrix.options.deadline_s), decoders=decoder_threads())
@@ -90,7 +84,7 @@ def decode_speed(asset: Asset) -> float:
     """Return the ratio of decode times on this machine to those of the catalog; 1.0 if it has none.
 
     Raises:
-        AssetError, FormatError: a group of the asset is missing or damaged.
+        AssetError, FormatError: A group of the asset is missing or damaged.
     """
     catalog: Catalog = asset.catalog.to_play
     profile, largest = load_profile(asset), max(range(catalog.groups), key=catalog.share)

@@ -1,19 +1,14 @@
-"""An emulated link in user space: forwards UDP between loopback ports as a trace, a delay, a queue and losses allow.
+"""An emulated link in user space: forwards UDP between loopback ports with a trace, a delay, a queue and losses.
 
-`kvabr_lab.live.tun` does the same for whole IP packets.
+  player <-> [listening socket] shaper [one socket per player] <-> origin
 
-The shaper runs in a process of its own, so that it does not share an interpreter lock with the peers. Its parent talks
-to it over a pipe, and it ends with the pipe.
+The shaper runs in a process of its own, so that it does not share an interpreter lock with the peers. Packets to the
+player pass the bottleneck; packets to the origin only the delay. Sleep ends up to `_EARLY_S` early, since waking for
+every packet costs more precision than it gains.
 
-    player <-> [listening socket] shaper [one socket per player] <-> origin
-
-Packets to the player pass the bottleneck; packets to the origin only the delay. Packets are read in batches and wait in
-order for their time on the monotonic clock. Sleep ends up to `_EARLY_S` early, since waking for every packet would cost
-more precision than it gains.
-
-Measured by `kvabr_lab.gauge` on two shared cores: the rate is exact to 0.1 % up to 100
-Mbit/s, packets are 0.1 to 0.2 ms late (99 % within 0.6 ms, within 3 ms on a busy machine), and one process carries
-80,000 packets of 1,200 bytes per second (770 Mbit/s) with half a core.
+Measured by `kvabr_lab.gauge` on two shared cores: the rate is exact to 0.1 % up to 100 Mbit/s, packets are 0.1 to
+0.2 ms late (99 % within 0.6 ms, within 3 ms on a busy machine), and one process carries 80,000 packets of 1,200 bytes
+per second (770 Mbit/s) with half a core.
 """
 
 from __future__ import annotations
@@ -41,48 +36,44 @@ from kvabr_lab.live.lane import HEADER_BYTES, Conditions, Lane, line_rate
 Address = tuple[str, int]
 
 _EARLY_S = 100e-6
-"""Packets due within this time are sent with those due now, seconds."""
+"""Packets due within this time are sent at once."""
 _BATCH = 64
-"""Packets read from one socket in a row."""
 _SOCKET_BYTES = 4 << 20
-"""Size of the kernel's socket buffers: packets must not be lost while this process does not run."""
+"""Kernel socket buffers: no packet may be lost while this process does not run."""
 _PLAYERS = 256
-"""Maximum players; a new one replaces the longest silent one."""
+"""A further player replaces the longest silent one."""
 _MAX_HELD_BYTES = 64 << 20
-"""Maximum bytes in flight in one direction; more are dropped to bound memory."""
+"""Bytes in flight per direction; more are dropped to bound memory."""
 _LATE_STEP_S = 100e-6
 _LATE_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ShaperStats:
-    """Statistics of a shaper since the trace was last started."""
+    """Statistics since the trace was last started."""
 
     forwarded_down: int
-    """Packets forwarded to the player; `bytes_down` are their bytes on the wire."""
+    """Packets to the player; `bytes_down` are their bytes on the wire."""
     bytes_down: int
     forwarded_up: int
     bytes_up: int
     overflowed: int
-    """Packets dropped by the full queue of the bottleneck."""
     lost_down: int
-    """Randomly lost packets."""
     lost_up: int
     missed: int | None
-    """Packets dropped by the kernel because the shaper did not read in time; None if unknown."""
+    """Packets dropped by the kernel because the shaper read too late; None if unknown."""
     most_queued_bytes: int
     late_p50_s: float
-    """99th percentile of how late packets were sent, seconds."""
+    """Median and 99th percentile of packets' lateness."""
     late_p99_s: float
     usage: Usage
-    """Processor time of the shaper's process."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
     conditions: Conditions
     start_s: float | None
-    """Start in the loaded trace, seconds; None: no bottleneck."""
+    """Start in the loaded trace; None: no bottleneck."""
     at_s: float
     """Start on the monotonic clock, which all processes share."""
 
@@ -90,21 +81,20 @@ class _Begin:
 @dataclass(frozen=True, slots=True)
 class _Rebind:
     origin: Address | None
-    """New destination of packets; None: unchanged."""
+    """New destination; None: unchanged."""
 
 
 class Shaper(Child):
-    """Runs the shaper's process. A context manager: leaving it ends the process."""
+    """Run the shaper's process. A context manager."""
 
     def __init__(self, origin: Address, conditions: Conditions | None = None, *, host: str = "127.0.0.1") -> None:
-        """Start a link to ``origin`` with delay and losses, and without a bottleneck until `begin`.
+        """Start a link to ``origin`` with delay and losses, without a bottleneck until `begin`.
 
         Raises:
-            TransportError: the process did not start, or got no sockets.
+            TransportError: The process did not start, or got no sockets.
         """
         super().__init__("link shaper", _main, origin, host, conditions or Conditions())
         self.address: Address = self.greeting
-        """Address that players connect to."""
         self._trace: Trace | None = None
 
     def open(self, conditions: Conditions) -> None:
@@ -112,26 +102,20 @@ class Shaper(Child):
         self.send(_Begin(conditions, None, time.monotonic()))
 
     def load(self, trace: Trace) -> None:
-        """Send a trace in advance, so that `begin` with the same trace takes no time."""
+        """Send a trace in advance, so that its `begin` takes no time."""
         if trace is not self._trace:
             self.send(trace)
             self._trace = trace
 
     def begin(self, trace: Trace, start_s: float, conditions: Conditions, *, at_s: float | None = None) -> None:
-        """Start the trace ``start_s`` seconds into it, at the time ``at_s`` of `time.monotonic` (None: now).
-
-        The queue is emptied, and the statistics are reset.
-        """
+        """Start the trace at ``start_s`` in it, at ``at_s`` of `time.monotonic` (None: now), with an empty queue."""
         self.load(trace)
         self.send(_Begin(conditions, start_s, time.monotonic() if at_s is None else at_s))
 
     def rebind(self, origin: Address | None = None) -> None:
-        """Send packets to the origin from new ports, as after a NAT has dropped its mappings.
+        """Send packets to the origin from new ports, as after a NAT has dropped its mappings; old ports lose packets.
 
-        Packets to the old ports are lost.
-
-        Args:
-            origin: new address to send to, as after a change of route; None: the same.
+        A new ``origin`` is a change of route.
         """
         self.send(_Rebind(origin))
 
@@ -139,9 +123,6 @@ class Shaper(Child):
         """Return the statistics since `begin`."""
         answer: ShaperStats = self.ask("stats")
         return answer
-
-
-# ------------------------------------------------------------------------------------------- the process
 
 
 def _main(pipe: Connection, origin: Address, host: str, conditions: Conditions) -> None:
@@ -160,7 +141,7 @@ class Port(Protocol):
     """A source and destination of packets: a socket, or a device."""
 
     def fileno(self) -> int:
-        """Return its file descriptor."""
+        """Return the file descriptor."""
 
     def send(self, data: bytes, /) -> int:
         """Send a packet."""
@@ -172,9 +153,7 @@ class Way:
 
     lane: Lane
     held: deque[tuple[float, Port, Address | None, bytes]] = field(default_factory=deque)
-    """In order."""
     strays: list[tuple[float, int, Port, Address | None, bytes]] = field(default_factory=list)
-    """Heap of packets that arrive out of order."""
     held_bytes: int = 0
     unruly: bool = False
     """Whether packets may arrive out of order, or twice."""
@@ -187,7 +166,7 @@ class Way:
         self.held_bytes += len(data)
 
     def due(self) -> float | None:
-        """Return when the next packet arrives; None if none is in flight."""
+        """Return the arrival time of the next packet in flight."""
         first = self.held[0][0] if self.held else None
         if self.strays and (first is None or self.strays[0][0] < first):
             return self.strays[0][0]
@@ -195,14 +174,14 @@ class Way:
 
 
 class Forwarder(ABC):
-    """Loop of the child process, which delays packets in two directions."""
+    """Loop of the child process; delays packets in both directions."""
 
     def __init__(self, conditions: Conditions) -> None:
         """Begin without a bottleneck."""
         self.down = Way(Lane(random.Random(f"down:{conditions.seed}")))  # noqa: S311  # losses, not secrets
         self.up = Way(Lane(random.Random(f"up:{conditions.seed}")))  # noqa: S311
         self._trace: tuple[Trace, list[float], float] | None = None
-        """The last loaded trace, its running sums, and its line rate."""
+        """Last loaded trace, its running sums, its line rate."""
         self._begin(_Begin(conditions, None, time.monotonic()))
 
     @abstractmethod
@@ -242,7 +221,7 @@ class Forwarder(ABC):
 
     @staticmethod
     def hold(way: Way, now: float, to: Port, address: Address | None, data: bytes, headers: int = HEADER_BYTES) -> None:
-        """Delay or drop a packet, with ``headers`` bytes in addition to ``data`` on the wire."""
+        """Delay or drop a packet with ``headers`` bytes in addition to ``data``."""
         if way.held_bytes > _MAX_HELD_BYTES:
             way.lane.overflowed += 1
             return
@@ -264,7 +243,7 @@ class Forwarder(ABC):
         while held and held[0][0] <= limit:
             due, to, address, data = held.popleft()
             way.held_bytes -= len(data)
-            with contextlib.suppress(OSError):  # a full buffer or a dead peer: a lost packet, as on any link
+            with contextlib.suppress(OSError):  # a full buffer or a dead peer: a lost packet
                 _send(to, address, data)
             late[min(max(0, int((now - due) / _LATE_STEP_S)), _LATE_STEPS - 1)] += 1
         while way.strays and way.strays[0][0] <= limit:
@@ -339,8 +318,6 @@ class Forwarder(ABC):
 
 
 class _SocketForwarder(Forwarder):
-    """Reads UDP from a socket for players, and from one per player towards the origin."""
-
     def __init__(self, origin: Address, host: str, conditions: Conditions) -> None:
         self._origin = origin
         self.listener = _socket()
@@ -350,18 +327,15 @@ class _SocketForwarder(Forwarder):
         super().__init__(conditions)
 
     def ports(self) -> Iterable[Port]:
-        """See `Forwarder.ports`."""
         return (self.listener, *self._player)
 
     def read(self, port: Port, now: float) -> None:
-        """See `Forwarder.read`."""
         if port is self.listener:
             self._read_players(now)
         elif isinstance(port, socket.socket):
             self._read_origin(port, now)
 
     def rebind(self, origin: Address | None) -> None:
-        """See `Forwarder.rebind`."""
         self._origin = origin or self._origin
         for upstream in self._player:
             upstream.close()  # packets in flight from it are lost
@@ -402,7 +376,6 @@ class _SocketForwarder(Forwarder):
         return upstream
 
     def kernel_drops(self) -> int | None:
-        """See `Forwarder.kernel_drops`."""
         inodes = {str(Path(f"/proc/self/fd/{sock.fileno()}")) for sock in (self.listener, *self._player)}
         try:
             wanted = {str(Path(path).readlink()).removeprefix("socket:[").removesuffix("]") for path in inodes}

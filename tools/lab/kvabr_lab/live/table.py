@@ -17,11 +17,7 @@ _LIVE_TITLES = (
 
 
 def live_table(result: Result) -> RenderableType:
-    """Return the simulator's errors relative to the live TTFT: in total, by trace family and by policy.
-
-    Args:
-        result: JSON of `kvabr replay --live --json`.
-    """
+    """Return the simulator's errors relative to the live TTFT: in total, by trace family and by policy."""
     compared: dict[str, Any] = result["live_comparison"]
     table = plain_table()
     table.spare = ("regret\nlive", "\nsimulated", "\np90", "\nbias", "same\ntrack")

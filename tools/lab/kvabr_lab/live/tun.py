@@ -1,14 +1,12 @@
 """An emulated link for whole IP packets: the kernel's own TCP and UDP through one bottleneck, on one machine.
 
-The shaper's queue, rate, delay and losses are applied to a TUN device instead of sockets. Packets to `FAR` leave
-through the device; the shaper's process rewrites their addresses to those of the other end and returns them to the
-kernel, as if from another machine. Player and origin thus need no network namespaces:
+The shaper uses a TUN device instead of sockets, without network namespaces. Packets to `FAR` leave through the device;
+the shaper's process rewrites their addresses to those of the other end and returns them to the kernel:
 
-    player 198.18.0.1, to 198.18.0.4 (`FAR`) | device, shaper, device | from 198.19.0.2, to 198.19.0.1 (`NEAR`) origin
+  player 198.18.0.1, to 198.18.0.4 (`FAR`) | device, shaper, device | from 198.19.0.2, to 198.19.0.1 (`NEAR`) origin
 
-Both pairs of addresses have the same sum, so checksums stay valid. They are in the benchmark range (RFC 2544), of which
-this process uses two small networks while it runs. Requires Linux, iproute2 and the right to administer the network
-(CAP_NET_ADMIN, as for root).
+Both pairs of addresses have the same sum, so checksums stay valid. They are two small networks of the benchmark range
+(RFC 2544). Requires Linux, iproute2 and the right to administer the network (CAP_NET_ADMIN, as for root).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Address, Forwarder, Port, Shaper
 
 NEAR, FAR = "198.19.0.1", "198.18.0.4"
-"""Address of an origin, and the address at which players reach it."""
+"""An origin's address, and the address at which players reach it."""
 _PLAYER, _FAR_PLAYER = "198.18.0.1", "198.19.0.2"
 """A player's address, and its address as seen by an origin."""
 MTU = 1500
@@ -36,7 +34,6 @@ _DEVICE = "/dev/net/tun"
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 _BATCH = 64
 _ADDRESSES = slice(12, 20)
-"""Position of source and destination in an IPv4 packet."""
 
 
 class Device:
@@ -46,7 +43,7 @@ class Device:
         """Create it.
 
         Raises:
-            OSError: the device is not available, the right to create one is missing, or another link is running.
+            OSError: The device or the right to create one is missing, or another link is running.
         """
         if _is_here(NEAR):
             raise OSError(f"{NEAR} is taken: another link runs")
@@ -65,7 +62,7 @@ class Device:
             raise
 
     def fileno(self) -> int:
-        """Return its file descriptor."""
+        """Return the file descriptor."""
         return self._file
 
     def read(self) -> bytes:
@@ -97,16 +94,13 @@ def _ip(*command: str) -> None:
 
 
 class TunShaper(Shaper):
-    """Runs the process of a link for IP packets; an origin at `NEAR` is reached at `FAR`.
-
-    As `Shaper`, but without rebinding.
-    """
+    """Runs the process of a link for IP packets; `FAR` reaches an origin at `NEAR`. It cannot be rebound."""
 
     def __init__(self, conditions: Conditions | None = None) -> None:
         """Create the device, and a link without a bottleneck.
 
         Raises:
-            TransportError: it cannot be created; the message gives the reason.
+            TransportError: It cannot be created; the message gives the reason.
         """
         Child.__init__(self, "link shaper", _main, conditions or Conditions())
         self.address, self._trace = self.greeting, None
@@ -125,21 +119,16 @@ def _main(pipe: Connection, conditions: Conditions) -> None:
 
 
 class _PacketForwarder(Forwarder):
-    """Forwards packets from the device back to the device, with the addresses of the other end."""
-
     def __init__(self, device: Device, conditions: Conditions) -> None:
         self._device = device
         super().__init__(conditions)
         player, far, far_player, near = map(socket.inet_aton, (_PLAYER, FAR, _FAR_PLAYER, NEAR))
         self._ways = {player + far: (self.up, far_player + near), near + far_player: (self.down, far + player)}
-        """Direction and rewritten addresses of a packet, by its addresses."""
 
     def ports(self) -> Iterable[Port]:
-        """See `Forwarder.ports`."""
         return (self._device,)
 
     def read(self, port: Port, now: float) -> None:
-        """See `Forwarder.read`."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(_BATCH):
                 packet = self._device.read()
@@ -152,5 +141,4 @@ class _PacketForwarder(Forwarder):
         """See `Forwarder.rebind`; there are no ports of ours to change."""
 
     def kernel_drops(self) -> int | None:
-        """See `Forwarder.kernel_drops`."""
         return None

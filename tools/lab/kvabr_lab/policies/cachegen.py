@@ -37,7 +37,7 @@ class CacheGen(FrontToBack):
 class CacheGenOracle(FrontToBack):
     """The rule of the released code: every chunk has an equal share of the deadline, without carry-over.
 
-    Its bandwidth is read from the trace in advance, which makes it an oracle.
+    It reads its bandwidth from the trace in advance.
     """
 
     name: ClassVar[str] = "cachegen-oracle"

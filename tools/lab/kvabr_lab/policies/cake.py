@@ -10,7 +10,6 @@ from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 
 _FLYING = 2
-"""Minimum number of requests in flight."""
 _AHEAD_TTFB, _AHEAD_SHARE = 1.5, 0.02
 """Target of bytes in flight: this many times the time to first byte, plus this share of the deadline."""
 
@@ -31,12 +30,7 @@ class Cake(Policy):
     parameters: ClassVar[Mapping[str, Parameter]] = {"loss": Parameter(1e-6, 0.3, 0.01, log=True)}
 
     def __init__(self, track: str = "", *, loss: float = 0.01) -> None:
-        """Set the track.
-
-        Args:
-            track: its name, as in ``cake:FP8``; if empty,
-            loss: the cheapest track with at most this loss, nats per generated token, or else the best.
-        """
+        """Set the track (``cake:FP8``); default: the cheapest with at most ``loss`` nats per token, or the best."""
         self._track, self._loss = track, loss
 
     def start(self, view: View) -> None:

@@ -1,13 +1,12 @@
 """The plan of ``oracle``: the lowest objective found with knowledge of the whole link.
 
 Every group has one option of the `Frontier`, or is computed by the engine. Each of many prices of a byte and of a
-second of decoding gives a plan: the cheapest option of every group. The end of a plan follows from the link's capacity
-and the decoders' queue, with requests in the order of Johnson's rule for two machines in a row. The best plan is
-improved until no change of a single group helps.
+second of decoding gives a plan: every group's cheapest option. A plan's end follows from the link's capacity and the
+decoders' queue, in the order of Johnson's rule for two machines in a row. The best plan is improved until no change of
+a single group helps.
 
-The model ignores early decoding of layers on slow links, and the losses that computed groups inherit. Therefore plans
-with some spare time for decoding, and with an engine those of each kind, are played in the simulator, and the best
-wins.
+The model ignores early decoding of layers on slow links, and the losses that computed groups inherit. The simulator
+therefore plays several plans, with spare time for decoding and each kind of engine use.
 """
 
 from __future__ import annotations
@@ -25,25 +24,24 @@ from kvabr.replay.link import Capacity
 from kvabr.types.cost import MISS_PENALTY
 
 Picks = npt.NDArray[np.intp]
-"""Option index of each group: [plan, group], or [group] for one plan."""
+"""Options by [plan, group], or [group]."""
 
 _BYTE_PRICES, _DECODE_STRIDE = 48, 64
-"""Number of byte prices, and stride over the frontier's decode prices."""
+"""Byte prices, and stride over the frontier's decode prices."""
 _COARSE_STRIDE = 3
 """Stride over these prices when comparing divisions between network and engine."""
 _MAX_DIVISIONS = 33
-"""Maximum number of divisions tried."""
 _MAX_EXHAUSTIVE = 4096
-"""Maximum number of plans for an exhaustive comparison."""
+"""Most plans to compare exhaustively."""
 _MAX_MOVES, _MAX_ROUNDS = 1024, 64
-"""Maximum changes per improvement round, and maximum rounds. With more changes, one group is too small to matter."""
+"""Changes per improvement round, and rounds. With more changes, one group is too small to matter."""
 _SPARES = (0.0, 1.0, 3.0)
-"""Spare time of plans before the deadline, in decodings of the slowest kind."""
+"""Spare time before the deadline, in decodings of the slowest kind."""
 _HORIZON_DEADLINES = 10.0
 """Deadlines after which the link is not needed."""
 _NOTHING = range(0)
 _NEVER_S = 1e9
-"""Arrival time of later bytes in seconds, plus a second for each."""
+"""Arrival of later bytes, plus a second for each."""
 
 
 class Foresight:
@@ -60,11 +58,11 @@ class Foresight:
         """Prepare for one play.
 
         Args:
-            view: the play, before it begins.
-            frontier: the options of its catalog.
-            capacity: the link; its time begins with the play.
-            first_byte_s: seconds until the first byte of a request.
-            tried: returns the objective of a plan in a simulated play.
+            view: The play, before it begins.
+            frontier: Its catalog's options.
+            capacity: The link from the play's beginning.
+            first_byte_s: Time to the first byte of a request.
+            tried: Returns a plan's objective in a simulated play.
         """
         self.view, self.frontier, self._tried = view, frontier, tried
         self.names = [track.name for track in view.catalog.tracks]
@@ -76,7 +74,7 @@ class Foresight:
         self._rate = max(1.0, float(carried[-1] / self._times[-1]))
         steps = view.ladder.layered_steps
         worths = np.geomspace(2.0 * steps[0].worth, 0.5 * steps[-1].worth, _BYTE_PRICES) if steps else np.zeros(0)
-        # The first price selects the cheapest cache, used if nothing else arrives in time.
+        # The first price selects the cheapest cache, in case that nothing else arrives in time.
         self.byte_prices: Array = np.concatenate([1e6 * worths[:1] + 1.0, worths, [0.0]])
         second = view.time_price / view.decoders
         self.decode_prices: Array = np.unique([*frontier.prices[::_DECODE_STRIDE], second / 4, second / 2, second])
@@ -97,16 +95,13 @@ class Foresight:
                 plan, ends_s = division.best(deadline_s - spare * spare_s)
                 plans[plan] = None
                 if ends_s <= deadline_s - _SPARES[-1] * spare_s:
-                    break  # time is sufficient without sparing
+                    break  # time suffices without sparing
         return min(plans, key=self._tried) if len(plans) > 1 else next(iter(plans))
 
     def schedule(self, sizes: Array, decodes: Array, before: float = 0.0) -> tuple[Picks, Array]:
         """Return the request order of several plans, and when each plan is decoded, in seconds.
 
-        Args:
-            sizes: bytes, [plan, request].
-            decodes: seconds of decoding, [plan, request].
-            before: bytes requested earlier.
+        ``sizes`` (bytes) and ``decodes`` (seconds) are [plan, request]; ``before`` is bytes requested earlier.
         """
         decoders = self.view.decoders
         link, work = sizes / self._rate, decodes / decoders
@@ -120,7 +115,7 @@ class Foresight:
         return order, ends
 
     def _divisions(self) -> Iterator[_Division]:
-        """Yield the divisions of the groups between network and engine, starting with network only."""
+        """Yield divisions of the groups between network and engine, network only first."""
         view, cost = self.view, self.view.cost
         yield _Division(self, range(view.groups))
         if cost is None:
@@ -141,33 +136,25 @@ class Foresight:
                 yield _Division(self, range(cut), range(cut, view.groups), engine_s, kind)
 
     def tables(self, groups: range) -> tuple[Array, Array, Array]:
-        """Return bytes, decode seconds and loss of some groups' options, each as [group, option]."""
+        """Return bytes, decode seconds and loss of the groups' options, each as [group, option]."""
         rows, frontier = slice(groups.start, groups.stop), self.frontier
         return frontier.sizes[rows], frontier.decodes[rows], frontier.losses[rows]
 
 
 class _Division:
-    """One division of the groups between network and engine, and its plans."""
-
     def __init__(
         self, known: Foresight, groups: range, engine: range = _NOTHING, engine_s: float = 0.0, kind: str = "alone"
     ) -> None:
         """Prepare the options.
 
-        Args:
-            known: link and decoders.
-            groups: groups to fetch.
-            engine: groups to compute.
-            engine_s: time of the computation, seconds.
-            kind: ``alone`` without an engine; ``beside``: engine and network in parallel; ``behind the base``: computed
-                after the base of every group, before better tracks; or ``behind all``.
+        ``kind`` is ``alone`` without an engine; ``beside``: engine and network in parallel; ``behind the base``: the
+        engine starts after the base of every group, before better tracks; or ``behind all``.
         """
         self.kind, self._known, self._groups = kind, known, groups
         self._engine, self._engine_s = engine, engine_s
         self._sizes, self._decodes, self._losses = known.tables(groups)
         self._begins_s, self._before = 0.0, 0.0
         self._base: list[int] = []
-        """Groups in the order of their bases, if bases are fetched first; otherwise empty."""
         if kind == "behind the base":
             cheapest, stacks = known.view.ladder.cheapest, known.view.ladder.stacks
             base = known.names.index(cheapest)
@@ -179,7 +166,6 @@ class _Division:
             self._decodes[:, base] = 0.0
 
     def priced(self, byte_prices: Array, decode_prices: Array) -> Picks:
-        """Return the cheapest options at all these prices."""
         found = [
             (self._losses + price * self._decodes + byte_prices[:, None, None] * self._sizes).argmin(axis=2)
             for price in decode_prices
@@ -187,7 +173,7 @@ class _Division:
         return np.concatenate(found)
 
     def values(self, picks: Picks, deadline_s: float) -> Array:
-        """Return the objective of several plans; those ending after ``deadline_s`` count as missed."""
+        """Return the objective of several plans; an end after ``deadline_s`` counts as missed."""
         view, ends = self._known.view, self._ends(picks)
         missed = MISS_PENALTY + np.maximum(0.0, ends - view.deadline_s) / view.deadline_s
         engine = view.gpu_price * self._engine_s if math.isfinite(view.gpu_price) else 0.0
@@ -196,7 +182,6 @@ class _Division:
         return values
 
     def _ends(self, picks: Picks) -> Array:
-        """Return the ends of several plans, in seconds."""
         ends: Array = np.zeros(len(picks))
         if picks.shape[1]:
             rows = np.arange(picks.shape[1])
@@ -206,7 +191,6 @@ class _Division:
         return later
 
     def best(self, deadline_s: float) -> tuple[PlannedPlay, float]:
-        """Return the best plan that ends by ``deadline_s``, if any, and its end."""
         groups, options = self._sizes.shape
         if options**groups <= _MAX_EXHAUSTIVE:
             picks = np.array([*product(range(options), repeat=groups)], dtype=np.intp).reshape(options**groups, groups)
@@ -239,7 +223,7 @@ class _Division:
         return np.concatenate([near, *(self._way(*pair) for pair in pairwise(near))])
 
     def _way(self, start: Picks, end: Picks) -> Picks:
-        """Return the plans on the way between two plans, changing one group at a time, most saving per byte first."""
+        """Return the plans between two plans, changing one group at a time, most saving per byte first."""
         groups = np.nonzero(start != end)[0]
         more, saved = (
             sign * (table[groups, end[groups]] - table[groups, start[groups]])

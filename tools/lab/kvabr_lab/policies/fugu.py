@@ -1,10 +1,10 @@
 """``fugu``: model predictive control on a distribution of transfer times (Yan et al., NSDI 2020: Puffer's Fugu).
 
-For each possible size of the next chunks, Fugu predicts the distribution of transfer times, and plans five chunks ahead
-for the best expected quality minus a price on expected stalls, by value iteration over the buffer. Its predictor is a
-neural network trained daily on the whole service. Here, the seconds per byte of the play's last transfers are equally
-likely, plus one slower transfer that was never observed. The buffer is the planned groups' share of the remaining time,
-minus the median time of transfers in flight; exceeding it is the stall. Switching has no price.
+Fugu predicts the distribution of transfer times for each size of the next chunks, and plans five chunks ahead for the
+best expected quality minus a price on expected stalls, by value iteration over the buffer. Its predictor is a neural
+network trained daily on the whole service. Here, the seconds per byte of the last transfers are equally likely, plus
+one slower transfer that was never observed. The buffer is the planned groups' share of the remaining time, minus the
+median time of transfers in flight; exceeding it is the stall. Switching has no price.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from kvabr.abr.policy import Decision, FrontToBack, Parameter
 from kvabr.abr.view import View
 
 _HORIZON = 5
-"""Number of groups planned ahead."""
 _CELLS = 32
-"""Number of time points of the plan's values, evenly spaced up to twice the available time."""
+"""Time points of the plan's values, evenly spaced up to twice the available time."""
 
 
 class Fugu(FrontToBack):
@@ -38,9 +37,9 @@ class Fugu(FrontToBack):
         """Set the memory and the prices.
 
         Args:
-            history: number of transfers that make the distribution.
-            stall: price of lateness, nats per token and deadline of time.
-            tail: slowdown of the unseen transfer relative to the slowest seen.
+            history: Transfers in the distribution.
+            stall: Price of lateness, nats per token and deadline of time.
+            tail: Slowdown of the unobserved transfer relative to the slowest one.
         """
         self._stall, self._tail = stall, tail
         self._costs: deque[float] = deque(maxlen=round(history))
@@ -48,11 +47,8 @@ class Fugu(FrontToBack):
     def start(self, view: View) -> None:
         """Forget all transfers."""
         self._asked: dict[int, tuple[int, float]] = {}
-        """Bytes and request time of each group in flight."""
         self._read = 0
-        """Number of entries read from `View.changes`."""
         self._heard_s = view.now
-        """End of the last transfer."""
 
     def choose(self, view: View, group: int) -> Decision:
         """Choose the first track of the plan."""
@@ -65,7 +61,6 @@ class Fugu(FrontToBack):
         return Decision.fetch(group, track, reason)
 
     def _watch(self, view: View) -> None:
-        """Record the transfers that have ended since the last decision."""
         changed = dict.fromkeys(view.changes[self._read :])
         self._read = len(view.changes)
         ended = [group for group in changed if group in self._asked and group not in view.in_flight.groups]
@@ -81,7 +76,6 @@ class Fugu(FrontToBack):
         self._heard_s = view.now
 
     def _plan(self, view: View) -> tuple[str, str]:
-        """Return the track of the first missing group, and the reason."""
         import numpy as np  # noqa: PLC0415  # only this policy needs it, and it loads slowly
 
         tracks = view.ladder.tracks

@@ -1,7 +1,7 @@
 """``budget`` and ``robustmpc``: spend the link's remaining capacity where it saves most loss.
 
-Every missing group starts on the cheapest track. Steps up are taken in order of loss saved per byte until the budget is
-spent. On each group's convex hull this greedy order is within one step of the optimum of the multiple-choice knapsack.
+Every missing group starts on the cheapest track; steps up are taken by loss saved per byte until the budget is spent.
+On each group's convex hull this greedy order is within one step of the optimum of the multiple-choice knapsack.
 `robustmpc` is RobustMPC on the deadline (Yin et al., SIGCOMM 2015), as `kvabr.abr.policies.mpc`, with layers.
 """
 
@@ -17,7 +17,7 @@ from kvabr.abr.view import View
 
 
 class Budget(FrontToBack):
-    """Spends the lower bound of the rate over all missing groups; no upgrades."""
+    """Spend the lower bound of the rate over all missing groups; no upgrades."""
 
     name: ClassVar[str] = "budget"
 
@@ -25,9 +25,8 @@ class Budget(FrontToBack):
         """Begin without a plan."""
         del view
         self._planned: dict[int, str] = {}
-        """Last planned track of every missing group."""
         self._planned_for = 0
-        """Number of further decisions for which the plan holds, see `View.keeps`."""
+        """Further decisions for which the plan holds, see `View.keeps`."""
 
     def choose(self, view: View, group: int) -> Decision:
         """Choose the group's track in the knapsack."""
@@ -43,11 +42,11 @@ class Budget(FrontToBack):
 
 
 class RobustMpc(Policy):
-    """As mpc, but a plan may give a group a base and further layers, requested one after another.
+    """As mpc, but a plan may give a group a base and further layers.
 
-    The options are the lower convex hull of all tracks. The base of a group is requested at once and each enhancement
-    as soon as the layer below is in place, unless it would no longer arrive at the bound. Once every group has its
-    planned layers, the reserve of the bound is spent on further layers, most loss saved per byte first.
+    The options are the lower convex hull of all tracks. A base is requested at once, and each enhancement when the
+    layer below is in place, if it would still arrive at the bound. Once every group has its planned layers, the reserve
+    of the bound is spent on further layers, most loss saved per byte first.
     """
 
     name: ClassVar[str] = "robustmpc"
@@ -61,14 +60,14 @@ class RobustMpc(Policy):
         """Sort the steps by group."""
         self._steps = _by_group(view.ladder.layered_steps)
         self._owed: dict[int, tuple[int, tuple[str, ...]]] = {}
-        """Planned layers of each group not yet requested, lowest first, and the number of that plan."""
+        """Each group's plan number, and planned layers not yet requested, lowest first."""
         self._owed_bytes = self._plans = self._heard = 0
         self._ready: list[tuple[int, int]] = []
         """Heap of plans and groups that have settled since."""
         self._ranked: list[tuple[float, int, int, str]] = []
-        """Available layers: saving per byte, order, group and layer; the best last."""
+        """Available layers: saving per byte, order, group and layer; best last."""
         self._ranked_for = 0
-        """Number of further decisions for which they hold, see `View.keeps`."""
+        """Further decisions for which they hold, see `View.keeps`."""
 
     def decide(self, view: View) -> Decision:
         """Request layers that are due, then the next group, then further layers."""
@@ -88,7 +87,7 @@ class RobustMpc(Policy):
         )
 
     def _due(self, view: View, budget: float) -> Decision | None:
-        """Request the next planned layer of a settled group, if the missing groups leave room for it."""
+        """Request the next planned layer of a settled group, if the missing groups leave capacity for it."""
         for group in view.settled.history[self._heard :]:
             if group in self._owed:
                 heappush(self._ready, (self._owed[group][0], group))
@@ -108,7 +107,6 @@ class RobustMpc(Policy):
         return None
 
     def _owe(self, view: View, group: int, layers: tuple[str, ...]) -> None:
-        """Plan layers of a group, instead of those planned before."""
         _, before = self._owed.pop(group, (0, ()))
         self._owed_bytes += sum(view.bytes(group, layer) for layer in layers)
         self._owed_bytes -= sum(view.bytes(group, layer) for layer in before)
@@ -129,7 +127,6 @@ class RobustMpc(Policy):
         return Decision.wait("no further layer would arrive at the bound")
 
     def _rank(self, view: View) -> None:
-        """Work out what every further layer saves per byte."""
         self._ranked, self._ranked_for = [], view.keeps
         for order, group in enumerate(view.settled):
             current = view.track_of[group] or ""
@@ -148,5 +145,4 @@ def _by_group(steps: Iterable[LadderStep]) -> dict[int, list[LadderStep]]:
 
 
 def _steps_of(steps: Mapping[int, list[LadderStep]], groups: Iterable[int]) -> list[LadderStep]:
-    """Return the steps of a few groups, most loss saved per byte first."""
     return sorted((step for group in groups for step in steps.get(group, ())), key=lambda step: -step.worth)

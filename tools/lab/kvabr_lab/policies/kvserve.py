@@ -10,18 +10,17 @@ from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 
 _CANDIDATES = 3
-"""Number of profiles compared by latency: those of the highest ratio."""
+"""Profiles of the highest ratio that are compared by latency."""
 
 
 class KvServe(FrontToBack):
     """Choose by an analytic latency model among sufficiently accurate tracks.
 
-    Of the tracks within the accepted loss, those faster than the largest one at the expected rate are beneficial. The
-    three smallest of these are candidates, and the one of least latency is taken: bytes over the rate, plus decode
-    time. KVServe decides once per transfer of a cache, here per group, so it may change its choice. Two parts are
-    omitted: the accuracy classes by kind of task, because a play has one; and the bandit that corrects latencies
-    between requests, because a play does not see others. If no candidate meets the deadline, KVServe sends the cache
-    uncompressed; here the fastest accurate track is taken.
+    Of the tracks within the accepted loss that are faster than the largest one at the expected rate, the three smallest
+    are candidates; the one of least latency (bytes over the rate, plus decode time) wins. KVServe decides once per
+    transfer of a cache, here per group. Omitted: the accuracy classes by kind of task, because a play has one; and the
+    bandit that corrects latencies between requests, because a play does not see others. If no candidate meets the
+    deadline, KVServe sends the cache uncompressed; here the fastest accurate track is taken.
     """
 
     name: ClassVar[str] = "kvserve"
@@ -50,7 +49,6 @@ class KvServe(FrontToBack):
 
 
 def _latency(view: View, track: Track) -> float:
-    """Return the seconds to load and decode all missing groups on one track."""
     network = view.missing_bytes(track) / view.rate
     decoded_s = view.decode_s(track.name) * len(view.missing) / view.decoders
     return network + view.decode_latency_s(track.name) + decoded_s

@@ -42,16 +42,13 @@ class Oracle(Policy):
         plan = view.oracle.plan(view)
         self._engine = plan.engine
         self._goal = dict(plan.requests)
-        """Final track of each group that is fetched."""
         self._first: dict[int, str] = {}
-        """Its first one, in the order of the requests."""
         for group, track in plan.requests:
             self._first.setdefault(group, track)
         later = (group for group, track in self._first.items() if self._goal[group] != track)
         self._later = {group: place for place, group in enumerate(later)}
         """Groups that get another track, and their places among them."""
         self._ready: list[tuple[int, int]] = []
-        """Heap of settled ones: place and group."""
         self._heard = 0
         self._order = iter(self._first.items())
 

@@ -1,9 +1,8 @@
 """Rules of video players: ``bola``, ``bola-e``, ``dynamic`` and ``l2a``.
 
-A KV cache has no playback and no playback buffer: everything must be in place by the deadline. These policies see a
-timeline instead, on which every group plays for an equal share of the deadline, like a segment. A track then has a bit
-rate, and the buffer level is the play's lead over the timeline. A play that never falls back meets the deadline. Levels
-in seconds become shares of the deadline; abandoning is left to the player.
+A KV cache has no playback buffer: everything must be in place by the deadline. These policies see a timeline instead,
+on which every group plays for an equal share of the deadline. A track then has a bit rate, and the buffer level is the
+play's lead over the timeline. Levels in seconds become shares of the deadline; the player decides when to abandon.
 """
 
 from __future__ import annotations
@@ -18,37 +17,32 @@ from kvabr.abr.view import View
 
 
 class Timeline:
-    """A play from the view of a video player. Rates are bytes per second, times are seconds."""
+    """A play as a video player sees it. Rates are bytes/s."""
 
     def __init__(self, view: View) -> None:
         self.names = view.ladder.names
-        """Names of the tracks worth playing, cheapest first."""
+        """Tracks worth playing, cheapest first."""
         self.rates = tuple(track.total_bytes / view.deadline_s for track in view.ladder.tracks)
-        """Rate of each track, bytes per second."""
         self.segment_s = view.deadline_s / view.groups
-        """Duration of a group on the timeline."""
 
     def arrived(self, view: View) -> int:
-        """Return the number of groups received or assigned to the engine."""
+        """Return the groups received or assigned to the engine."""
         return view.groups - len(view.missing_groups) - len(view.in_flight)
 
     def level_s(self, view: View) -> float:
-        """Return the buffer level: the play's lead over the timeline, seconds, at least 0."""
+        """Return the play's lead over the timeline, at least 0."""
         return max(0.0, self.arrived(view) * self.segment_s - view.now)
 
     def carried(self, rate: float) -> int:
-        """Return the index of the best track within a rate; 0 if there is none."""
+        """Return the index of the best track within a rate, or 0."""
         return max((index for index, needed in enumerate(self.rates) if needed <= rate), default=0)
 
 
-# ----------------------------------------------------------------------------- BOLA
-
-
 class BolaScores:
-    """BOLA's choice among tracks as a function of the buffer level (Spiteri et al., INFOCOM 2016)."""
+    """BOLA's choice among tracks by buffer level (Spiteri et al., INFOCOM 2016)."""
 
     def __init__(self, rates: Sequence[float], minimum: float, target: float) -> None:
-        """Derive V and gamma p from the buffer levels, in any unit, for the lowest and the highest of the rates."""
+        """Derive V and gamma p from the buffer levels, in any unit, for the lowest and highest rate."""
         self._rates = rates
         self._utilities = [math.log(rate / rates[0]) + 1.0 for rate in rates]
         self._gp = max(1e-9, (self._utilities[-1] - 1.0) / (target / minimum - 1.0))
@@ -60,12 +54,12 @@ class BolaScores:
         return [(self._vp * (utility + self._gp) - level) / rate for utility, rate in pairs]
 
     def choose(self, level: float) -> int:
-        """Return the index of BOLA's choice; the higher of two equal scores."""
+        """Return the index of the highest score, the higher one of equals."""
         scores = self.scores(level)
         return max(range(len(scores)), key=lambda index: (scores[index], index))
 
     def least_level(self, index: int) -> float:
-        """Return the buffer level from which a track scores no less than those below it."""
+        """Return the buffer level from which a track scores no less than the ones below it."""
         rate, utility = self._rates[index], self._utilities[index]
         return max(
             (
@@ -77,12 +71,12 @@ class BolaScores:
         )
 
     def most_level(self, index: int) -> float:
-        """Return the buffer level above which a track's score is negative, so that BOLA would pause."""
+        """Return the buffer level above which a track's score is negative and BOLA would pause."""
         return self._vp * (self._utilities[index] + self._gp)
 
 
 class Bola(FrontToBack):
-    """Utility per byte against the buffer level in groups, without a bandwidth estimate; constants as in dash.js."""
+    """Utility per byte by buffer level in groups, without a bandwidth estimate; constants as in dash.js."""
 
     name: ClassVar[str] = "bola"
 
@@ -107,17 +101,17 @@ _FADE = 0.99
 _INSUFFICIENT = 0.7
 """Share of the throughput assumed by InsufficientBuffer."""
 _FREE = 2
-"""Number of segments exempt from InsufficientBuffer."""
+"""Segments exempt from InsufficientBuffer."""
 
 
 class BolaE(FrontToBack):
     """BOLA with its authors' additions, as in dash.js (Spiteri, Sitaraman and Sparacio, MMSys 2018).
 
-    BOLA sees only the buffer: it starts at the lowest rate and oscillates between two rates around the network's. Here
-    the throughput decides until one segment is buffered; then BOLA continues with a virtual buffer (a placeholder) that
-    fades by 1 % per segment. A rate above both the last one and the throughput is not chosen, nor one with a segment
-    longer than the buffer at 0.7 of the throughput (InsufficientBuffer). Where BOLA would pause, only the placeholder
-    shrinks, since a cache is finite.
+    Plain BOLA starts at the lowest rate and oscillates between two rates around the network's. Here the throughput
+    decides until one segment is buffered; then BOLA continues with a virtual buffer (a placeholder) that fades by 1 %
+    per segment. It excludes rates above both the last one and the throughput, and rates with a segment longer than the
+    buffer at 0.7 of the throughput (InsufficientBuffer). If BOLA would pause, only the placeholder shrinks, since a
+    cache is finite.
     """
 
     name: ClassVar[str] = "bola-e"
@@ -131,9 +125,9 @@ class BolaE(FrontToBack):
         """Set the two buffer levels.
 
         Args:
-            minimum: lead over the timeline, as a share of the deadline, up to which BOLA chooses the cheapest track.
-            target: lead from which it chooses the best; at least twice the minimum.
-            safety: share of the expected rate that counts as throughput.
+            minimum: Lead over the timeline, as a share of the deadline, up to which BOLA chooses the cheapest track.
+            target: Lead from which it chooses the best; at least twice the minimum.
+            safety: Share of the expected rate that counts as throughput.
         """
         self._minimum, self._target, self._safety = minimum, target, safety
 
@@ -168,7 +162,6 @@ class BolaE(FrontToBack):
         return self._by_buffer(level_s, throughput)
 
     def _by_buffer(self, level_s: float, throughput: int) -> tuple[int, str]:
-        """Return BOLA's choice with the placeholder, without oscillation."""
         self._placeholder_s = self._placeholder_s * _FADE if level_s > 0 else 0.0
         level_s += self._placeholder_s
         chosen = self._bola.choose(level_s)
@@ -186,7 +179,7 @@ _STABLE = 0.8
 
 
 class Dynamic(BolaE):
-    """The default rule of dash.js: throughput at a low buffer, BOLA at a high one, and InsufficientBuffer for both.
+    """The default rule of dash.js: throughput at a low buffer, BOLA at a high one, InsufficientBuffer for both.
 
     BOLA turns on at the stable buffer time and off below half of it.
     """
@@ -206,8 +199,6 @@ class Dynamic(BolaE):
         return throughput, f"throughput: {view.rate / 125e3:.1f} Mbit/s, {level_s:.2f} s ahead"
 
 
-# ---------------------------------------------------------------------- Learn2Adapt
-
 _SAFE = 0.9
 """Share of the expected rate that counts as throughput while L2A starts."""
 _REACT = 2.0
@@ -217,11 +208,11 @@ _REACT = 2.0
 class L2A(FrontToBack):
     """Learn2Adapt, online convex optimisation (Karagkioules, Mekuria, Griffioen and Wagenaar, MMSys 2020).
 
-    A distribution over the tracks takes a gradient step after each segment, along each track's effect on the buffer at
-    the observed throughput, weighted by a multiplier Q that grows while segments take longer to arrive than to play,
-    and is projected back onto the simplex. The track nearest to the mean rate is chosen. As in dash.js, the choice
-    rises one step at a time within the throughput, and Q doubles if the choice exceeds it. The unit of time is one
-    group's share of the deadline; L2A-LL has segments of about one second.
+    After each segment, a distribution over the tracks takes a gradient step along each track's effect on the buffer at
+    the observed throughput, weighted by a multiplier Q that grows while segments arrive slower than they play, and is
+    projected onto the simplex. The track nearest to the mean rate is chosen. As in dash.js, the choice rises one step
+    at a time within the throughput, and Q doubles if the choice exceeds it. The unit of time is one group's share of
+    the deadline; L2A-LL has segments of about one second.
     """
 
     name: ClassVar[str] = "l2a"
@@ -232,12 +223,7 @@ class L2A(FrontToBack):
     }
 
     def __init__(self, *, horizon: float = 4.0, target: float = 1.5) -> None:
-        """Set the speed of learning.
-
-        Args:
-            horizon: groups until learning settles; longer means smaller steps.
-            target: lead in groups from which the learned weights decide.
-        """
+        """Set the groups until learning settles, and the lead in groups from which the learned weights decide."""
         self._target = target
         self._caution = horizon**0.99
         self._step = 1.0 / (2.0 * max(horizon, self._caution * horizon**0.5))
@@ -250,7 +236,7 @@ class L2A(FrontToBack):
         self._last = self._seen = 0
 
     def choose(self, view: View, group: int) -> Decision:
-        """Learn from received groups since the last decision, then choose the track nearest to the mean."""
+        """Learn from the groups received since the last decision, then choose the track nearest to the mean."""
         line, arrived = self._line, self._line.arrived(view)
         if self._weights is None:
             self._last = line.carried(_SAFE * view.rate)
@@ -266,12 +252,12 @@ class L2A(FrontToBack):
         return Decision.fetch(group, line.names[self._last], reason)
 
     def _learn(self, before: list[float], costs: Sequence[float]) -> list[float]:
-        """Take one step and return the new weights; ``costs``: seconds per group on each track, over its share."""
+        """Take one step and return the new weights; ``costs``: each track's seconds per group over its share."""
         force = self._step * (self._q + self._caution)
         moved = [weight + (force if cost <= 1.0 else -force) * cost for weight, cost in zip(before, costs, strict=True)]
         weights = project(moved)
         mean = _dot(weights, costs)
-        # Twice the new weights minus the old: the step's direction, as in the paper's queue.
+        # The step's direction, as in the paper's queue: twice the new weights minus the old.
         self._q = max(0.0, self._q - 1.0 + 2.0 * mean - _dot(before, costs))
         chosen = min(range(len(costs)), key=lambda index: abs(costs[index] - mean))
         if chosen > self._last and costs[self._last + 1] <= 1.0:

@@ -20,14 +20,7 @@ from kvabr_lab.totals import cuts
 def write_report(
     path: Path, matrix: LabMatrix, played: PlayedMatrix, result: dict[str, Any], *, per_policy: int = PER_POLICY
 ) -> None:
-    """Write the page.
-
-    Args:
-        path: The file to write; replaced as a whole.
-        matrix: The plays.
-        played: The lines.
-        result: Their totals, from `kvabr_lab.totals.result`.
-        per_policy: Number of worst plays to show per policy.
+    """Write the page, replacing the file as a whole, with ``per_policy`` worst plays for each policy.
 
     Raises:
         AssetError: The file cannot be written.
@@ -48,7 +41,7 @@ def write_report(
 
 
 def _as_replay(matrix: LabMatrix, played: PlayedMatrix, result: dict[str, Any], worst: Sequence[Any]) -> dict[str, Any]:
-    """Return the matrix as a replay's result; shown plays are first, because timelines refer to them by index."""
+    """Return a replay's result; shown plays are first, because timelines refer to them by index."""
     lines = [line for cell in played.lines for line in cell]
     tracks: dict[str, dict[str, Any]] = {}
     for offer in matrix.offers:

@@ -10,15 +10,14 @@ from kvabr_lab.causes import CAUSES
 from kvabr_lab.tables import cause_title, short
 
 COLOURS = 10
-"""Number of line colours; further policies repeat them, dashed."""
+"""Further policies repeat them, dashed."""
 _FLOOR = 1e-5
-"""Smaller regrets are drawn here, because a logarithmic axis has no zero."""
+"""Smaller regrets are drawn here: a logarithmic axis has no zero."""
 _CHARACTER = 6.8
 """Width of a character of a policy's name, pixels, on the safe side."""
 _NUMBER = 72
-"""Room for the numbers at the right of a wide chart, pixels."""
 _MIN_PLOT = 150
-"""Least width of a wide chart's plot, pixels; on narrower screens the chart scrolls."""
+"""Pixels; on narrower screens the chart scrolls."""
 
 
 def escape(text: object) -> str:
@@ -32,17 +31,10 @@ def line_class(index: int) -> str:
 
 
 class LogAxis:
-    """A logarithmic axis of whole decades that holds all values, from `_FLOOR` at the lowest."""
+    """A logarithmic axis of whole decades that holds all values, from `_FLOOR` up."""
 
     def __init__(self, values: Sequence[float], left: float, right: float, unit: str = "") -> None:
-        """Create an axis.
-
-        Args:
-            values: the values to include.
-            left: position of the lowest decade.
-            right: position of the highest decade.
-            unit: unit of positions: pixels if empty, else ``%``.
-        """
+        """Cover ``values`` from position ``left`` to ``right``, in pixels or in ``unit``."""
         known = [max(_FLOOR, value) for value in values] or [_FLOOR, 1.0]
         self._low = math.floor(math.log10(min(known)) + 1e-9)
         self._high = max(self._low + 1, math.ceil(math.log10(max(known)) - 1e-9))
@@ -54,7 +46,7 @@ class LogAxis:
         return self._left + min(1.0, max(0.0, share)) * self._width
 
     def at(self, value: float) -> str:
-        """Return the position of a value as an SVG length."""
+        """Return the position as an SVG length."""
         return f"{self.x(value):.2f}{self._unit}"
 
     def grid(self, top: float, bottom: float) -> str:
@@ -72,12 +64,7 @@ class LogAxis:
 
 
 def ranking(rows: Sequence[Mapping[str, object]], regrets: Mapping[str, tuple[float, float, float]]) -> str:
-    """Draw the mean regret of every policy with its interval, best on top.
-
-    Args:
-        rows: The ranking of a result.
-        regrets: Mean, low and high end by policy.
-    """
+    """Draw every policy's mean regret (mean, low and high end), best on top."""
     step, top = 22, 8
     bottom = top + step * len(rows)
     axis = LogAxis([value for ends in regrets.values() for value in ends], 0.0, 100.0, "%")
@@ -95,7 +82,7 @@ def ranking(rows: Sequence[Mapping[str, object]], regrets: Mapping[str, tuple[fl
 
 
 def causes(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Draw the causes of each policy's regret: bars of shares, all equally long."""
+    """Draw the causes of each policy's regret as bars of shares."""
     step, top = 22, 6
     parts = []
     for index, (policy, parted) in enumerate(rows):
@@ -116,7 +103,7 @@ def causes(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
 
 
 def distribution(values: Mapping[str, Sequence[float]], order: Sequence[str], title: str) -> str:
-    """Draw the distribution of regret: for every policy, the share of plays with at most a given regret."""
+    """Draw, for every policy, the share of plays with at most a given regret."""
     width, height, left, top = 410, 200, 34, 8
     bottom = height - 22
     axis = LogAxis([value for line in values.values() for value in _ends(line)], left, width - 12)

@@ -18,10 +18,9 @@ MAX_POLICIES = 12
 
 @dataclass(frozen=True, slots=True)
 class ShownPlay:
-    """One play that the page shows."""
+    """A play on the page."""
 
     play: int
-    """Its index among the page's plays."""
     cell: Cell
     line: Line
 
@@ -31,22 +30,17 @@ class Replayed:
     """Plays with their logs, for the page."""
 
     shown: list[ShownPlay]
-    """The worst plays, policy by policy."""
     runs: list[dict[str, Any]]
     timelines: list[dict[str, Any]]
-    """Timelines as in a replay's report; ``run`` is an index into `runs`."""
+    """As in a replay's report; ``run`` is an index into `runs`."""
 
 
 def replay_worst(
     matrix: LabMatrix, played: PlayedMatrix, policies: Sequence[str], *, per_policy: int = PER_POLICY
 ) -> Replayed:
-    """Find the worst plays and replay them.
+    """Find the worst plays of each policy and replay them.
 
-    Args:
-        matrix: The plays.
-        played: The lines.
-        policies: The policies, best first; the first also replays every play where another was at its worst.
-        per_policy: Plays per policy.
+    ``policies`` are best first; the first also replays every play where another was at its worst.
     """
     out = Replayed([], [], [])
     again = _Again(matrix, out)
@@ -58,7 +52,6 @@ def replay_worst(
 
 
 def _worst_of(played: PlayedMatrix, policy: str, count: int) -> list[tuple[Cell, Line]]:
-    """Return the plays with the most regret, at most one per trace."""
     rows = [
         (cell, line)
         for cell, lines in zip(played.cells, played.lines, strict=True)
@@ -74,8 +67,6 @@ def _worst_of(played: PlayedMatrix, policy: str, count: int) -> list[tuple[Cell,
 
 
 class _Again:
-    """Replay single plays with their logs, each once."""
-
     def __init__(self, matrix: LabMatrix, out: Replayed) -> None:
         self._matrix, self._out = matrix, out
         self._traces = {trace.name: trace for trace in matrix.traces}
@@ -86,7 +77,6 @@ class _Again:
         self._axes = varying(cells) if len(cells) > 1 else []
 
     def play(self, cell: Cell, line: Line, policy: str) -> int:
-        """Replay one line's trace and start with a policy; return the play's index on the page."""
         key = (cell, line["trace"], line["start_s"], policy)
         if key not in self._done:
             bench = self._benches.setdefault(cell, CellPlayer(self._matrix.catalog(cell), self._matrix.options(cell)))

@@ -1,30 +1,22 @@
 """Expected time to the first token for each place: prefill locally, prefill remotely, or fetch a prefix.
 
-Times are seconds from now. ``b`` is the cache size per token at the quality floor in bytes, ``C`` the link rate, ``d``
-the decode time per token, ``g`` the tokens per group. ``h`` and ``r`` are the cached tokens here and at the other site
+Times are seconds from now. ``h`` and ``r`` are the cached tokens of an ``n``-token prompt here and at the other site
 (whole groups; the last token is always computed).
 
 - ``local``: local queue + prefill of n - h tokens.
 - ``remote``: half a round trip, the remote queue, and prefill of n - r tokens there; tokens missing here are sent
-  *during* the prefill. Since each token takes no less time than the one before, the last group arrives at the latest
-  of three times: when it is computed and sent; when the link has sent everything computed, from the first group on;
-  when
-  it has sent everything, from the remotely cached part on. Then follow half a round trip, the decoding of the last
-  group,
-  and the engine's step for the first token.
+  *during* the prefill. Since no token takes less time than the one before, the last group arrives at the latest of
+  three times: computed and sent; all computed tokens sent; everything sent, including the remotely cached part. Half a
+  round trip, the decoding of the last group, and the engine's step for the first token follow.
 - ``both``: as ``remote``, but the first k tokens are computed here and not sent. k makes both end together, or is
-  smaller
-  if that is as fast. It must save 2 %. A player that computes from the front and loads from the back ends where both
-  meet, so k is a plan.
+  smaller if that is as fast. The player stops where both meet, so k is a plan.
 - ``fetch``: fetch the remotely cached part beyond h, and prefill n - r tokens here.
 
-`kvabr.abr.planner` divides the work of a player with a catalog, on tracks chosen per group. A router has no
-catalog, only the size at the quality floor, while the planner ignores queues and remote prefill, so each has its own
-formulas. With equal knowledge (one track, all remotely cached, idle engines) they agree within 3 %, over five engines
-and links from a thirtieth to thirty times the engine's speed (``tests/lab/route/test_forecast.py``).
+`kvabr.abr.planner` has a catalog, but ignores queues and remote prefill. With equal knowledge (one track, all remotely
+cached, idle engines) both agree within 3 %, over five engines and links from a thirtieth to thirty times the engine's
+speed (``tests/lab/route/test_forecast.py``).
 
-Requests share the link in routing order. Bytes of earlier requests go first; bytes still to be computed take their
-share of the rate when they are computed.
+Requests share the link in routing order: bytes of earlier requests go first.
 """
 
 from __future__ import annotations
@@ -45,13 +37,12 @@ BOTH: Place = "both"
 FETCH: Place = "fetch"
 PLACES = (LOCAL, REMOTE, BOTH, FETCH)
 _MIN_GAIN = 0.02
-"""Minimum share of the time saved by `BOTH`, which occupies workers of both sites."""
+"""Minimum share of time saved by `BOTH`, since it occupies workers of both sites."""
 MAX_TOKENS = 1 << 27
-"""Longest prompt, as in a catalog: a million groups of 128 tokens."""
+"""As in a catalog: a million groups of 128 tokens."""
 
 
 def _check_amounts(what: str, holder: object, most: float = 1e15) -> None:
-    """Raise a `UsageError` unless all numbers of a dataclass are finite and not negative."""
     for field in fields(holder):  # type: ignore[arg-type]  # every caller is a dataclass
         value = getattr(holder, field.name)
         if isinstance(value, int | float) and not 0 <= value <= most:
@@ -60,14 +51,12 @@ def _check_amounts(what: str, holder: object, most: float = 1e15) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSite:
-    """The state of a prefill site for one request."""
+    """A prefill site's state for one request."""
 
     cost: PrefillCost
-    """Prefill cost."""
     queue_s: float = 0.0
-    """Seconds until a worker would begin with this request."""
+    """Seconds until a worker would start this request."""
     cached_tokens: int = 0
-    """Cached tokens at the beginning of the prompt."""
 
     def __post_init__(self) -> None:
         _check_amounts("site", self)
@@ -75,20 +64,20 @@ class PrefillSite:
 
 @dataclass(frozen=True, slots=True)
 class RouteLink:
-    """The state of the link for one request."""
+    """The link's state for one request."""
 
     rate: float
-    """Expected payload rate, bytes per second; 0 if unknown."""
+    """Expected payload rate, bytes/s; 0 if unknown."""
     rtt_s: float = 0.0
-    """Round trip including processing at both ends, seconds."""
+    """Round trip including processing at both ends."""
     backlog_bytes: float = 0.0
-    """Bytes of earlier requests that could be sent now and have not arrived."""
+    """Sendable bytes of earlier requests that have not arrived."""
     live: bool = True
-    """Whether groups are sent during the prefill; otherwise all at the end."""
+    """Whether groups are sent during the prefill or all at its end."""
     coming: tuple[tuple[float, float, float], ...] = ()
-    """Pending transfers of earlier requests: start and end in seconds, and bytes."""
+    """Later transfers of earlier requests: start and end in seconds, and bytes."""
     bound: float | None = None
-    """Lower bound of the rate, bytes per second; None: the expected rate."""
+    """Lower bound of the rate, bytes/s; None: ``rate``."""
 
     def __post_init__(self) -> None:
         _check_amounts("link", self)
@@ -106,7 +95,7 @@ class RouteLink:
 
     @property
     def free_s(self) -> float:
-        """Seconds until it could carry a new request."""
+        """Seconds until the link can carry a new request."""
         return max(self.rtt_s / 2, self.seconds(self.backlog_bytes))
 
     def through(self, *own: tuple[float, float]) -> float:
@@ -137,15 +126,13 @@ class CacheSize:
     """Size of a prompt's cache on the link at the lowest acceptable quality."""
 
     per_token: float
-    """Bytes per token."""
     constant: float = 0.0
-    """Bytes independent of the prompt's length: sliding windows and states, complete only at its end."""
+    """Bytes of sliding windows and states, complete only at the prompt's end."""
     group_tokens: int = 128
-    """Tokens per group."""
     decode_s: float = 0.0
-    """Seconds to decode a token's cache, with all threads."""
+    """Decode seconds per token, with all threads."""
     loss: float = 0.0
-    """Expected loss at this size, nats per generated token."""
+    """Expected nats per generated token."""
 
     def __post_init__(self) -> None:
         _check_amounts("cache", self)
@@ -156,12 +143,9 @@ class CacheSize:
 
     @classmethod
     def of_catalog(cls, catalog: Catalog, most_loss: float, *, decoders: int = 1) -> Self:
-        """Return the minimum size at which a catalog's cache has an expected loss of at most ``most_loss``.
+        """Return the smallest size at which a catalog's cache has an expected loss of at most ``most_loss``.
 
-        Args:
-            catalog: A typical asset.
-            most_loss: The quality floor: loss of the whole cache, nats per generated token.
-            decoders: Decoder threads.
+        The catalog is that of a typical asset; the quality floor ``most_loss`` is in nats per generated token.
 
         Raises:
             UsageError: No mixture of the tracks reaches the floor.
@@ -201,16 +185,16 @@ class CacheSize:
         )
 
     def whole_groups(self, tokens: int, prompt: int) -> int:
-        """Return how many of ``tokens`` cached tokens a prompt of ``prompt`` tokens can use."""
+        """Return the tokens in whole groups, of ``tokens`` cached, that a prompt of ``prompt`` tokens can use."""
         return min(tokens, prompt - 1) // self.group_tokens * self.group_tokens
 
     def last_group(self, tokens: int) -> int:
-        """Return the number of tokens in the last group of ``tokens`` tokens."""
+        """Return the tokens in the last group of ``tokens``."""
         return (tokens - 1) % self.group_tokens + 1
 
 
 def _lasts(catalog: Catalog, group: int) -> bool:
-    """Return whether a group belongs to a class that a play needs only the end of."""
+    """Return whether a play needs only the end of the group's class."""
     if catalog.every_token:
         return False
     return catalog.spec.parts[catalog.unit(group).part].only.kind not in ("full", "latent")
@@ -222,35 +206,31 @@ class Forecast:
 
     place: Place
     ttft_s: float
-    """Expected seconds until its first token; infinity if the link rate is unknown."""
+    """Infinite if the link rate is unknown."""
     limit: str
-    """The longest part: ``queue``, ``prefill``, ``link`` or ``decode``."""
     queue_s: float
-    """Seconds in a queue for prefill."""
     prefill_s: float
-    """Seconds that the place's prefill worker is busy; for `BOTH` the remote one."""
+    """Busy time of the place's prefill worker; for `BOTH` the remote one."""
     bytes: float
-    """Bytes over the link."""
     front_tokens: int = 0
     """For `BOTH`: tokens computed here."""
     front_s: float = 0.0
-    """For `BOTH`: seconds that a local worker is busy."""
+    """For `BOTH`: busy time of a local worker."""
     ready_s: float = 0.0
-    """When the first group can be sent, seconds."""
+    """Time at which the first group can be sent."""
     computed_s: float = 0.0
-    """When the last group can be sent."""
+    """Time at which the last group can be sent."""
     last_s: float = 0.0
-    """Seconds to send the last group."""
     tail_s: float = 0.0
-    """Seconds from then until the first token."""
+    """From then until the first token."""
     others_s: float = 0.0
-    """Expected extra delay of other requests compared to the most considerate place, seconds."""
+    """Expected extra delay of other requests, compared to the most considerate place."""
     bound_s: float = math.inf
-    """Seconds until its first token at the link's lower bound."""
+    """`ttft_s` at the link's lower bound."""
 
     @property
     def price_s(self) -> float:
-        """Total cost in seconds over all requests."""
+        """Total cost over all requests, seconds."""
         return self.ttft_s + self.others_s
 
 
@@ -259,13 +239,7 @@ def forecasts(
 ) -> tuple[Forecast, ...]:
     """Return the forecast of every sensible place; the first is local prefill.
 
-    Args:
-        tokens: Length of the prompt.
-        local: The decode node's own site.
-        remote: The other site.
-        link: The link between them.
-        cache: Size of the cache on the link.
-        both: Whether the local engine can compute the beginning of a prompt that arrives from its end.
+    ``both``: whether the local engine can compute the start of a prompt that arrives from its end.
 
     Raises:
         UsageError: The prompt is empty or too long.
@@ -293,7 +267,7 @@ def forecasts(
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """Forecasts of each place. ``here`` and ``there`` are the usable cached tokens."""
+    """``here`` and ``there`` are the usable cached tokens."""
 
     tokens: int
     here: int
@@ -331,7 +305,7 @@ class _Ways:
         )
 
     def front(self) -> int | None:
-        """Return the number of tokens to compute here instead of sending them; None if it does not pay."""
+        """Return the number of tokens to compute here instead of sending them, if that pays."""
         group = self.cache.group_tokens
         low, high = self.here, self.cache.whole_groups(self.tokens, self.tokens)
         slow_s, least_s = self._sent_s(low), self._sent_s(high)
@@ -379,19 +353,18 @@ class _Ways:
 
     @property
     def _step_s(self) -> float:
-        """Seconds of the engine's step for the first token."""
         return self.at_home.cost.seconds(self.tokens - 1, 1)
 
     def _front_s(self, front: int) -> float:
-        """Return when the first ``front`` tokens are computed here."""
+        """Return the time at which the first ``front`` tokens are computed here."""
         return self.at_home.queue_s + self.at_home.cost.seconds(self.here, front - self.here)
 
     def _sent_s(self, sent: int) -> float:
-        """Return when all tokens from ``sent`` on are computed there, sent and decoded."""
+        """Return the time at which all tokens from ``sent`` on are sent and decoded."""
         return max(self._arrivals(sent)[0].values()) + self.link.rtt_s / 2
 
     def _arrivals(self, sent: int) -> tuple[dict[str, float], float, float]:
-        """Return each limit on sending all tokens from ``sent`` on, and when their first and last groups are ready."""
+        """Return each limit on sending all tokens from ``sent`` on, and the times of their first and last groups."""
         tokens, there, link, cache = self.tokens, self.there, self.link, self.cache
         behind = max(sent, there)
         last, fresh = cache.last_group(tokens), min(cache.group_tokens, tokens - behind)

@@ -1,7 +1,7 @@
 """The parts of a prompt cached by engines and stores, from their KV events.
 
-Publishers name blocks arbitrarily, so blocks are identified here by a hash chain of their tokens. Blocks that depend on
-more than tokens (adapters, pictures, salts) and those of sliding windows, which drop a prompt's beginning, are skipped.
+Publishers name blocks arbitrarily, so a hash chain of their tokens identifies them here. Blocks that depend on more
+than tokens (adapters, pictures, salts) and those of sliding windows, which drop a prompt's beginning, are skipped.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from kvabr.telemetry.kv_events.wire import KVBlocksRemoved, KVBlocksStored, KVEv
 _KEY_BYTES = 12
 _MAX_MEDIA = 16
 _MAX_SIZES = 8
-"""Maximum block sizes per holder."""
 _MAX_TOPICS = 256
-"""Maximum topics per publisher."""
 _ROOT = b""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHolder:
-    """A holder of blocks: a publisher and one of its topics, since a publisher may serve several models."""
+    """A publisher and one of its topics, since a publisher may serve several models."""
 
     publisher: str
     topic: str = ""
@@ -38,14 +36,11 @@ class PrefixHolder:
 
 @dataclass(slots=True)
 class _Blocks:
-    """Blocks of one holder."""
-
     keys: dict[int | bytes, bytes] = field(default_factory=dict)
     """Internal keys by the holder's block names."""
     media: dict[bytes, int] = field(default_factory=dict)
     """Bit set of media by key."""
     sizes: dict[int, None] = field(default_factory=dict)
-    """Tokens per block."""
 
 
 class HeldPrefixes:
@@ -57,14 +52,14 @@ class HeldPrefixes:
         self._held: dict[PrefixHolder, _Blocks] = {}
         self._media: dict[str | None, int] = {}
         self.skipped = 0
-        """Blocks skipped: beyond the limit, after an unknown block, or not of text alone."""
+        """Blocks beyond the limit, after an unknown block, or not of text alone."""
 
     def __len__(self) -> int:
         return sum(len(blocks.media) for blocks in self._held.values())
 
     @property
     def holders(self) -> Sequence[PrefixHolder]:
-        """Holders with at least one block."""
+        """Holders with blocks."""
         return tuple(holder for holder, blocks in self._held.items() if blocks.media)
 
     def apply(self, holder: PrefixHolder, events: Iterable[KVEvent]) -> None:
@@ -84,10 +79,7 @@ class HeldPrefixes:
             del self._held[holder]
 
     def cached(self, tokens: Sequence[int], model: str | None = None) -> dict[PrefixHolder, int]:
-        """Return the number of cached tokens at the beginning of a prompt, for each holder with any.
-
-        ``model`` skips topics of other models.
-        """
+        """Return the cached tokens at a prompt's beginning by holder; ``model`` skips topics of other models."""
         chains: dict[int, list[bytes]] = {}
         found: dict[PrefixHolder, int] = {}
         for holder, blocks in self._held.items():
@@ -104,7 +96,7 @@ class HeldPrefixes:
         return found
 
     def _blocks(self, holder: PrefixHolder) -> _Blocks:
-        """Return the blocks of a holder; beyond the limit of topics, a temporary table."""
+        """Return a holder's blocks; beyond the limit of topics, a temporary table."""
         if holder not in self._held:
             if sum(each.publisher == holder.publisher for each in self._held) >= _MAX_TOPICS:
                 return _Blocks()
@@ -145,7 +137,6 @@ class HeldPrefixes:
                 del blocks.keys[name]
 
     def _bit(self, medium: str | None) -> int | None:
-        """Return the bit of a medium; None if there are too many."""
         if medium not in self._media and len(self._media) < _MAX_MEDIA:
             self._media[medium] = 1 << len(self._media)
         return self._media.get(medium)
@@ -160,5 +151,4 @@ def _chain(parent: bytes, tokens: Sequence[int], size: int) -> Iterable[bytes]:
 
 
 def _extra(keys: object) -> bool:
-    """Return whether a block depends on more than its tokens."""
     return keys is not None and not (isinstance(keys, list) and not any(keys))

@@ -1,7 +1,6 @@
-"""The prompt length at which remote prefill becomes faster, in closed form.
+"""The prompt length at which remote prefill becomes faster: ``local`` = ``remote`` of `kvabr_lab.route.forecast`.
 
-`remote_lengths` solves ``local`` = ``remote`` of `kvabr_lab.route.forecast` for the prompt length n: without cached
-tokens or queues, remote prefill is faster above n*(C).
+Without cached tokens or queues, remote prefill is faster above n*(C).
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ from collections.abc import Iterable, Sequence
 from kvabr_lab.route.forecast import CacheSize, PrefillSite, RouteLink
 
 Interval = tuple[float, float]
-"""Open interval of prompt lengths."""
+"""Open."""
 
 
 def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> tuple[Interval, ...]:
     """Return the lengths for which remote prefill is faster than local prefill, in tokens beyond the cached ones.
 
-    Both sites must have the same tokens cached; if they differ, the smaller number counts. Of earlier requests only
-    ``backlog_bytes`` count. The intervals apply to whole groups: between them the last group is smaller, and remote
-    prefill slightly faster. With a live link they are exact, since every condition is a quadratic inequality; usually
-    there is one interval from n*(C) to infinity.
+    The smaller number of both sites' cached tokens counts, and only ``backlog_bytes`` of earlier requests. Intervals
+    apply to whole groups: between them the last group is smaller, and remote prefill slightly faster. With a live link
+    they are exact, since every condition is a quadratic inequality; usually there is one, from n*(C) on.
     """
     before = min(local.cached_tokens, remote.cached_tokens) // cache.group_tokens * cache.group_tokens
     if link.rate <= 0:
@@ -56,10 +54,7 @@ def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cac
 
 
 def break_even_tokens(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> float:
-    """Return n*(C), the minimum length at which remote prefill is faster; infinity if there is none.
-
-    It counts tokens cached at neither site; see `remote_lengths`.
-    """
+    """Return n*(C), the minimum of `remote_lengths`; infinity if there is none."""
     intervals = remote_lengths(local, remote, link, cache)
     return intervals[0][0] if intervals else math.inf
 

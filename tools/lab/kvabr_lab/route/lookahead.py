@@ -1,9 +1,8 @@
 """The cost of a decision to later requests.
 
-A queued prefill delays later requests unless they can go elsewhere. `Lookahead` remembers recent requests: the time
-that each would have occupied either site and the link. For every place of a new request, it replays stretches of that
-past from the resulting queues, sending each request where its first token is soonest. Their extra delay compared to the
-most considerate place is the price.
+A queued prefill delays later requests unless they can go elsewhere. `Lookahead` remembers the resource use of recent
+requests. For every place of a new request, it replays stretches of that past from the resulting queues, sending each
+request where its first token is soonest. Their extra delay compared to the most considerate place is the price.
 
 This is a rollout: one step of policy improvement over the selfish rule (Bertsekas). Unlike queueing formulas, it
 assumes nothing about arrivals or lengths, handles any number of workers, and lets other requests evade.
@@ -33,18 +32,17 @@ class _Demand:
     remote_s: float
     bytes: float
     last_s: float
-    """Seconds on the link for the last group, which is computed last."""
+    """Link time of the last group, which is computed last."""
     tail_s: float
-    """Seconds from then until the first token."""
+    """From then until the first token."""
     fetch_s: float
-    """Seconds of local prefill after fetching; infinity without anything to fetch."""
+    """Local prefill after fetching; infinity without anything to fetch."""
     fetch_bytes: float
     both: bool
-    """Whether both sites could work on it."""
 
 
 class Queues:
-    """When workers and the link become free, in seconds of the router's clock."""
+    """Times at which workers and the link become free."""
 
     def __init__(self, here: Sequence[float], there: Sequence[float], link: float) -> None:
         self.here, self.there, self.link = list(here), list(there), link
@@ -110,18 +108,12 @@ class Lookahead:
     """Remembers and replays requests."""
 
     def __init__(self, *, kept: int = 256, stretches: int = 40, ahead: int = 24) -> None:
-        """Begin without requests.
-
-        Args:
-            kept: Remembered requests.
-            stretches: Stretches of the past replayed per decision.
-            ahead: Requests per stretch.
-        """
+        """Remember ``kept`` requests; a decision replays ``stretches`` of ``ahead`` requests."""
         self._kept: deque[_Demand] = deque(maxlen=kept)
         self._most, self._ahead = stretches, ahead
 
     def note(self, options: Sequence[Forecast], now: float, *, both: bool = True) -> None:
-        """Remember a request by its forecasts at each place, or at both sites together."""
+        """Remember a request by its forecasts."""
         by = {one.place: one for one in options}
         local, remote, fetch = by[LOCAL], by[REMOTE], by.get(FETCH)
         if not math.isfinite(remote.ttft_s):
@@ -151,13 +143,7 @@ class Lookahead:
     ) -> tuple[Forecast, ...]:
         """Return forecasts with their cost to other requests.
 
-        Args:
-            options: The forecast of every place.
-            here: When each local worker becomes free.
-            there: When each remote worker becomes free.
-            link: When the link has sent everything of earlier requests.
-            rate: Link rate, bytes per second.
-            now: The time, on the same clock.
+        ``here``, ``there`` and ``link``: times at which workers and the link become free; ``rate``: bytes/s.
         """
         stretches = self._stretches() if rate > 0 and len(options) > 1 else []
         if not stretches:
@@ -177,7 +163,6 @@ class Lookahead:
         return tuple(replace(one, others_s=(wait - least) / len(stretches)) for one, wait in pairs)
 
     def _stretches(self) -> list[tuple[float, Sequence[_Demand]]]:
-        """Return possible futures: the start of each stretch, and its requests."""
         kept = list(self._kept)
         ahead = min(self._ahead, len(kept) // 2)
         if ahead < 1:

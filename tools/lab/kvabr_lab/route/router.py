@@ -1,15 +1,12 @@
 """A router's memory: link rate, queues at both sites, and past requests.
 
-`Router` keeps an estimate of the link, fed by received bytes; the times at which workers become free and the bytes that
-earlier requests will send, from its own decisions; and a `Lookahead`.
+Transfers may last minutes and be minutes apart, so `LinkMemory` mixes the rate of the last seconds with the usual rate:
+the older the last sample and the longer the transfer, the more the usual rate counts. The half-life of that trust
+follows from past prediction errors. Without the usual rate, one bad minute would close the link for good, because no
+further transfers would measure it.
 
-Transfers may last minutes and be minutes apart. `LinkMemory` therefore mixes the rate of the last seconds with the
-usual rate: the older the last sample and the longer the transfer, the more the usual rate counts. It learns the
-half-life of that trust from past prediction errors. Otherwise a single bad minute would close the link for good,
-because no further transfers would measure it.
-
-A rarely used link needs probes: `Router.probe` requests a small transfer when one is due. A sample that ends a silence
-represents up to two seconds of it, so that probes measure the link as well as transfers do.
+`Router.probe` requests a small transfer on a rarely used link; its sample represents up to two seconds of silence, so
+that probes count as much as transfers.
 """
 
 from __future__ import annotations
@@ -29,23 +26,20 @@ from kvabr_lab.route.lookahead import Lookahead
 from kvabr_lab.route.rule import Route, choose
 
 LATELY_S = 1.0
-"""Half-life of the mean recent rate, seconds of a busy link."""
+"""Half-life of the recent mean, seconds of a busy link."""
 RECENT_S = (16.0, 4.0, 64.0)
-"""Candidate half-lives of the trust in that mean, seconds; the best recent predictor is used."""
+"""Candidate half-lives of the trust in that mean; the best recent predictor wins."""
 _PREDICTION_S = 8.0
-"""Prediction horizon for judging half-lives, seconds."""
+"""Prediction horizon for judging half-lives."""
 _ERROR_DECAY = 0.98
-"""Decay of past errors per sample."""
 USUAL_S = 300.0
 """Half-life of the usual rate, seconds of a busy link."""
 PROBE_S = 2.0
-"""Silence before an idle link is probed, and the maximum that a sample represents, seconds."""
+"""Silence before a probe, and the longest time that a sample represents, seconds."""
 PROBE_BYTES = 65_536
-"""Bytes of a probe."""
 PROBE_WAIT_S = 1.0
-"""Maximum duration of a probe, seconds."""
 _HORIZON_S = 60.0
-"""Horizon of the link estimate, seconds: a long transfer."""
+"""Horizon of the link estimate: a long transfer."""
 
 
 class LinkMemory:
@@ -59,17 +53,14 @@ class LinkMemory:
         recent_s: tuple[float, ...] = RECENT_S,
         usual_s: float = USUAL_S,
     ) -> None:
-        """Begin without samples.
+        """Begin without samples; `LATELY_S`, `RECENT_S` and `USUAL_S` describe the half-lives.
 
-        Args:
-            estimator: The ratio of its lower bound to its rate applies to the expected rate.
-            lately_s: Half-life of the mean recent rate, seconds of a busy link.
-            recent_s: Half-lives of the trust in that mean, seconds; of equally good ones the first counts.
-            usual_s: Half-life of the usual rate, seconds of a busy link.
+        The ratio of the estimator's lower bound to its rate applies to the expected rate. The first of equally good
+        ``recent_s`` wins.
         """
         self.estimator = estimator
         self._errors = dict.fromkeys(recent_s, 0.0)
-        """Decaying sum of each half-life's errors, as shares of the usual rate."""
+        """Decaying error sum per half-life, as shares of the usual rate."""
         self._past: deque[tuple[float, float, float]] = deque(maxlen=64)
         """End of each sample, with both means then."""
         self._lately, self._usual = DecayingMean(lately_s), DecayingMean(usual_s)
@@ -89,16 +80,15 @@ class LinkMemory:
 
     @property
     def heard_s(self) -> float:
-        """End of the last sample; minus infinity before the first one."""
+        """End of the last sample; minus infinity before the first."""
         return self._heard_s
 
     @property
     def recent_s(self) -> float:
-        """Half-life of the trust in the recent rate, seconds."""
+        """Half-life of the trust in the recent rate."""
         return min(self._errors, key=self._errors.__getitem__)
 
     def _judge(self, rate: float, middle_s: float) -> None:
-        """Update the prediction errors of each half-life."""
         before = [one for one in self._past if one[0] <= middle_s - _PREDICTION_S]
         if not before or not self._usual.value():
             return
@@ -109,7 +99,7 @@ class LinkMemory:
             self._errors[half_life_s] = _ERROR_DECAY * error + (1 - _ERROR_DECAY) * wrong
 
     def rates(self, nbytes: float, now: float) -> tuple[float, float]:
-        """Return the expected rate for a transfer of ``nbytes`` from now on, and a lower bound; 0.0 if unknown."""
+        """Return the expected rate of a transfer of ``nbytes`` from now on, and a lower bound; 0.0 if unknown."""
         usual = self._usual.value()
         if not usual:
             return 0.0, 0.0
@@ -125,19 +115,17 @@ class RouteRequest:
     """A request and the state of both sites."""
 
     tokens: int
-    """Length of the prompt."""
     cached: tuple[int, int] = (0, 0)
-    """Cached tokens at its beginning, locally and remotely."""
+    """Cached tokens at the start, locally and remotely."""
     queue_s: tuple[float, float] = (0.0, 0.0)
-    """Seconds until a worker is free, locally and remotely."""
     backlog_bytes: float = 0.0
-    """Bytes of earlier requests that are computed and have not arrived."""
+    """Computed bytes of earlier requests that have not arrived."""
     deadline_s: float | None = None
-    """Seconds until the first token is due; None: no deadline."""
+    """Until the first token; None: no deadline."""
 
 
 class Router:
-    """Decides for each request where to prefill. It reads no clock and does no I/O."""
+    """Choose the prefill place of each request. It reads no clock and does no I/O."""
 
     def __init__(
         self,
@@ -154,19 +142,19 @@ class Router:
         lookahead: Lookahead | None = None,
         considerate: bool = True,
     ) -> None:
-        """Create a router for a local and a remote site.
+        """Create a router for a local (decode) and a remote site.
 
         Args:
-            local: Prefill cost at the decode node's own site.
-            remote: Prefill cost at the other site.
-            cache: Size of a cache on the link; see `CacheSize.of_catalog`.
-            rtt_s: Round trip between the sites, seconds.
+            local: Cost at the local site.
+            remote: Cost at the remote site.
+            cache: See `CacheSize.of_catalog`.
+            rtt_s: Between the sites.
             workers: Concurrent prefills, locally and remotely.
             live: Whether the remote site sends groups during the prefill.
-            both: Whether the local engine can compute the beginning of a prompt that arrives from its end.
-            estimator: Uncertainty of the link's rate; see `LinkMemory` (default: a new `tracking`).
+            both: Whether the local engine can compute the start of a prompt that arrives from its end.
+            estimator: Uncertainty of the link's rate; see `LinkMemory`.
             margin_s: Minimum advantage of a place over the local one.
-            lookahead: Memory of requests (default: a new one).
+            lookahead: Memory of requests.
             considerate: Whether the delay of other requests counts.
 
         Raises:
@@ -182,19 +170,15 @@ class Router:
         self._margin_s, self._considerate = margin_s, considerate
         self._lookahead = Lookahead() if lookahead is None else lookahead
         self._free = ([-math.inf] * workers[0], [-math.inf] * workers[1])
-        """When each worker should be free."""
         self._coming: list[tuple[float, float, float]] = []
-        """Pending computation and transfer: start, end, and bytes."""
         self._probed_s = -math.inf
 
     def probe(self, now: float) -> int:
-        """Return the number of bytes to fetch as a probe; 0 if none is due.
+        """Return the bytes to fetch as a probe; 0 if none is due.
 
-        Call about twice a second. Time the bytes from first to last for at most `PROBE_WAIT_S`, and report them to
-        `arrived`, even if none arrived. The next probe is due after two more seconds of silence.
-
-        Args:
-            now: The time, seconds, on the clock of `route`.
+        Call about twice a second, with the clock of `route`. Time the bytes from first to last for at most
+        `PROBE_WAIT_S`, and report them to `arrived`, even if none arrived. The next probe is due after two more seconds
+        of silence.
         """
         if now - max(self.memory.heard_s, self._probed_s) < PROBE_S:
             return 0
@@ -202,15 +186,11 @@ class Router:
         return PROBE_BYTES
 
     def arrived(self, nbytes: float, seconds: float, now: float) -> None:
-        """Record ``nbytes`` received over the busy link within ``seconds``, ending at ``now``."""
+        """See `LinkMemory.sample`."""
         self.memory.sample(nbytes, seconds, now)
 
     def route(self, request: RouteRequest, now: float) -> Route:
-        """Decide where to prefill a prompt, and reserve the resources.
-
-        Args:
-            request: The prompt and the state of both sites.
-            now: The time, seconds, on any monotonic clock.
+        """Choose the prefill place of a prompt, and reserve the resources; ``now`` is on any monotonic clock.
 
         Raises:
             UsageError: A number is out of range.
@@ -221,9 +201,7 @@ class Router:
         return found
 
     def options(self, request: RouteRequest, now: float) -> tuple[Forecast, ...]:
-        """Return the forecast of every place, with the cost to other requests.
-
-        A caller that chooses itself reports its choice to `take`.
+        """Return the forecast of every place, with the cost to other requests; report the choice to `take`.
 
         Raises:
             UsageError: A number is out of range.
@@ -255,7 +233,6 @@ class Router:
             self._coming.append((now + chosen.ready_s, now + chosen.computed_s, chosen.bytes))
 
     def _still_coming(self, now: float) -> tuple[tuple[float, float, float], ...]:
-        """Return pending computation, in seconds from now."""
         self._coming = [one for one in self._coming if one[1] > now]
         found = []
         for begin, end, nbytes in self._coming:
@@ -268,7 +245,7 @@ _MAX_WORKERS = 4096
 
 
 def _correct(free: list[float], now: float, queue_s: float) -> None:
-    """Shift the times at which workers become free so that the first is free after ``queue_s``."""
+    """Shift the workers' free times so that the first is ``queue_s`` from now."""
     least = max(now, min(free))
     for index, at in enumerate(free):
         # The router missed some work, or work ended early.
@@ -276,7 +253,6 @@ def _correct(free: list[float], now: float, queue_s: float) -> None:
 
 
 def _give(free: list[float], now: float, after_s: float, work_s: float) -> None:
-    """Assign work to the worker that is free first."""
     if work_s > 0:
         index = min(range(len(free)), key=free.__getitem__)
         free[index] = max(free[index], now + after_s) + work_s

@@ -4,9 +4,9 @@ Remote prefill wins if::
 
     local queue + local prefill  >  remote queue + RTT + max(remote prefill, n b / C) + tail
 
-with sending during the prefill (`kvabr_lab.route.forecast` has the exact terms, including cached prefixes and pending
-bytes). ``C`` is the link's expected rate. Deadlines are judged by its lower bound, because a remote prefill cannot be
-undone. A `Router` adds the delay of other requests.
+with sending during the prefill (`kvabr_lab.route.forecast` has the exact terms). ``b`` is bytes per token, ``C`` the
+link's expected rate. Its lower bound decides on deadlines, because a remote prefill cannot be undone. A `Router` adds
+the delay of other requests.
 """
 
 from __future__ import annotations
@@ -45,17 +45,15 @@ class Route:
 
     place: Place
     ttft_s: float
-    """Expected seconds until the first token."""
     met: bool | None
     """Whether the deadline is met at the link's lower bound; None without a deadline."""
     reason: str
-    """The reason as text."""
     options: tuple[Forecast, ...]
-    """Forecasts of all places; the first is local prefill."""
+    """Of all places; the first is local prefill."""
 
     @property
     def chosen(self) -> Forecast:
-        """Forecast of the place; for `BOTH` including the number of tokens computed here."""
+        """Forecast of the place; for `BOTH` with the number of tokens computed here."""
         return next(one for one in self.options if one.place == self.place)
 
     def to_json(self) -> dict[str, Any]:
@@ -96,18 +94,18 @@ def decide(
 ) -> Route:
     """Decide where to prefill a prompt.
 
-    Places that meet the deadline at the lower bound go first; among equals, the lowest total time of all requests wins.
-    If no place does, the one that is soonest at the lower bound is chosen, and the reason reports it.
+    Among places that meet the deadline at the lower bound, the lowest total time of all requests wins. If none does,
+    the soonest one at the lower bound is chosen, and the reason reports it.
 
     Args:
         tokens: Length of the prompt.
         local: The decode node's own site.
         remote: The other site.
         link: The link between them.
-        cache: Size of the cache on the link.
-        deadline_s: Seconds until the first token is due; None: no deadline.
+        cache: Size on the link.
+        deadline_s: For the first token.
         margin_s: Minimum advantage of a place over the local one.
-        both: Whether the local engine can compute the beginning of a prompt that arrives from its end.
+        both: Whether the local engine can compute the start of a prompt that arrives from its end.
 
     Raises:
         UsageError: An argument is out of range.

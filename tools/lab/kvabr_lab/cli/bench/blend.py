@@ -76,7 +76,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every recipe on every prompt; print and write the results."""
+    """Measure every recipe on every prompt."""
     import torch
     from rich.console import Console
 

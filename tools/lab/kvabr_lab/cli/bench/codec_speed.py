@@ -148,7 +148,6 @@ def _stage_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
 def _whole_table(
     name: str, rows: Sequence[dict[str, Any]], theirs: dict[str, Any] | None, ideal: dict[str, float]
 ) -> Table:
-    """Return every track from end to end, LMCache last."""
     from kvabr.cli.display import table
 
     cells: list[tuple[str, ...]] = []

@@ -123,7 +123,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every scheme on every context; print and write the results."""
+    """Measure every scheme on every context."""
     from rich.console import Console
 
     from kvabr.cli.calibrate import stage_titles

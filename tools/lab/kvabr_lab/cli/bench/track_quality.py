@@ -28,7 +28,7 @@ shipped profile was calibrated on Python's manual among others, and on neither s
 
 
 _NOISE = 1e-4
-"""Loss in nats per token below which a mix is noise."""
+"""Nats per token."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every track on every text and print the tables."""
+    """Measure every track on every text."""
     from rich.console import Console
 
     from kvabr.cli.display import StageBar, mix_rows, mix_table, output, say, track_rows, track_table, write_json
@@ -110,12 +110,11 @@ def _ratios(catalogs: list[Catalog]) -> list[dict[str, Any]]:
     from kvabr.cli.display import mix_rows
 
     rows = [row for catalog in catalogs for row in mix_rows(catalog) if row["ratio"]]
-    # The ratio of two values in the noise means nothing.
+    # The ratio of two values in the noise is meaningless.
     return [row for row in rows if max(row["predicted"], row["measured"]) >= _NOISE]
 
 
 def _summary(catalogs: list[Catalog]) -> list[dict[str, Any]]:
-    """Return the mean of every track over the texts."""
     from kvabr.cli.display import track_rows
 
     rows = []
