@@ -1,13 +1,13 @@
 """The AC tracks: transformed (`kvabr.codec.transform`), quantised, and entropy coded with the profile's tables.
 
-AC-L0 is a self-contained base. AC-L1 to AC-L3 each refine the layer before with a third of its step, and code only what
-the index below leaves open, so a base and its enhancements together are as large as the finest quantiser alone. AC-5x,
-the draft's level, is a single self-contained layer. A payload is:
+AC-L0 is a self-contained base. AC-L1 to AC-L3 each refine the layer before with a third of its step, and code only the
+choices that the index below leaves open, so a base and its enhancements are as large as the finest quantiser alone.
+AC-5x, the draft's level, is a single self-contained layer. A payload is:
 
     listed 4 | offsets 4 ... | scales | codes | far tokens | biases | coded
 
-Some tokens are stored separately from the coded ones. The first tokens of a prompt, attention sinks, are stored in
-every self-contained payload without being listed. Listed are further tokens used as sinks, the last ones of a prompt
+Some tokens are stored separately from the coded ones. Sinks, the first tokens of a prompt, are stored in every
+self-contained payload without being listed. Listed are further sinks, the last tokens of a prompt
 (`kvabr.codec.base.GroupContext.finer`), and, with the highest bit of their offset set, far tokens with coefficients
 beyond a decoder's integers. An enhancement lists the far tokens that its finer step adds.
 
@@ -20,13 +20,13 @@ A payload with references begins with them (`kvabr.codec.referring`). If the cod
     biases: size 4 | see `kvabr.codec.bias`; only if the highest bit of `listed` is set
 
 The biases of the last layer in a chain apply. AC-L0 has the coarse parts of codes; AC-L1 and AC-L2 add fine ones after
-the list: number of tokens 4 | fine. AC-5x has the coarse parts and those of both layers in sequence; the number
-0xFFFFFFFA precedes all else of such a payload. In small groups a code is a byte, in units of the scale, and layers add
-none.
+the list: number of tokens 4 | fine. AC-5x has the coarse parts and those of both layers in sequence. The number
+0xFFFFFFFA precedes all else of a payload with parts. In small groups a code is a byte, in units of the scale, and
+layers add none.
 
 For a state, columns take the place of tokens (`kvabr.codec.columns`). Unusual groups have other payloads
-(`kvabr.codec.unusual`): no finite cache is refused, and no payload, with those below it, exceeds the FP16 group by more
-than a hundredth.
+(`kvabr.codec.unusual`): every finite cache is accepted, and no payload, with those below it, exceeds the FP16 group by
+more than a hundredth.
 """
 
 from __future__ import annotations
@@ -96,15 +96,14 @@ from kvabr.types.naming import LAYERS
 
 _MEMO = "ac"
 _MAX_INDEX = 32767 - RATIO ** len(LAYERS)
-"""Maximum index of the finest layer, less the rounding of the base."""
 
 
 _Part = tuple[str, bytes, int]
-"""Inputs of a group's depth: its track, its separately stored tokens, and the identity of its references."""
+"""Track, separately stored tokens, and identity of the references."""
 
 
 class Ac(Codec):
-    """One depth."""
+    """One depth of the AC codec."""
 
     needs_profile: ClassVar[bool] = True
     rotates: ClassVar[bool] = True
@@ -122,7 +121,6 @@ class Ac(Codec):
             _prepare(self.name, profile, some)
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
-        """Quantise and code; see `kvabr.codec.unusual` for unusual groups."""
         profile = _profile(context, self.name)
         profile.depth(self.name)
         work = _work(group, context, profile)
@@ -144,12 +142,10 @@ class Ac(Codec):
     def decode(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> None:
-        """Decode all layers to the cache in one call of the coder; then place the stored tokens."""
         profile, spec, whole = _profile(context, self.name), context.spec, context
         profile.depth(self.name)
         chain = _read_chain(self.name, (*below, payload))
         if chain.other is not None:
-            # Imported here, because that module needs the registry of codecs.
             from kvabr.codec.group import decode_by  # noqa: PLC0415
 
             name, inner = chain.other
@@ -168,7 +164,7 @@ class Ac(Codec):
     def job(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> tuple[DecodeJob, list[Parts]] | None:
-        """Return the coder's job for `decode` and the tokens to place; None if more is needed."""
+        """Return the coder's job for `decode` and the tokens to place; None for states and other codecs."""
         profile = _profile(context, self.name)
         profile.depth(self.name)
         chain = _read_chain(self.name, (*below, payload))
@@ -198,7 +194,6 @@ class _Made:
     payload: bytes
     outliers: NDArray[np.bool_]
     index: NDArray[np.int16] | None
-    """None if equal to `_Work.indices`."""
     references: References | None
     near: NearTokens | None
     """Tokens of a base that the layers above refine."""
@@ -206,23 +201,16 @@ class _Made:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """Intermediate results shared by the depths of one group during encoding."""
-
     given: torch.Tensor
-    """The group as passed to `Ac.encode`."""
     group: torch.Tensor
-    """The group to code, see `kvabr.codec.columns`."""
     profile: ClassProfile
     coefficients: Coefficients
     made: dict[str, _Made] = field(default_factory=dict)
     chosen: dict[bytes, tuple[References, bool] | None] = field(default_factory=dict)
-    """By separately stored tokens."""
     coded: dict[_Part, bytes | Exception] = field(default_factory=dict)
-    """Results of `coded_rows`."""
     plans: dict[str, tuple[bytes, _Plan]] = field(default_factory=dict)
-    """By depth: its plan, and the payload below."""
+    """By depth: plan and payload below."""
     sums: dict[_Part, NDArray[np.int64]] = field(default_factory=dict)
-    """Of `kvabr.codec.bias.error_sums`, independent of references."""
 
     @property
     def coarsest(self) -> Depth:
@@ -236,7 +224,7 @@ class _Work:
         return self.chosen[key]
 
     def coded_rows(self, track: str, outliers: NDArray[np.bool_], references: References | None) -> bytes:
-        """Quantise and code all tokens but outliers; raise a `FormatError` if indices do not fit the coder."""
+        """Quantise and code all tokens but outliers; raise `FormatError` if indices do not fit the coder."""
         part = track, outliers.tobytes(), id(references)
         if part not in self.coded:
             _code(track, [(self, outliers, references)])
@@ -246,7 +234,6 @@ class _Work:
         return made
 
     def biases(self, track: str, outliers: NDArray[np.bool_]) -> NDArray[np.int16] | None:
-        """Return the biases of values at a depth, see `kvabr.codec.bias`; None if it has none."""
         if track not in UNITS:
             return None
         part = track, outliers.tobytes(), 0
@@ -278,7 +265,7 @@ def _add_up(track: str, groups: Sequence[tuple[_Work, NDArray[np.bool_]]]) -> No
 
 
 def _prepare(track: str, profile: ClassProfile, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:
-    """Encode groups on a GPU together, as far as they are not unusual."""
+    """Encode ordinary groups on a GPU together."""
     refines, works = track_below(track), _works(profile, groups)
     planned = []
     for work, (_, context) in zip(works, groups, strict=True):
@@ -303,7 +290,6 @@ def _prepare(track: str, profile: ClassProfile, groups: Sequence[tuple[torch.Ten
 
 
 def _works(profile: ClassProfile, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> list[_Work]:
-    """Return the shared results of groups on one GPU, transforming consecutive groups together."""
     runs: list[list[tuple[torch.Tensor, GroupContext]]] = []
     for group, context in groups:
         if _known(group, context, profile) is not None:
@@ -349,10 +335,7 @@ def _remember(context: GroupContext, work: _Work) -> None:
 
 
 def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | None:
-    """Return the payload of a self-contained depth; None if its indices do not fit the coder.
-
-    It contains no layers beyond ``room`` bytes.
-    """
+    """Return a self-contained payload without layers beyond ``room`` bytes; None if indices do not fit the coder."""
     if context.spec.only.kind == "state":
         return _layer(track, work, _coded(context), [])
     outlying = work.coefficients.outlying
@@ -372,9 +355,9 @@ def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | 
 
 
 def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> bytes | None:
-    """Quantise and code at one depth; return an ordinary payload, or None if the indices do not fit the coder.
+    """Return an ordinary payload of one depth, or None if indices do not fit the coder.
 
-    ``context`` is that of the group as coded; ``below`` are the ordinary payloads below, base first.
+    ``context`` describes the group as coded; ``below`` are ordinary payloads, base first.
     """
     profile, refines = work.profile, track_below(track)
     known = work.plans.pop(track, None)
@@ -389,7 +372,6 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
                 if len(alone) <= len(coded) + len(MARK) + references_size(context.tokens):
                     coded, references = alone, None
         else:
-            # Tokens that overflow only at this depth have indices below.
             if lower is None:
                 lower = work.indices(str(refines), plan.below_outliers)
             index = work.indices(track, outliers)
@@ -407,25 +389,18 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
 
 
 class _Plan(NamedTuple):
-    """The tokens that a depth codes, and how."""
-
     far: NDArray[np.bool_]
     """[token]: beyond a decoder's integers."""
     below_outliers: NDArray[np.bool_]
-    """[token]: stored separately by the depths below."""
     new: NDArray[np.bool_]
-    """[token]: stored separately by this depth."""
     lower: NDArray[np.int16] | None
     """Indices below; None: none, or `_Work.indices`."""
     references: References | None
     perhaps_without: bool
-    """The payload may be smaller without references."""
     from_rows: bool
-    """Coded from rows of coefficients; otherwise from indices."""
 
     @property
     def outliers(self) -> NDArray[np.bool_]:
-        """[token]: not coded."""
         return self.below_outliers | self.new
 
 
@@ -457,7 +432,6 @@ def _plan(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]
 def _lower(
     refines: str | None, context: GroupContext, work: _Work, below: Sequence[bytes]
 ) -> tuple[NDArray[np.int16] | None, NDArray[np.bool_], References | None]:
-    """Return the indices of the depth below (None: none, or `_Work.indices`), its stored tokens and references."""
     if refines is None:
         return None, np.zeros(context.tokens, dtype=bool), None
     made = work.made.get(refines)
@@ -475,7 +449,6 @@ def _lower(
 
 
 def _near_below(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> NearTokens | None:
-    """Return the stored tokens of the base that a layer refines, if any."""
     if track not in LAYERS[1 : 1 + FINE_LAYERS] or not all(_is_parted(memoryview(each)) for each in below):
         return None
     made = work.made.get(LAYERS[0])
@@ -485,12 +458,10 @@ def _near_below(track: str, work: _Work, context: GroupContext, below: Sequence[
 
 
 def _rotated_at(context: GroupContext) -> int | None:
-    """Return the position by which encoded keys are rotated, if they are."""
     return None if context.free else _coded(context).first_token
 
 
 def _coded(context: GroupContext) -> GroupContext:
-    """Return the context of a group as coded: the tokens of a state are its columns."""
     if context.spec.only.kind != "state":
         return context
     tokens = context.tokens // context.spec.rows * context.spec.only.v_dim
@@ -549,13 +520,10 @@ def _sinks(profile: ClassProfile, context: GroupContext) -> int:
 
 _COUNT = struct.Struct("<I")
 _FP16_FLAG = 1 << 31
-"""Flag in the offset of a token stored as FP16."""
 _HAS_BIASES = 1 << 31
-"""Flag in the number of listed tokens, which stays below the markers of `kvabr.codec.unusual`."""
+"""In the number of listed tokens, which stays below the markers of `kvabr.codec.unusual`."""
 STREAMED = _COUNT.pack(0xFFFFFFFB)
-"""Marker of a payload with a coded part in streams."""
 PARTED = _COUNT.pack(0xFFFFFFFA)
-"""Marker of a payload with codes in parts (`kvabr.codec.stored`)."""
 
 
 def _is_parted(payload: memoryview) -> bool:
@@ -567,18 +535,15 @@ def _is_streamed(payload: memoryview) -> bool:
 
 
 class NearTokens(NamedTuple):
-    """Stored tokens that are not far, with their known precision (`kvabr.codec.stored`)."""
+    """Stored tokens that are not far, with their precision (`kvabr.codec.stored`)."""
 
     tokens: NDArray[np.int64]
-    """Offsets in the group."""
     which: torch.Tensor
     """[stored token] bool."""
     scale: torch.Tensor
-    """[token, layer, K/V] float32."""
     coarse: Codes
     """[token, layer, K/V, head, dim]."""
     fine: tuple[Codes, ...] = ()
-    """Of the layers, first to last."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -595,18 +560,17 @@ class Parts:
     listed: int
     """Number of stored tokens that are not sinks."""
     values: torch.Tensor
-    """[token, layer, K/V, head, dim] float32, within FP16's range."""
     coded: memoryview
     references: References | None = None
     biases: NDArray[np.int16] | None = None
     """See `kvabr.codec.bias`; None: none."""
     near: NearTokens | None = None
-    """Of a base: stored tokens that are not far, if any and not known already."""
+    """Of a base: stored tokens that are not far, if new."""
     fine: memoryview | None = None
-    """Of a layer: its additions to those."""
+    """Of a layer: additions to them."""
 
     def finer(self, fine: memoryview, layer: int) -> Parts:
-        """Return the parts of a base with a layer's additions; raise `FormatError` if it does not fit."""
+        """Return a base's parts with a layer's additions; raise `FormatError` if they do not fit."""
         if self.near is None or len(self.near.fine) != layer - 1:
             raise FormatError(f"{LAYERS[layer]}: adds to numbers that are not below; the payload is corrupt")
         near, values = self.near, self.values.clone()
@@ -615,7 +579,7 @@ class Parts:
         return replace(self, values=values, near=near)
 
     def place(self, out: torch.Tensor, context: GroupContext) -> None:
-        """Write the stored tokens into a group, rotating the keys of position-free ones."""
+        """Write the stored tokens into a group, rotating position-free keys."""
         if len(self.tokens):
             # Indexed assignment neither casts nor copies between devices.
             values = self.stored(context, out.dtype, out.device)
@@ -649,10 +613,9 @@ def join_payload(
     biases: NDArray[np.int16] | None = None,
     base: NearTokens | None = None,
 ) -> tuple[bytes, NearTokens | None]:
-    """Build a payload from its head, a group, the stored offsets, which of them are far, and the rest.
+    """Build a payload; also return the stored tokens that layers above may refine.
 
-    The offsets ascend; the first ``sinks`` of them are sinks, and never far. A layer refines ``base``. Also return the
-    stored tokens that layers above this payload may refine.
+    ``tokens`` are ascending stored offsets; the first ``sinks`` are never ``far``. A layer refines ``base``.
     """
     listed = (tokens + np.where(far, _FP16_FLAG, 0))[sinks:].astype("<u4")
     biased = biases is not None and bool(biases.any())
@@ -687,7 +650,6 @@ def join_payload(
 
 
 def _layers_in(track: str) -> range:
-    """Return the layers with fine parts in a self-contained track."""
     return range(1, 1 + FINE_LAYERS) if track == SINGLE else range(0)
 
 
@@ -702,21 +664,16 @@ def _scaled(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _taken(group: torch.Tensor, tokens: NDArray[np.int64]) -> torch.Tensor:
-    """Return some tokens of a group, [token, layer, K/V, head, dim] float32 within FP16's range."""
     chosen = group[:, :, :, torch.from_numpy(tokens).to(group.device)].permute(3, 0, 1, 2, 4)
     return chosen.float().clamp(-FP16_MAX, FP16_MAX).cpu()
 
 
 class _Head(NamedTuple):
-    """The beginning of a payload, see `Parts`."""
-
     reader: PayloadReader
-    """Of the rest."""
     references: References | None
     listed: int
     tokens: NDArray[np.int64]
     far: torch.Tensor
-    """[token] bool."""
     biased: bool
     streamed: bool
     parted: bool

@@ -1,11 +1,11 @@
 """Int8 and Int4: asymmetric integers, keys per channel over the group's tokens, values per token (KIVI).
 
-Some key channels are far larger than the rest at every token, so each has its own scale for all tokens of a group.
-Values have no such channels, but tokens differ. A value scale serves at least 128 channels: several heads of one token,
-or several neighbouring tokens. Two half-precision numbers then cost at most a quarter of a bit per element.
+Some key channels are far larger than the rest at every token, so each has its own scale for a group. Values have no
+such channels, but tokens differ. A value scale serves at least 128 channels: several heads of one token, or several
+neighbouring tokens. Two half-precision numbers then cost at most a quarter of a bit per element.
 
     head: offsets, then scales, of the keys as FP16, each [layer, head, dim]
-    unit: offsets, then scales, of the values as FP16, each [layer, block of heads] codes, [layer, K/V, token, head,
+    unit: offsets, then scales, of the values as FP16, each [layer, block of heads] | codes, [layer, K/V, token, head,
         dim]
 
 A unit holds the tokens that share value scales. With 4 bits, a byte holds the codes of a key (low half) and of the
@@ -41,12 +41,10 @@ class Affine(Separable):
     bits: ClassVar[int]
 
     def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-        """Return the range of each key channel over the tokens."""
         keys, _ = keys_and_values(group, spec)
         return self._range(keys.amin(dim=2).float(), keys.amax(dim=2).float(), spec)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:
-        """Quantise keys along tokens and values along channels."""
         units = run.shape[3] // unit_tokens
         keys, values = (by_unit(part, units) for part in keys_and_values(run, spec))
         low, scale = head.float().flatten(2)[:, :, None]
@@ -62,7 +60,6 @@ class Affine(Separable):
         )
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
-        """Dequantise."""
         layers, _, heads, count, tokens, _ = out.shape
         dims = spec.only.split
         blocks = head_blocks(heads, dims[1])
@@ -84,7 +81,6 @@ class Affine(Separable):
             to_layers(rest.reshape(count, layers, blocks, -1).float().mul_(scale).add_(low), value_places)
 
     def _range(self, low: torch.Tensor, high: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-        """Return offset and scale for numbers between two bounds, [offset/scale, ...] float16."""
         low = low.clamp(-FP16_MAX, FP16_MAX).half()
         scale = ((high - low.float()) / (2**self.bits - 1)).clamp(2.0**-24, FP16_MAX)
         return torch.stack((low, half_scale(scale, spec)))

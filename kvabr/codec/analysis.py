@@ -33,9 +33,9 @@ except ImportError:
     _kvanalysis = None
 
 _MAX_ELEMENT = 8191
-"""Largest element of a group over norm and step for which 32 bits hold all sums: 2**31 over `ONE` and `FINE`."""
+"""Largest element over norm and step: 32 bits hold all sums (2**31 over `ONE` and `FINE`)."""
 _TOKENS_PER_QUIET = 64
-"""At most one in this many tokens, plus one, is stored separately as quiet, or as an outstanding column of a state."""
+"""At most one token in this many, plus one, is stored separately as quiet, or as an outstanding column of a state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Analysis:
         return self.transform.structure
 
     def prepare(self) -> None:
-        """Invert the matrices now, which takes seconds."""
+        """Invert the matrices now; takes seconds."""
         _ = self._native
 
     @cached_property
@@ -64,16 +64,14 @@ class Analysis:
 
     @cached_property
     def _scale(self) -> NDArray[np.float32]:
-        """[layer, K/V]: factors from elements to units of the norm."""
-        with np.errstate(over="ignore"):  # of a hostile norm; `MAX_ELEMENT` limits the result
+        with np.errstate(over="ignore"):
             return np.float32(1) / self.transform.norm
 
     @cached_property
     def _limits(self) -> NDArray[np.float32]:
         """[3, 1]: limits of elements over the norm, of stacks' components, and of decodable rows, in steps.
 
-        The first two allow for rounding of components and elements by up to a step; a rounded index may be half a step
-        above a row.
+        The first two allow for rounding by up to a step; a rounded index may be half a step above a row.
         """
         components = max((_gain(each) for each in self.transform.stack if each.gain.size), default=1.0)
         elements = components * (1.0 if self.transform.block is None else _gain(self.transform.block))
@@ -83,7 +81,7 @@ class Analysis:
     def analyse(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
         """Transform a group [layer, K/V, head, token, dim] of finite floats, any dtype and strides.
 
-        Its keys are rotated from ``first_token`` on; None: not rotated.
+        Keys are rotated from ``first_token`` on; None: not rotated.
         """
         check_cache(self.transform, group)
         if gpu.runs_on(group.device):
@@ -99,14 +97,11 @@ class Analysis:
         return bare.transpose(3, 4).reshape(self.structure.blocks, self.structure.width, bare.shape[3])
 
     def key_power(self, channels: torch.Tensor) -> torch.Tensor:
-        """Return the squared distance of each token's keys from their mean, [layer, token] float32.
-
-        ``channels`` is the output of `centred`.
-        """
+        """Return the squared distance of keys from their mean, [layer, token] float32, from the output of `centred`."""
         return self._power(channels, 0)
 
     def value_power(self, channels: torch.Tensor) -> torch.Tensor:
-        """Return the same for values."""
+        """Return `key_power` for values."""
         return self._power(channels, 1)
 
     def _power(self, channels: torch.Tensor, kind: int) -> torch.Tensor:
@@ -123,10 +118,7 @@ class Analysis:
         return self._outlying(self.key_power(channels), values)
 
     def _outlying(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-        """Return the tokens to store separately: all loud ones, but only the quietest of quiet ones.
-
-        ``keys`` and ``values`` are powers, [layer, token]; the latter only if they count.
-        """
+        """Return all loud tokens and the quietest ones; powers are [layer, token]."""
         loudness = (np.sqrt(keys.numpy()) / self.transform.spread[:, None]).max(axis=0)
         state = self.structure.spec.only.kind == "state"
         out = _beyond(loudness, self.transform.threshold) if state else loudness > np.float32(self.transform.threshold)
@@ -142,7 +134,7 @@ class Analysis:
     @cached_property
     def _native(self) -> tuple[Any, ...]:
         transform, structure, spec, made = self.transform, self.structure, self.structure.coded, []
-        blocks, stacks = self._inverted()  # a handle has its own copy
+        blocks, stacks = self._inverted()
         for stack, inverse in zip(structure.stacks, stacks, strict=True):
             which = slice(stack.first, stack.last), stack.kind
             own = [blocks[each] for each in structure.blocks_of(stack)] if blocks else []
@@ -161,7 +153,7 @@ class Analysis:
         return tuple(made)
 
     def analyse_run(self, groups: Sequence[torch.Tensor], first_token: int | None) -> list[Coefficients]:
-        """As `analyse` for consecutive groups, on their device, by `kvabr.codec.gpu`; rows stay there."""
+        """Return `analyse` of consecutive groups on their device; rows stay there."""
         for group in groups:
             check_cache(self.transform, group)
         whole = groups[0] if len(groups) == 1 else torch.cat(list(groups), dim=3)
@@ -176,7 +168,7 @@ class Analysis:
         return made
 
     def _analyse_natively(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
-        """Run stacks in parallel, on as many threads as torch or `encoding_on` allow; releases the GIL."""
+        """Run stacks in parallel, on as many threads as torch or `encoding_on` allow, without the GIL."""
         structure, tokens, path = self.structure, group.shape[3], coder.active_path()
         if group.dtype not in DTYPES:
             group = group.float()
@@ -207,11 +199,9 @@ def _arrays(inverse: Inverse) -> tuple[NDArray[Any], ...]:
 
 
 def quietness(power: NDArray[np.float32], usual: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the distance of each token's values from their mean, in units of the usual one, mean over layers.
+    """Return the mean over layers of each token's distance from the mean value, in units of the usual one.
 
-    Args:
-        power: squared distances, [layer, token].
-        usual: [layer].
+    ``power`` has squared distances, [layer, token]; ``usual`` is [layer].
     """
     total = np.zeros(power.shape[1], np.float32)
     for distance in np.sqrt(power) / usual[:, None]:  # in order
@@ -220,7 +210,6 @@ def quietness(power: NDArray[np.float32], usual: NDArray[np.float32]) -> NDArray
 
 
 def _beyond(score: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
-    """Return the tokens, [token], that score above a threshold, limited to the highest."""
     most = 1 + len(score) // _TOKENS_PER_QUIET
     if len(score) > most:
         threshold = max(threshold, float(np.sort(score)[-most - 1]))
@@ -228,5 +217,4 @@ def _beyond(score: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
 
 
 def _gain(matrix: Matrices) -> float:
-    """Return the largest factor by which multiplying with a matrix can increase magnitudes."""
     return float(np.abs(matrix.expanded.astype(np.int64)).sum(axis=-1).max()) / ONE

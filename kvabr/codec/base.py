@@ -1,7 +1,6 @@
-"""The contract of a codec, and the codecs by name. Importing this module does not load torch.
+"""The contract of a codec, and the codecs by name; loads no torch.
 
-A codec turns one group of a KV cache into a payload, and a payload into the caller's tensor. Codecs are built in
-(`kvabr.codec.builtin`), provided by installed packages (entry points ``kvabr.codecs``), or registered by a program.
+Codecs are built in (`kvabr.codec.builtin`), installed (entry points ``kvabr.codecs``), or registered by a program.
 """
 
 from __future__ import annotations
@@ -26,52 +25,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """Properties of a group, in addition to its bytes."""
+    """Properties of a group."""
 
     spec: KVSpec
     first_token: int
-    """Position of the group's first token in the prompt or passage. The rotary embedding and the sinks depend on it,
-    unless the group is position-free.
-    """
+    """Position of the group's first token in the prompt or passage, for rotation and sinks."""
     tokens: int
-    """Tokens in this group: `KVSpec.group_tokens`, or fewer in the last one."""
+    """`KVSpec.group_tokens`, or fewer in the last group."""
     profile: Profile | None = None
-    """Side information of the model, for codecs that need it."""
     free: bool = False
     """Position-free, as in passages (`kvabr.types.passage`): encoded keys are not rotated, and no token is a sink. The
     class must have a `LayerClass.rope`.
     """
     at: int | None = None
-    """Decoding of a position-free group: prompt position of its first token, for rotating keys; None: unrotated."""
+    """Decoding a position-free group: position of its first token for rotating keys; None: unrotated."""
     finer: int = 0
-    """Encoding: number of last tokens to store finer, where the continuation attends most."""
+    """Encoding: number of last tokens to store finer, since the continuation attends most to them."""
     memo: dict[str, object] | None = field(default=None, compare=False, repr=False)
-    """Encoding: intermediate results shared by the tracks of one group. Pass one dict per group."""
+    """Encoding: results shared by the tracks of one group. Pass one dict per group."""
 
 
 class Codec(ABC):
     """One compression level."""
 
     name: str
-    """Name of the track."""
     refines: str | None = None
     """The track to decode first; None if self-contained."""
     needs_profile: ClassVar[bool] = False
     rotates: ClassVar[bool] = False
-    """True if `decode` rotates the keys of position-free groups; otherwise they are rotated afterwards
-    (`kvabr.codec.group.decode_payload`).
-    """
+    """True if `decode` rotates position-free keys; otherwise `kvabr.codec.group.decode_payload` does."""
     has_kernel: ClassVar[bool] = False
-    """True if `kvabr.codec.gpu` expands its payloads. Not inherited: derived classes may decode others."""
+    """True if `kvabr.codec.gpu` expands its payloads. Not inherited."""
     takes_codes: ClassVar[bool] = False
-    """True if `encode` and `decode` take float8 tensors, an engine's own codes; otherwise they get the numbers
-    (`kvabr.codec.quantised`).
-    """
+    """True if `encode` and `decode` take float8 codes; otherwise they take numbers (`kvabr.codec.quantised`)."""
 
     def layout(self, spec: KVSpec, tokens: int) -> PayloadLayout | None:
         """Return the layout of a payload of ``tokens`` tokens; None if it cannot be cut by tokens.
 
-        Token-separable plug-ins override this; classes derived from a built-in codec inherit its layout.
+        Token-separable plug-ins override this; subclasses of built-in codecs inherit it.
         """
         for cls in type(self).__mro__:
             known = BUILTIN.get(vars(cls).get("name", ""))
@@ -84,42 +75,31 @@ class Codec(ABC):
         return 0
 
     def largest(self, spec: KVSpec) -> float:  # noqa: ARG002
-        """Return the largest magnitude that a payload of a layer class keeps within this codec's loss.
-
-        A group beyond it is not offered on this track: `encode` would clip it.
-        """
+        """Return the largest magnitude kept within this codec's loss; `encode` would clip beyond it."""
         return FP16_MAX
 
     def prepare(self, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:  # noqa: B027  # few can
-        """Prepare groups on a GPU for `encode` together, storing results in their memos; the payloads stay the same.
+        """Prepare groups on a GPU for `encode`, storing results in their memos; payloads do not change.
 
-        Tracks below have been encoded.
+        Tracks below must be encoded.
         """
 
     @abstractmethod
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
-        """Compress one group and return the payload, without the container's frame.
+        """Return the payload of one group, without the container's frame.
 
-        Args:
-            group: [layer, K/V, head, token, dim], any float dtype, any strides.
-            context: of the group.
-            below: payloads of the tracks below, base first.
+        ``group`` is [layer, K/V, head, token, dim], any float dtype, any strides; ``below`` are the payloads of the
+        tracks below, base first.
         """
 
     @abstractmethod
     def decode(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> None:
-        """Decompress one group into ``out``.
+        """Decompress a result of `encode`, untrusted, into ``out``; arguments as there.
 
-        Args:
-            payload: a result of `encode`; untrusted.
-            context: as for `encode`.
-            out: [layer, K/V, head, token, dim], any float dtype, any strides; written completely, or partly on error.
-            below: payloads of the tracks below, base first.
-
-        Raises:
-            FormatError: this codec did not write the payload for this context.
+        ``out`` is [layer, K/V, head, token, dim], any float dtype, any strides; partly written on error. Raise
+        `FormatError` if this codec did not write the payload for this context.
         """
 
 
@@ -127,13 +107,13 @@ _registered: dict[str, Codec] = {}
 
 
 def register(added: Codec) -> None:
-    """Register a codec under its name, replacing any other of that name."""
+    """Register a codec under its name, replacing any other."""
     check_track_name(added.name)
     _registered[added.name] = added
 
 
 def codec(name: str) -> Codec:
-    """Return the codec of a track; raise `FormatError` with the known names, or a plug-in's error."""
+    """Return a track's codec; raise `FormatError` with the known names, or a plug-in's error."""
     if (found := _registered.get(name)) is not None:
         return found
     if name in BUILTIN:
@@ -146,14 +126,14 @@ def codec(name: str) -> Codec:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all codecs: the draft's levels in its order, the layers (base first), then all others."""
+    """Return all codec names: the draft's levels in its order, layers (base first), others."""
     return tuple(dict.fromkeys((*BUILTIN, *_registered, *_plugins())))
 
 
 def payload_layout(track: str, spec: KVSpec, tokens: int) -> PayloadLayout | None:
-    """Return the payload layout of a track without loading torch for built-in codecs.
+    """Return a track's payload layout without loading torch for built-in codecs.
 
-    None if the payload cannot be cut by tokens, or for unknown codecs, which an origin may serve.
+    None for unknown codecs and if the payload cannot be cut by tokens.
     """
     if track in BUILTIN and track not in _registered:
         made = BUILTIN[track].layout

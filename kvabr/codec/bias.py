@@ -1,16 +1,15 @@
-"""The bias of values: the error that rounding leaves in the mean of a group's tokens.
+"""Biases of values: the mean rounding error of a group's tokens.
 
-A model averages values over many tokens, so independent errors cancel, but common ones do not, and coarse steps cause
-them: a row of zeros loses its mean, and a dead zone pulls towards zero. So the two coarsest layers store the common
-error of each row of values, in sixteenths or eighths of the step, which a decoder adds to the channels' means. For keys
-it makes no difference.
+A model averages values over many tokens, so independent errors cancel. Coarse steps cause common ones: a row of zeros
+loses its mean, and a dead zone pulls towards zero. So the two coarsest layers store the common error of each row of
+values, in sixteenths or eighths of the step, and a decoder adds it to the channels' means. Keys do not need it.
 
-Most of these numbers are 0. The others are coded by their distances (Rice, 1979) and values:
+Nonzero numbers are coded by their distances (Rice, 1979) and values:
 
     number of them 4 | low bits L 1 | bits, highest first, the last byte filled up with zeros
 
-    bits: of each, the rows that it skips, without the lowest L bits, as that many ones and a zero; of each, 0 for -1, 1
-        for 1, 2 for -2 and so on, as that many ones and a zero; of each, the lowest L bits of the rows that it skips
+    bits: of each, the skipped rows, without the lowest L bits, as that many ones and a zero; of each, 0 for -1, 1
+        for 1, 2 for -2 and so on, as that many ones and a zero; of each, the lowest L bits of the skipped rows
 
 The numbers are sums of integers over tokens, and so equal on every machine.
 """
@@ -37,11 +36,11 @@ if TYPE_CHECKING:
     from kvabr.codec.transform import Structure
 
 UNITS = {LAYERS[0]: 1, LAYERS[1]: 2}
-"""Tracks with biases, and their units in sixteenths of the step; negligible for finer tracks."""
+"""Tracks with biases, and their units in sixteenths of the step."""
 _ROUNDING_TENTHS = 3
-"""Tenths added before rounding down: rounding to nearest costs a third more bits, and saves no loss."""
+"""Tenths added before rounding down: rounding to nearest costs a third more bits at equal loss."""
 MIN_TOKENS = 64
-"""With fewer tokens the biases would cost more than they save."""
+"""With fewer tokens, biases cost more than they save."""
 _MAX_VALUE = 127
 _HEAD = struct.Struct("<IB")
 _MAX_LOW = 16
@@ -66,7 +65,7 @@ def error_sums(
 ) -> list[NDArray[np.int64]]:
     """Return the rounding errors in the rows of values of groups, see `kvabr.codec.coefficients.error_sums`.
 
-    ``depth`` rounds them; ``groups`` has the coefficients, [row, token] float32, and the coded tokens of each.
+    ``groups`` has coefficients, [row, token] float32, and coded tokens.
     """
     which = value_rows(structure)
     gains = np.ones(len(which), np.float32)
@@ -95,7 +94,7 @@ def join_biases(numbers: NDArray[np.int16]) -> bytes:
     skipped = np.diff(at, prepend=-1) - 1
     value = numbers[at].astype(np.int64)
     value = np.where(value < 0, -2 * value - 2, 2 * value - 1)
-    # As many low bits as halve the mean distance about once too often (Golomb's rule for geometric distances).
+    # Low bits that halve the mean distance about once too often (Golomb's rule for geometric distances).
     low = min(_MAX_LOW, max(0, int(np.log2(max(1.0, 0.7 * float(skipped.mean())))))) if len(at) else 0
     unary = np.concatenate([skipped >> low, value])
     ends = np.cumsum(unary + 1) - 1
@@ -108,7 +107,7 @@ def join_biases(numbers: NDArray[np.int16]) -> bytes:
 
 
 def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
-    """Decode untrusted bytes to ``count`` numbers; raise `FormatError` unless an encoder writes them."""
+    """Decode untrusted bytes to ``count`` numbers; raise `FormatError`."""
     bad = FormatError(f"{what}: the biases of {count} rows of values are corrupt")
     if len(data) < _HEAD.size or len(data) > _HEAD.size + count * (_MAX_VALUE + 1):
         raise bad
@@ -133,6 +132,6 @@ def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
 
 
 def shift_of(structure: Structure, numbers: NDArray[np.int16], unit: int) -> Shift:
-    """Return the shift of the channels' means by biases of rows of values, in ``unit`` sixteenths of a step."""
+    """Return the shift of the channels' means by biases, in ``unit`` sixteenths of a step."""
     at = np.flatnonzero(numbers)
     return Shift(value_rows(structure)[at], (unit * numbers[at]).astype(np.int16))

@@ -1,4 +1,4 @@
-"""Places of a group's tokens in an engine's memory: the blocks of a paged cache, or one tensor."""
+"""Places of a group's tokens in an engine's memory: blocks of a paged cache, or one tensor."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Place(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type that the group is decoded to."""
+        """Element type."""
 
     @property
     def device(self) -> torch.device:
-        """Where the memory is."""
+        """Device of the memory."""
 
     @property
     def whole(self) -> torch.Tensor | None:
@@ -32,13 +32,13 @@ class Place(Protocol):
 
     @property
     def direct(self) -> BlockSlots | None:
-        """Slots of this group only, for kernels to write to, if any."""
+        """Slots of this group only for kernels, if any."""
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return True for the shape, [layer, K/V, head, token, dim], of a group here."""
 
     def write(self, group: torch.Tensor) -> None:
-        """Copy a decoded group, of `dtype` and on `device`, to its place."""
+        """Copy a decoded group of `dtype` on `device` to its place."""
 
 
 class TensorRoom:
@@ -51,7 +51,7 @@ class TensorRoom:
     def layers(self) -> BlockLayers:
         """The tensor as one block of each layer."""
         layers, halves, *_ = self.tensor.shape
-        if self.tensor.stride(0) == halves * self.tensor.stride(1):  # all views in one call, ten times as fast
+        if self.tensor.stride(0) == halves * self.tensor.stride(1):
             views = self.tensor.view(layers * halves, 1, *self.tensor.shape[2:]).unbind()
             return BlockLayers.alike_by(views[first : first + halves] for first in range(0, len(views), halves))
         return BlockLayers([[half[None] for half in layer.unbind()] for layer in self.tensor.unbind()])
@@ -67,9 +67,7 @@ class TensorPlace:
 
     whole: torch.Tensor
     room: TensorRoom | None = None
-    """The larger tensor, if any."""
     first: int = 0
-    """First token in it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,13 +91,12 @@ class TensorPlace:
 
 
 class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it keeps what it computes
-    """The checked layers of a paged cache, each with keys and values, or one vector per token.
+    """Checked layers of a paged cache, each with keys and values, or one vector per token.
 
-    These are views [block, head, token, dim] of any strides.
+    Views are [block, head, token, dim] of any strides.
     """
 
     def __new__(cls, layers: Sequence[Sequence[torch.Tensor]]) -> Self:
-        """Raise `FormatError` unless all views have the same shape, dtype and device."""
         made = super().__new__(cls, map(tuple, layers))
         kinds = {(view.shape, view.dtype, view.device) for layer in made for view in layer}
         if len(kinds) != 1 or made[0][0].dim() != 4 or len(set(map(len, made))) != 1:
@@ -108,14 +105,14 @@ class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it 
 
     @classmethod
     def alike_by(cls, layers: Iterable[tuple[torch.Tensor, ...]]) -> Self:
-        """Return layers of views known to differ only in their address."""
+        """Return layers of views that differ only in their address."""
         made = super().__new__(cls, layers)
         made.__dict__["alike"] = True
         return made
 
     @cached_property
     def addresses(self) -> NDArray[np.int64]:
-        """[layer, K/V], flattened: address of each view, in bytes."""
+        """[layer, K/V], flattened: byte addresses."""
         return np.array([view.data_ptr() for layer in self for view in layer], np.int64)
 
     @cached_property
@@ -128,13 +125,12 @@ class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it 
 class BlockSlots:
     """A paged cache with the places of a group's tokens; a `Place`.
 
-    All views have the same shape, dtype and device, in one tensor or several. vLLM's layouts [2, block, token, head,
-    dim], [block, 2, token, head, dim], [block, head, token, 2 dim] and separate tensors are equal here, once permuted.
-    A tensor, or the layers of a `DynamicCache`, are one block.
+    All views have the same shape, dtype and device. vLLM's layouts [2, block, token, head, dim], [block, 2, token,
+    head, dim], [block, head, token, 2 dim] and separate tensors are equal here, once permuted. A tensor, or the layers
+    of a `DynamicCache`, are one block.
     """
 
     layers: Sequence[Sequence[torch.Tensor]]
-    """See `BlockLayers`; groups share them."""
     slots: NDArray[np.int64]
     """[token]: block times tokens per block, plus the place in the block; negative: not written. Others are unique."""
 
@@ -144,7 +140,6 @@ class BlockSlots:
         first = layers[0][0]
         slots = np.asarray(self.slots, np.int64)
         used = slots[slots >= 0]
-        # Mostly they ascend, and need not be sorted.
         if slots.ndim != 1 or (bool((np.diff(used) <= 0).any()) and len(np.unique(used)) != len(used)):
             raise FormatError("two tokens have the same slot of a paged cache")
         if len(used) and int(used.max()) >= first.shape[0] * first.shape[2]:
@@ -193,12 +188,8 @@ class BlockSlots:
     def write(self, group: torch.Tensor, tokens: NDArray[np.int64] | None = None) -> None:
         """Copy a group, [layer, K/V, head, token, dim], or some of its tokens, with torch (slowly).
 
-        Args:
-            group: of any float dtype, on any device; larger numbers are clamped in FP16 blocks.
-            tokens: offsets in the group of the tokens in ``group``; None: all.
-
-        Raises:
-            FormatError: it has another shape.
+        ``group`` has any float dtype and device, and is clamped in FP16 blocks; ``tokens`` are its tokens' offsets in
+        the group (None: all). Raise `FormatError` for another shape.
         """
         if tokens is None:
             self._check(group.shape)
@@ -226,9 +217,9 @@ class BlockSlots:
             view[block, :, place] = part.transpose(0, 1)
 
     def read(self, out: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Copy the tokens, all with slots, into a tensor or one tensor per layer.
+        """Copy the tokens, all with slots, to one tensor, or one per layer, of any float dtype.
 
-        The shape is [layer, K/V, head, token, dim], of any float dtype. Raise `FormatError` for another shape.
+        The shape is [layer, K/V, head, token, dim]. Raise `FormatError` for another shape.
         """
         size, device, codes = self.first.shape[2], self.device, self.dtype.itemsize == 1
         self._check((len(out), *out[0].shape))
@@ -257,7 +248,7 @@ class BlockSlots:
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values in another dtype, clamped to FP16's range, since one infinity ruins all attention."""
+    """Cast, clamped to FP16's range, since one infinity ruins all attention."""
     if values.dtype is dtype or values.dtype.itemsize == 1:
         return values
     converted = values.to(dtype)
@@ -265,7 +256,6 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_blocks(slots: NDArray[np.int64], used: NDArray[np.intp], size: int) -> NDArray[np.int64] | None:
-    """Return the blocks that consecutive used slots fill; None if they do not."""
     begin, end = int(used[0]), int(used[-1]) + 1
     if end - begin != len(used) or len(used) % size:
         return None

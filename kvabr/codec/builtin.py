@@ -1,10 +1,8 @@
-"""The built-in codecs: implementations and payload layouts. Importing this does not load torch.
+"""The built-in codecs: implementations and payload layouts; loads no torch.
 
-A payload of a token-separable codec is a head, shared by all tokens of the group, followed by units. A unit has one
-token, or the few that share scales. All units have the same size, except that the last may hold fewer tokens. A run of
-tokens therefore decodes from the head and its own units.
-
-To add a built-in codec, write its file and add a line to `BUILTIN`. A plug-in overrides
+A token-separable payload is a head, shared by all tokens of the group, followed by units of one token, or of the few
+that share scales. All units are equally large, except that the last may hold fewer tokens. A run of tokens decodes from
+the head and its own units. To add a codec, write its file and add a line to `BUILTIN`; plug-ins override
 `kvabr.codec.base.Codec.layout`.
 """
 
@@ -18,7 +16,7 @@ from typing import NamedTuple
 from kvabr.types.kv import ITEM_BYTES, KVSpec
 
 BLOCK = 32
-"""Elements per scale in FP4: tokens of one channel of the keys, channels of one token of the values."""
+"""Elements per scale in FP4: tokens of a key channel, or channels of a token's values."""
 _SPAN = 128
 """Minimum channels per scale in the values of Int8 and Int4."""
 
@@ -28,12 +26,11 @@ class PayloadLayout:
     """Sizes of the parts of one payload."""
 
     tokens: int
-    """Tokens in the group."""
     head_bytes: int
     unit_tokens: int
     unit_bytes: int
     last_bytes: int
-    """Bytes of the last unit: ``unit_bytes``, or less if it holds fewer tokens."""
+    """``unit_bytes``, or less if it holds fewer tokens."""
 
     @property
     def units(self) -> int:
@@ -48,7 +45,7 @@ class PayloadLayout:
     def runs(self, most_tokens: int) -> Iterator[tuple[int, int]]:
         """Cut the group into runs of equally large units, as (first token, token after the last).
 
-        A run has at most ``most_tokens`` tokens, but at least one unit. A shorter last unit is a run of its own.
+        Runs have at most ``most_tokens`` tokens, but at least one unit. A shorter last unit is its own run.
         """
         step = max(1, most_tokens // self.unit_tokens) * self.unit_tokens
         whole = self.tokens - self.tokens % self.unit_tokens
@@ -62,9 +59,8 @@ class Builtin(NamedTuple):
     """One built-in codec."""
 
     path: str
-    """``module:class``, loaded when the codec is first used."""
     layout: Callable[[KVSpec, int], PayloadLayout] | None = None
-    """Layout of a payload, given the spec and the number of tokens; None if not token-separable."""
+    """Payload layout by spec and number of tokens; None if not token-separable."""
 
 
 def cast_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
@@ -93,7 +89,7 @@ def fp4_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
 
 
 def head_blocks(kv_heads: int, dim: int) -> int:
-    """Return the number of blocks of whole heads in one token's values, each of at least `_SPAN` channels."""
+    """Return the number of blocks of whole heads in a token's values, each of at least `_SPAN` channels."""
     blocks = max(1, kv_heads * dim // _SPAN)
     while kv_heads % blocks:
         blocks -= 1
@@ -101,9 +97,9 @@ def head_blocks(kv_heads: int, dim: int) -> int:
 
 
 def _affine_layout(bits: int, spec: KVSpec, tokens: int) -> PayloadLayout:
-    """Integers: offset and scale of each key channel in the head, those of the values in their unit.
+    """Return the layout of integers: offset and scale of key channels in the head, those of values in their unit.
 
-    A unit is one token. Where a token has fewer than `_SPAN` channels, several tokens share a scale and a unit.
+    A unit is one token, or several with fewer than `_SPAN` channels each, sharing a scale.
     """
     keys, values = (spec.kv_heads * dim for dim in spec.only.split)
     scales = 4 * spec.layers * head_blocks(spec.kv_heads, spec.only.split[1])
@@ -133,4 +129,4 @@ BUILTIN = {
     "AC-L3": Builtin("kvabr.codec.ac:AcL3"),
     "Raw": Builtin("kvabr.codec.raw:Raw", raw_layout),
 }
-"""Built-in codecs by track name: the draft's levels in its order, then the layers, base first, then others."""
+"""By track name: the draft's levels in its order, layers (base first), others."""

@@ -1,8 +1,8 @@
 """Fingerprints of calibration texts in a profile, to check that a text is "unseen".
 
-Every text has its SHA-256. To recognise parts of a text, there are marks: hashes of some runs of `RUN` token ids,
-chosen by winnowing (Schleimer et al., 2003): the least of every `WINDOW` neighbouring hashes. Two sequences that share
-`RUN` + `WINDOW` - 1 tokens share a mark. Marks reveal no text.
+Parts of a text are recognised by marks: hashes of runs of `RUN` token ids, chosen by winnowing (Schleimer et al., 2003)
+as the least of every `WINDOW` neighbouring hashes. Sequences that share `RUN` + `WINDOW` - 1 tokens share a mark. Marks
+reveal no text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 from kvabr.types.errors import FormatError
 
 RUN = 32
-"""Tokens of a hash."""
 WINDOW = 64
-"""Neighbouring hashes per mark."""
 MAX_MARKS = 1 << 14
-"""Maximum marks of a profile; the least hashes are kept."""
+"""The least hashes are kept."""
 _MAX_TEXTS = 256
 _MAX_LETTERS = 80
 _HEX = frozenset("0123456789abcdef")
@@ -32,13 +30,12 @@ _HEX = frozenset("0123456789abcdef")
 
 @dataclass(frozen=True)
 class SeenText:
-    """One text of a calibration."""
+    """One calibration text."""
 
     name: str
     sha256: str
     """Of its UTF-8 bytes, hex."""
     contexts: int
-    """Contexts cut from it."""
 
     def __post_init__(self) -> None:
         good = isinstance(self.name, str) and len(self.name) <= _MAX_LETTERS
@@ -49,7 +46,7 @@ class SeenText:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """The texts of a calibration."""
+    """The calibration texts."""
 
     texts: tuple[SeenText, ...]
     marks: NDArray[np.uint64]
@@ -57,7 +54,7 @@ class Seen:
 
     @classmethod
     def of(cls, texts: Mapping[str, str], contexts: Iterable[tuple[str, Sequence[int]]]) -> Seen:
-        """Describe texts by name, and their contexts, pairs of a name and token ids."""
+        """Describe texts by name, and their contexts, pairs of name and token ids."""
         counts = dict.fromkeys(texts, 0)
         found: list[NDArray[np.uint64]] = []
         for name, ids in contexts:
@@ -70,7 +67,7 @@ class Seen:
         return cls(listed, np.unique(np.concatenate(found))[:MAX_MARKS])
 
     def share(self, tokens: Sequence[int]) -> float:
-        """Return the share of a text's marks in the calibration, from 0 to 1."""
+        """Return the share of a text's marks in the calibration, 0 to 1."""
         own = marks_of(tokens)
         return float(np.isin(own, self.marks).mean()) if len(own) else 0.0
 
@@ -80,7 +77,7 @@ class Seen:
         return frozenset(text.sha256 for text in self.texts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; `from_json` reads them back."""
+        """Return plain JSON values for `from_json`."""
         return {
             "texts": [[text.name, text.sha256, text.contexts] for text in self.texts],
             "marks": base64.b64encode(self.marks.astype("<u8").tobytes()).decode(),

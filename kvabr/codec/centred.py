@@ -1,11 +1,11 @@
 """Int4 or Int8 of values less their channel's median, for groups of nearly equal tokens.
 
-These codecs give the values of a token one range, and round equal tokens to equal errors, which do not average out.
-Without the medians hardly any rounding remains. Keys have a range per channel already.
+Int4 and Int8 round equal tokens to equal errors, which do not average out; without the medians hardly any rounding
+remains. Keys have a range per channel already.
 
     medians: FP16, [layer, head, dim] of the values | the codec's payload of the group with its values less these
 
-They are not tracks; `kvabr.codec.unusual` selects groups of the AC tracks for them.
+These are not tracks; `kvabr.codec.unusual` selects groups of the AC tracks for them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
 CENTRED = "-centred"
-"""Suffix of the names."""
 
 
 _MIN_TOKENS = 16
-"""With fewer tokens the medians would cost more than a bit per value."""
+"""With fewer tokens, medians cost more than a bit per value."""
 
 
 def centring_helps(group: torch.Tensor, spec: KVSpec) -> bool:
-    """Return True if most tokens' values have less than half their range without the channels' medians.
+    """Return True if the medians take more than half of most tokens' range of values.
 
     False for a class without values (`LayerClass.split`).
     """
@@ -40,9 +39,9 @@ def centring_helps(group: torch.Tensor, spec: KVSpec) -> bool:
 
 
 def _medians(values: torch.Tensor) -> torch.Tensor:
-    """Return the median of each channel, [layer, head, 1, dim] float16, of values [layer, head, token, dim] float32."""
+    """Return channel medians, [layer, head, 1, dim] float16, of values [layer, head, token, dim] float32."""
     low, high = values.amin(dim=2, keepdim=True), values.amax(dim=2, keepdim=True)
-    # Within FP16's range at both ends, so that differences are, too; the zero is always positive.
+    # Differences stay within FP16's range; the zero is always positive.
     medians = values.median(dim=2, keepdim=True).values.clamp(high - FP16_MAX, low + FP16_MAX) + 0.0
     return medians.clamp(-FP16_MAX, FP16_MAX).half()
 
@@ -54,7 +53,6 @@ class Centred(Codec):
         self.name, self._plain = plain + CENTRED, codec(plain)
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
-        """Write the medians, equal on every machine, then the differences."""
         numbers = group.to(torch.float32, copy=True)
         _, values = keys_and_values(numbers, context.spec)
         medians = _medians(values)
@@ -68,7 +66,6 @@ class Centred(Codec):
         out: torch.Tensor,
         below: Sequence[memoryview] = (),  # noqa: ARG002
     ) -> None:
-        """Decode the differences, and add the medians."""
         reader, spec = PayloadReader(payload, self.name), context.spec
         shape = spec.layers, spec.kv_heads, 1, spec.only.split[1]
         if not shape[3]:

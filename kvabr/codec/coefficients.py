@@ -1,6 +1,6 @@
-"""A transformed group, with operations on its rows, in the processor's or a GPU's memory.
+"""A transformed group and operations on its rows, in the processor's or a GPU's memory, with equal results.
 
-On a GPU, rows stay there: only coded data and a few rows for decisions are copied. Results are equal, to the byte.
+On a GPU, rows stay there: only coded data and a few rows for decisions are copied.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ class Coefficients:
     reach: torch.Tensor
     """[token] float32: smallest step with coefficients within a decoder's integers."""
     largest: torch.Tensor
-    """[token] float32: magnitude of the token's largest coefficient."""
     outlying: torch.Tensor
     """[token] bool: tokens to store separately, see `Transform.threshold`."""
 
     held: dict[bytes, torch.Tensor] = field(default_factory=dict)
-    """Results of `some`, for rows on a GPU."""
 
     def here(self) -> Coefficients:
-        """Return the same with the rows in the processor's memory."""
+        """Return the same with rows in the processor's memory."""
         return replace(self, rows=self.rows.cpu())
 
     def some(self, which: NDArray[np.intp]) -> torch.Tensor:
@@ -50,7 +48,7 @@ class Coefficients:
 
 
 def hold(groups: Sequence[Coefficients], which: NDArray[np.intp]) -> None:
-    """Copy some rows of groups on a GPU to the processor together, for `Coefficients.some`."""
+    """Copy some rows of groups on a GPU together, for `Coefficients.some`."""
     there = torch.from_numpy(which).to(groups[0].rows.device)
     shapes = [(len(which), group.rows.shape[1]) for group in groups]
     whole = torch.cat([group.rows[there].reshape(-1) for group in groups]).cpu()
@@ -91,7 +89,7 @@ def error_sums(
     gains: NDArray[np.float32],
     quantiser: Quantiser,
 ) -> list[NDArray[np.int64]]:
-    """Add up the decoding errors in some rows of groups, over coded tokens; see `coder.error_sums`."""
+    """Add up decoding errors in some rows over coded tokens; see `coder.error_sums`."""
     if groups and gpu.runs_on(groups[0][0].device):
         from kvabr.codec.gpu import encoding  # noqa: PLC0415  # needs Triton
 

@@ -1,8 +1,8 @@
 """States in the AC tracks: columns take the place of tokens.
 
-The rows of a state differ in scale and depend on each other: in a delta rule each row belongs to one dimension of the
-keys. So a column is coded like a token's latent vector, with shared means, transforms and tables. Wide columns (the
-inputs of a short convolution, one per channel) are cut into pieces, which stand for heads.
+The rows of a state differ in scale and depend on each other: in a delta rule each row is one dimension of the keys. So
+a column is coded like a token's latent vector. Wide columns (inputs of a short convolution, one per channel) are cut
+into pieces, which stand for heads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_ROWS = 128
-"""Maximum rows in a piece of a column: a transform's matrix has its square, per layer and head."""
+"""Maximum rows in a piece: a transform's matrix has its square, per layer and head."""
 
 
 def coded_spec(part: KVSpec) -> KVSpec:
-    """Return the spec of one layer class as coded; for a state, that of its columns as latents.
+    """Return the spec of one layer class as coded; for a state, of its columns as latents.
 
-    Raise `FormatError` if its columns have too many pieces.
+    Raise `FormatError` if columns have too many pieces.
     """
     only = part.only
     if only.kind != "state":
@@ -49,9 +49,9 @@ def check_class(spec: KVSpec, track: str) -> None:
 
 
 def turned(kv: torch.Tensor, part: KVSpec) -> torch.Tensor:
-    """Return the cache of a class as coded; for a state, [layer, 1, piece, column, row].
+    """Return a class's cache as coded; for a state, [layer, 1, piece, column, row].
 
-    Several snapshots follow each other along the axis of rows, and of columns in the result.
+    Snapshots follow each other along the axis of rows, and of columns in the result.
     """
     only = part.only
     if only.kind != "state":

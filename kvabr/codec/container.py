@@ -1,11 +1,10 @@
-"""The frame around every group on every track, and its division into objects. Importing this does not load torch.
+"""The frame of every group on every track, and its division into objects; loads no torch.
 
     magic 4 | version 1 | track length 1 | spec digest 16 | chunk digest 32 | group 4 | first token 8 | tokens 4 |
     payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload
 
 All numbers are unsigned and little-endian. The checksums detect accidents, the catalog's digest of every frame detects
-manipulation; a reader that compares it need not compute the payload's CRC. The chunk digest binds a frame to one prompt
-and position.
+manipulation and makes the payload's CRC unnecessary. The chunk digest binds a frame to one prompt and position.
 
 The objects of a group, concatenated in the order of their IDs, are its frame. An object's ID is the prompt index of its
 first token (draft-shi-moq-kvcache-00). It holds one token, or a run of small ones; the first also holds the shared
@@ -28,7 +27,6 @@ from kvabr.types.naming import check_track_name
 
 MAGIC = b"KVAB"
 VERSION = 1
-"""Of frames and payloads."""
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -36,12 +34,11 @@ _CRC = struct.Struct("<I")
 
 
 HasDigest = Callable[[str], bool]
-"""Compares a frame's digest, see `kvabr.types.digests`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """The fields of a frame's header."""
+    """A frame's header."""
 
     track: str
     spec_digest: bytes
@@ -71,7 +68,7 @@ def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
 
 
 def header_bytes(track: str) -> int:
-    """Return the bytes of a frame before its payload."""
+    """Return the bytes before a frame's payload."""
     return _FIXED.size + len(track.encode()) + _CRC.size
 
 
@@ -81,12 +78,12 @@ def unpack(
     digest: str | None = None,
     has_digest: HasDigest | None = None,
 ) -> tuple[FrameHeader, memoryview]:
-    """Check an untrusted frame and return its header and a view of its payload.
+    """Check an untrusted frame; return its header and a view of its payload.
 
     Args:
         frame: the bytes.
         expect: the expected header, except ``payload_bytes``; None accepts any.
-        digest: expected digest of the frame (`kvabr.types.digests`); None to rely on the payload's checksum.
+        digest: expected digest (`kvabr.types.digests`); None to rely on the payload's checksum.
         has_digest: compares a known digest with ``digest``; None to compute it here.
 
     Raises:
@@ -119,7 +116,6 @@ def unpack(
 
 
 def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
-    """Return a frame's header, where its payload begins, and the payload's checksum."""
     if len(view) < _FIXED.size + _CRC.size:
         raise FormatError(f"frame: {len(view)} bytes are too few for a header; it was truncated")
     magic, version, name_length, spec, chunk, group, first, tokens, size, crc = _FIXED.unpack_from(view)
@@ -161,12 +157,12 @@ def _show(value: object) -> str:
 
 
 SLICE_BYTES = 1 << 16
-"""Target size of an object: large enough for negligible headers, small enough to show progress."""
+"""Target bytes of an object: large enough for negligible headers, small enough to show progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSpan:
-    """One object: a byte range of its group's frame."""
+    """A byte range of a group's frame, sent as one object."""
 
     object_id: int
     begin: int
@@ -176,8 +172,8 @@ class ObjectSpan:
 def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_bytes: int) -> tuple[ObjectSpan, ...]:
     """Cut the frame of a group of ``tokens`` tokens from ``first_token`` on into objects of whole tokens.
 
-    The spans have ascending IDs and cover the frame without gaps. Each holds as many units of tokens as fit
-    `SLICE_BYTES`, at least one; the first also holds the frame's header and the payload's head.
+    Spans have ascending IDs and cover the frame without gaps. Each holds as many units as fit `SLICE_BYTES`, at least
+    one; the first also holds the header and the payload's head.
     """
     layout = payload_layout(track, spec, tokens)
     if layout is None or frame_bytes != header_bytes(spec.track_name(track)) + layout.payload_bytes:

@@ -1,9 +1,8 @@
 """Fit a profile to caches of diverse texts: means, transforms, norms, and the tables of every depth.
 
 Several passes read two to four caches at a time, so memory holds little more than the matrices (in double precision)
-and the counts. Results are added in the order of the caches. With the model's sensitivity to errors in each channel
-(`gradients`), a block is transformed in units of that sensitivity, so that noise of equal power in all coefficients
-costs the model the least.
+and the counts; results are added in cache order. With the model's sensitivity to errors in each channel (`gradients`),
+a block is transformed in units of that sensitivity, so that equal noise in all coefficients costs the model the least.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ Caches = Callable[[], Iterable[torch.Tensor]]
 """Yields the same caches on every call: [layer, K/V, head, token, dim], any float dtype, from position 0."""
 
 Progress = Callable[[str, int], None]
-"""Takes a pass and the number of caches done."""
 
 _Found = TypeVar("_Found")
 
@@ -56,19 +54,18 @@ PASSES = ("means", "outliers", "channels", "stacks", "tables", "references")
 
 _FLOOR = 1e-6
 _RIDGE = 1e-6
-"""Added to covariances, relative to the mean power, so that constant channels have components too."""
+"""Added to covariances, relative to the mean power, so that constant channels have components."""
 
 STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.185}
-"""Steps by depth, each a third of the one below, so that layers nest."""
+"""By depth, each a third of the one below, so that layers nest."""
 
 _MAX_TOKEN_RATIO = 100.0
-"""Ratio to the median beyond which a token's keys or values in a layer count as errors: one such number would make the
-quantiser useless for all others of its layer.
+"""Ratio to the median beyond which a token's keys or values in a layer count as errors: one such number would ruin the
+quantiser for its layer.
 """
 _MIN_GRADIENT_RATIO = 20.0
-"""Quiet tokens are stored separately if they have this multiple of their share of the gradients' power."""
+"""Quiet tokens with this multiple of their share of the gradients' power are stored separately."""
 _ROWS_AT_ONCE = 256
-"""Rows counted together: their indices stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -78,39 +75,37 @@ class FitConfig:
     stack_layers: int = 15
     """Layers with jointly transformed keys or values."""
     kept: tuple[int, int] = (76, 76)
-    """Components of each block of keys and of values in that transform."""
     block_heads: int | None = None
-    """Heads that are transformed together; None for all of a layer, up to 512 channels."""
+    """Heads transformed together; None for all of a layer, up to 512 channels."""
     transform: bool = True
-    """False for no transform at all, for small profiles."""
+    """False for small profiles."""
     sinks: int = 1
-    """Tokens at the beginning of a prompt that are stored separately."""
+    """First tokens of a prompt to store separately."""
     outliers: float = 0.005
-    """Share of other tokens stored separately, those with the most outstanding keys. Models use a few tokens of every
+    """Share of other tokens to store separately, those with the most outstanding keys. Models use a few tokens of every
     text as further sinks, and are a hundred times more sensitive to errors in them.
     """
     steps: Mapping[str, float] = field(default_factory=lambda: dict(STEPS))
-    """Step of every depth; a channel's root mean square is about 1."""
+    """By depth; a channel's root mean square is about 1."""
     dead: Mapping[str, float] = field(default_factory=dict)
-    """Dead zone of a depth's encoder, see `kvabr.codec.quantiser.quantise`; default 0."""
+    """Dead zone by depth, see `kvabr.codec.quantiser.quantise`; default 0."""
     gains: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Gains of a depth's decoder, one for each stack, see `kvabr.codec.profile.Depth.gains`; default none."""
+    """Decoder gains by depth, one per stack, see `kvabr.codec.profile.Depth.gains`; default none."""
     quiet: float = 0.01
-    """Maximum share of tokens also stored separately for small values, see `kvabr.codec.transform.Quiet`. Needs
-    gradients.
+    """Maximum share of tokens stored separately for small values, see `kvabr.codec.transform.Quiet`. Needs gradients.
     """
     sensitivity: float = 0.8
-    """Weight of the model's sensitivity in the transform, from 0 to 1."""
+    """Weight of the model's sensitivity in the transform, 0 to 1."""
     balance: float = 1.0
     """Weight of the sensitivity in the relative precision of layers and K/V."""
     evenness: float = 0.03
-    """Minimum sensitivity assumed for any channel, relative to the mean."""
+    """Minimum sensitivity of any channel, relative to the mean."""
     louder: tuple[float, ...] = (1.0, 1.45)
-    """Amplitudes at which each cache is counted. Other texts have some louder rows than the calibration's, for which
-    tightly fitted tables are expensive.
+    """Amplitudes at which each cache is counted: some rows of other texts are louder, and tightly fitted tables would
+    make them expensive.
     """
     classes: int = 32
-    """Classes of rows at each depth, at most 256."""
+    """Classes of rows per depth, at most 256."""
 
     def __post_init__(self) -> None:
         # Calibration takes minutes, so check first.
@@ -143,13 +138,12 @@ def fit(
 
     Args:
         spec: the model's spec, or that of one of its classes.
-        caches: called once per pass; for a state, each has one or more snapshots along the axis of its rows.
+        caches: called once per pass; for a state, each has one or more snapshots along the axis of rows.
         config: options of the profile.
         progress: called after every cache of every pass.
         gradients: for each cache, the gradient of the model's output by its first tokens, from
             `kvabr.engines.transformers.TransformersEngine.gradient_classes`: [layer, K/V, head, token, dim], fewer
-            tokens than the cache, or one snapshot of a state. None: all channels of a layer's keys or values count
-            alike.
+            tokens than the cache, or one snapshot of a state. None: all channels count alike.
     """
     config = config or FitConfig()
     return fit_tables(fit_transform(spec, caches, config, progress, gradients=gradients), caches, config, progress)
@@ -163,11 +157,11 @@ def fit_transform(
     *,
     gradients: Caches | None = None,
 ) -> Transform:
-    """Fit the part of a profile that is independent of steps; arguments as of `fit`."""
+    """Fit the part of a profile that is independent of steps; arguments as for `fit`."""
     config = config.of(spec)
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads) if config.transform else plain(spec)
     source = _Source(spec, caches, config.sinks, progress)
-    # Until stacks are fitted, all components are rows.
+    # All components are rows until stacks are fitted.
     bare = replace(structure, stacks=tuple(replace(stack, kept=0) for stack in structure.stacks))
     transform = _outliers(_means(bare, source), source, config, gradients)
     transform = _channels(transform, source, config, gradients)
@@ -179,7 +173,7 @@ def fit_transform(
 def fit_tables(
     transform: Transform, caches: Caches, config: FitConfig, progress: Progress = lambda _stage, _done: None
 ) -> ClassProfile:
-    """Fit the tables of every depth to a transform; arguments as of `fit`."""
+    """Fit the tables of every depth to a transform; arguments as for `fit`."""
     spec, config = transform.structure.spec, config.of(transform.structure.spec)
     source = _Source(spec, caches, config.sinks, progress)
     analysis = Analysis(transform)
@@ -189,7 +183,7 @@ def fit_tables(
         tiles = tiles_counted(cache.number, cache.bare.shape[3])
         return [analysis.analyse(cache.bare[:, :, :, tile], None).here() for tile in tiles]
 
-    # Columns of a state are not similar as tokens are, and profiles without transforms should be small.
+    # Columns of a state are not similar as tokens are; profiles without transforms should be small.
     if config.transform and spec.only.kind != "state":
         tiles = (tile for found in source.each("references", analysed) for tile in found)
         depths = add_references(depths, tiles, config.louder)
@@ -201,7 +195,6 @@ class _Cache(NamedTuple):
     bare: torch.Tensor
     """Without sinks, float32, keys without rotary embedding."""
     slope: torch.Tensor | None
-    """Its gradient, if any."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +205,7 @@ class _Source:
     progress: Progress
 
     def each(self, stage: str, work: Callable[[_Cache], _Found], gradients: Caches | None = None) -> Iterator[_Found]:
-        """Yield the results of ``work``, in other threads, for every cache."""
+        """Yield the results of ``work`` in other threads for every cache."""
         slopes = None if gradients is None else iter(gradients())
 
         def given() -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
@@ -246,16 +239,16 @@ class _Source:
         return bare
 
     def slope(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient by the output of `bare`, from that by the cache."""
+        """Return the gradient by the output of `bare`."""
         slope, rope = self.bare(gradient), self.spec.rope
         if rope is not None:
-            # Undoing the rotation divides by the factor, and the gradient grows by it, hence the square.
+            # Undoing the rotation divides by the factor, and the gradient grows by it.
             slope[:, 0, ..., rope.first : rope.first + rope.rotary_dim] *= rope.factor**2
         return slope
 
 
 def _sensible(bare: torch.Tensor) -> torch.Tensor:
-    """Zero absurd tokens in their layer, in place; an encoder stores them separately."""
+    """Zero absurd tokens in their layer, in place, as encoders store them separately."""
     peak = torch.maximum(bare.amax(dim=(2, 4)), -bare.amin(dim=(2, 4)))  # [layer, K/V, token]; a copy takes longer
     usual = peak.nanmedian(dim=2, keepdim=True).values
     absurd = ~(peak <= FP16_MAX) | ((peak > _MAX_TOKEN_RATIO * usual) & (usual > 0))
@@ -282,7 +275,7 @@ def _means(structure: Structure, source: _Source) -> Transform:
 
 
 def _outliers(transform: Transform, source: _Source, config: FitConfig, gradients: Caches | None) -> Transform:
-    """Measure the usual distance of keys from their mean, and the threshold exceeded by a share of the tokens.
+    """Measure the usual distance of keys from their mean, and the threshold that a share of the tokens exceeds.
 
     With gradients, do the same for values near their mean, if the model is sensitive to them.
     """
@@ -301,7 +294,7 @@ def _outliers(transform: Transform, source: _Source, config: FitConfig, gradient
         keys.append(own)
         values += more[:1]
         minded += more[1:]
-    every = torch.cat(keys, dim=1)  # [layer, token]: few numbers
+    every = torch.cat(keys, dim=1)
     spread = every.double().mean(dim=1).clamp(min=_FLOOR).sqrt().float()
     loudness = (every.sqrt() / spread[:, None]).amax(dim=0).numpy()
     share = config.outliers
@@ -311,7 +304,7 @@ def _outliers(transform: Transform, source: _Source, config: FitConfig, gradient
 
 
 def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | None:
-    """Return a criterion for quiet tokens, or None if the model is hardly more sensitive to them.
+    """Return a criterion for quiet tokens; None if the model is hardly more sensitive to them.
 
     ``power`` is the squared distance of values from their mean, [layer, token]; ``minded`` are squared gradients,
     [token].
@@ -331,11 +324,9 @@ def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | N
 
 
 def _channels(transform: Transform, source: _Source, config: FitConfig, gradients: Caches | None) -> Transform:
-    """Refine the means, and fit the transforms of blocks and the norms."""
     analysis, structure = Analysis(transform), transform.structure
     spec, blocks, width = structure.coded, structure.blocks, structure.width
     total = torch.zeros((blocks, width), dtype=torch.float64)
-    # Without a transform only the power of each channel counts.
     shape = (blocks, width, width) if config.transform else (blocks, width)
     scatter, minded = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     count = 0
@@ -348,8 +339,7 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
         if slope is not None:
             slope = source.slope(slope).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             same = slope.transpose(3, 4).reshape(blocks, width, -1)[:, :, usual[: slope.shape[3]]]
-            # Halfway between the gradient and its direction: a few tokens have huge gradients, too few in a
-            # calibration.
+            # Halfway between the gradient and its direction, as too few tokens in a calibration have huge gradients.
             same /= torch.linalg.vector_norm(same, dim=1, keepdim=True).clamp(min=1e-30).sqrt()
             own = torch.bmm(same, same.transpose(1, 2))
         channels = channels[:, :, usual]
@@ -377,7 +367,6 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
 
 
 def _by_side(common: torch.Tensor, structure: Structure) -> torch.Tensor | None:
-    """Return a substitute for an unknown sensitivity: None, or relative errors if keys and values share a block."""
     keys, values = structure.coded.only.split
     if structure.halves == 2 or not values:
         return None
@@ -387,7 +376,7 @@ def _by_side(common: torch.Tensor, structure: Structure) -> torch.Tensor | None:
 
 
 def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig) -> torch.Tensor:
-    """Return one unit of every component in channels, [block, channel, component], the most powerful component first.
+    """Return one unit of each component in channels, [block, channel, component], the most powerful first.
 
     ``common`` and ``minded`` are covariances, [block, channel, channel], of channels and of gradients.
     """
@@ -421,20 +410,20 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
         components, made = found.rows[:, ~found.outlying], []
         for number, (stack, scatter) in enumerate(zip(structure.stacks, scatters, strict=True)):
             if not stack.kept:
-                made.append(scatter)  # empty
+                made.append(scatter)
                 continue
             own = components[slice(*structure.first_rows[number : number + 2])]
             across = own.reshape(-1, structure.width, own.shape[1])[:, : stack.kept].reshape(len(scatter), -1)
             made.append(across @ across.T)
         return made
 
-    analysis.prepare()  # once, not in every thread
+    analysis.prepare()
     for found in source.each("stacks", products):
         for scatter, product in zip(scatters, found, strict=True):
             scatter.add_(product)
 
     def principal(scatter: torch.Tensor) -> Matrices:
-        """Return the principal components, the most powerful first."""
+        """Most powerful first."""
         if not len(scatter):
             return NO_MATRIX
         return rounded(torch.linalg.eigh(_steady(scatter)).eigenvectors.flip(-1), run=RUN)
@@ -443,7 +432,7 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
 
 
 def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dict[str, Depth], float | None]:
-    """Fit the tables of every depth; also return the usual number of copies of a token, if there is a base."""
+    """Fit the tables of every depth; return them with the usual number of copies of a token, if there is a base."""
     rows, chain = analysis.structure.rows, nested(config.steps)
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
     quantisers = {track: Quantiser(step, config.dead.get(track, 0.0)) for track, step in config.steps.items()}
@@ -466,7 +455,7 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
         looked = coefficients.some(sample(rows))
         return [likeness(looked[:, tile], step, kept[tile]).copies for tile in tiles]
 
-    analysis.prepare()  # once, not in every thread
+    analysis.prepare()
     copies = [each for found in source.each("tables", counted) for each in found]
     made = parallel_map(lambda track: coder_model(counts[track], config.classes, small=not config.transform), chain)
     depths = {
@@ -478,7 +467,7 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
 
 
 def _steady(common: torch.Tensor) -> torch.Tensor:
-    """Return covariances [..., channel, channel] regularised so that no channel is constant."""
+    """Regularise covariances [..., channel, channel] so that no channel is constant."""
     ridge = _RIDGE * common.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=_FLOOR**2)
     out: torch.Tensor = common + ridge[..., None, None] * torch.eye(common.shape[-1], dtype=common.dtype)
     return out

@@ -1,4 +1,4 @@
-"""Fit the tables for tokens with references (`kvabr.codec.native.references`) to a calibration's coefficients."""
+"""Fit the tables for tokens with references (`kvabr.codec.native.references`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from kvabr.codec.referring import choose_references, telling_rows
 from kvabr.types.naming import LAYERS
 
 _COARSE = (0, 1, 2, 3, 3, 4, 4, *[5] * 9)
-"""Contexts of a base, mostly with indices of 0, by the size of the referenced index."""
 _FINE = (0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6, 7)
-"""Contexts of a single layer, with larger indices."""
 _ABOVE = (
     (*[0] * 9, 1, *[2] * 6),
     (*[3] * 7, 4, *[5] * 8),
@@ -33,10 +31,10 @@ _ABOVE = (
 _PRIOR_SYMBOLS = 3.0
 """Weight, in symbols, of the prior that references do not matter."""
 _TILE_STEP = 4
-"""One in this many tiles is counted: a few tables for all rows need few, and counting is slow."""
+"""One in this many tiles is counted: few tables need few, and counting is slow."""
 _ROWS_AT_ONCE = 256
 _FARTHEST = 10_000
-"""Clamp for indices: their triples must not overflow."""
+"""Clamp for indices, so that triples do not overflow."""
 
 
 def tiles_counted(number: int, tokens: int) -> list[slice]:
@@ -51,7 +49,7 @@ def add_references(
 ) -> dict[str, Depth]:
     """Return depths with tables for tokens with references.
 
-    ``tiles`` are the coefficients of the calibration's `tiles_counted`, counted at the amplitudes ``louder``
+    ``tiles`` are the coefficients of `tiles_counted`, counted at the amplitudes ``louder``
     (`kvabr.codec.fit.FitConfig`).
     """
     chain = nested({track: depth.step for track, depth in depths.items()})
@@ -61,7 +59,7 @@ def add_references(
 
     def counted(tile: Coefficients) -> dict[str, NDArray[np.int64]]:
         keep = ~tile.outlying.numpy()
-        rows = tile.rows.numpy() * keep  # separately stored tokens count as zeros
+        rows = tile.rows.numpy() * keep
         chosen = choose_references(torch.from_numpy(rows[telling_rows(coarsest.coder)]), coarsest.step, keep)
         assert chosen is not None  # noqa: S101  # the tile has two steps
         found = {track: np.zeros_like(own) for track, own in counts.items()}
@@ -103,7 +101,6 @@ def _with_near(model: CoderModel, bucket: NDArray[np.uint8], counts: NDArray[np.
         own = model.freqs[which].astype(np.float64) / TOTAL
         for context in range(counts.shape[1]):
             if len(bucket) == 1 and context == bucket[0, 0]:
-                # Without a sign, both are alike.
                 inside = seen[which, context, : symbols - 1]
                 inside += inside[::-1].copy()
                 inside /= 2
@@ -113,5 +110,4 @@ def _with_near(model: CoderModel, bucket: NDArray[np.uint8], counts: NDArray[np.
 
 
 def _above(bucket: NDArray[np.uint8], context: int) -> int:
-    """Return the context of the model's own tables that a context refines."""
     return int(np.flatnonzero((bucket == context).any(axis=1))[0])

@@ -4,8 +4,8 @@ FP16 and BF16 store the cache unchanged, without a head:
 
     unit: one token, [layer, K/V, head, dim]
 
-FP8 is E4M3 with one scale per layer, K/V, head and channel. E4M3 is equally precise at every magnitude; the scale
-avoids overflow (448) and subnormals. One half-precision scale for all tokens of a group adds 1.6 %.
+FP8 is E4M3, equally precise at every magnitude, with one scale per layer, K/V, head and channel against overflow (448)
+and subnormals. One half-precision scale for all tokens of a group adds 1.6 %.
 
     head: scales as FP16, [layer, K/V, head, dim]
     unit: one token, [layer, K/V, head, dim]
@@ -29,18 +29,15 @@ class Cast(Separable):
     dtype: ClassVar[torch.dtype]
 
     def largest(self, spec: KVSpec) -> float:  # noqa: ARG002
-        """Return the type's largest number."""
         return float(torch.finfo(self.dtype).max)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
-        """Cast, token by token."""
         if run.dtype != self.dtype:
             top = torch.finfo(self.dtype).max
             run = run.float().clamp(-top, top).to(self.dtype)
         return run.permute(3, 0, 1, 2, 4)
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
-        """Cast back."""
         place_numbers(units, self.dtype, out, self.name)
 
 
@@ -77,7 +74,7 @@ class Bf16(Cast):
 
 _TOP = 448.0
 _NAN = 0x7F
-"""The NaN code without its sign; E4M3 has no infinity."""
+"""NaN's code without its sign; E4M3 has no infinity."""
 
 
 class Fp8(Separable):
@@ -87,17 +84,14 @@ class Fp8(Separable):
     has_kernel: ClassVar[bool] = True
 
     def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-        """Scale every channel so that its largest element is E4M3's largest number."""
         return half_scale((group.abs().amax(dim=3).float() / _TOP).clamp(2.0**-24, FP16_MAX), spec)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
-        """Scale and cast."""
-        # Half precision may round the scale down, so the quotient may slightly exceed the maximum.
+        # A scale that half precision rounded down lets the quotient exceed the maximum.
         scaled = (run.float().permute(3, 0, 1, 2, 4) / head.float()).clamp_(-_TOP, _TOP)
         return scaled.to(torch.float8_e4m3fn)
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
-        """Multiply back."""
         if placing.places(out):
             if not placing.cast_scaled(units, head, out[:, :, :, :, 0]):
                 raise _not_a_number(self.name)

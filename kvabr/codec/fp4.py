@@ -1,10 +1,10 @@
 """FP4: E2M1 in blocks of 32 with one 8-bit scale each, 4.25 bits per element.
 
 A block of keys is 32 tokens of one channel, a block of values 32 channels of one token, as in `kvabr.codec.affine`.
-NVFP4's blocks of 16 would cost 12.5 % more, and MXFP4's power-of-two scales lose too much. The scale is an unsigned
-float of 5 exponent and 3 fraction bits (as in NVFP4, but without a second scale). Each block takes the best of nine
-scales, which map its largest element to between 6 and 3: a sixth less error than with 6 or 4, and 13 % less KL on
-SmolLM2. Scales that clip the largest element have less error, but more KL.
+NVFP4's blocks of 16 would cost 12.5 % more; MXFP4's power-of-two scales lose too much. The scale is an unsigned float
+of 5 exponent and 3 fraction bits. Each block takes the best of nine scales, which map its largest element to between 6
+and 3: a sixth less error than with 6 or 4, and 13 % less KL on SmolLM2. Scales that clip the largest element have less
+error, but more KL.
 
     unit: scales of the keys, [layer, head, dim]; of the values, [layer, block]; codes, [layer, token, head, dim]
 
@@ -27,13 +27,11 @@ from kvabr.types.kv import KVSpec
 
 _EXPONENT = 0x7F800000
 _ONE = 0x3F800000
-"""Exponent bits of float32, and those of 1.0."""
 _PLACES = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)
 """Index of each level (0, 0.5, 1, 1.5, 2, 3, 4, 6) by twice its value."""
 _SCALES = 9
 _EXPONENT_OFFSET = (127 - 18) << 3
-"""The smallest scale is 2^-18. With 5 exponent bits, elements from 2^-18 to beyond FP16's largest number are in
-range."""
+"""The smallest scale is 2^-18; 5 exponent bits reach beyond FP16's largest number."""
 
 
 class Fp4(Separable):
@@ -43,7 +41,6 @@ class Fp4(Separable):
     has_kernel: ClassVar[bool] = True
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
-        """Quantise keys in blocks of tokens and values in blocks of channels."""
         units = run.shape[3] // unit_tokens
         keys, values = (by_unit(part, units) for part in keys_and_values(run, spec))
         key_scales, coded = _encode(keys.transpose(2, 3).reshape(-1, unit_tokens))
@@ -53,7 +50,6 @@ class Fp4(Separable):
         return torch.cat((key_scales.reshape(units, -1), rest_scales.reshape(units, -1), codes), dim=1)
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
-        """Convert the codes and apply the scales."""
         layers, _, heads, count, tokens, _ = out.shape
         if placing.places(out):
             flat = out.view(*out.shape[:3], -1, out.shape[5])
@@ -79,11 +75,9 @@ class Fp4(Separable):
 
 
 def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows [row, element] in blocks, the last possibly short: scales and codes, [row, ...]."""
     count, length = rows.shape
     if not rows.numel():
         return rows.new_empty(0, dtype=torch.uint8), rows.new_empty((count, length), dtype=torch.uint8)
-    # [element of a block, row, block]
     cut = pad(rows, (0, -length % BLOCK)).reshape(count, -1, BLOCK).movedim(2, 0).contiguous()
     magnitude = cut.abs()
     smallest = _store(magnitude.amax(dim=0) / 6.0)
@@ -93,22 +87,19 @@ def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = _error(magnitude, stored)
         best = torch.where(found < error, stored, best)
         error = torch.minimum(found, error)
-    # Twice a level is a whole number up to 12; look up its index.
     codes = _PLACES.to(rows.device)[(_nearest(magnitude / _load(best)) * 2).to(torch.uint8).int()]
     codes |= (cut < 0).to(torch.uint8) << 3
     return best.to(torch.uint8), codes.movedim(0, 2).reshape(count, -1)[:, :length]
 
 
 def _scale(stored: torch.Tensor) -> torch.Tensor:
-    """Return scales for the output of `_to_half`, times 2^14 to compensate."""
     return _load(stored) * 2.0**14
 
 
 def _error(magnitude: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squared errors of each block, [element, ...], under a scale."""
     scale = _load(stored)
     error = (_nearest(magnitude / scale).mul_(scale) - magnitude).square_()
-    # In a fixed order: a library's own sum depends on the processor, and the choice of a scale on the last bit.
+    # In a fixed order: a library's sum depends on the processor, and the choice of a scale on the last bit.
     while len(error) > 1:
         half = len(error) // 2
         error = error[:half].add_(error[half:])
@@ -117,21 +108,21 @@ def _error(magnitude: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 def _nearest(magnitude: torch.Tensor) -> torch.Tensor:
     """Round to the nearest level: spacing 0.5 below 2, 1 below 4, and 2 above."""
-    # The exponent bits give the power of two at or below the magnitude; half of it, clamped, is the spacing.
+    # Half of the power of two at or below the magnitude, clamped, is the spacing.
     power = (magnitude.view(torch.int32) & _EXPONENT).clamp_(_ONE, _ONE + (2 << 23))
     spacing = (power - (1 << 23)).view(torch.float32)
     return (magnitude / spacing).round_().mul_(spacing).clamp_(max=6.0)
 
 
 def _to_half(codes: torch.Tensor) -> torch.Tensor:
-    """Convert E2M1 codes, uint8, to float16 that is 2^14 times too small; both have subnormals, so this is exact."""
+    """Convert E2M1 codes, uint8, to float16, exactly but 2^14 times too small; both have subnormals."""
     wide = codes.short()
     sign = (wide << 12).bitwise_and_(-0x8000)
     return wide.bitwise_left_shift_(9).bitwise_and_(0x0E00).bitwise_or_(sign).view(torch.float16)
 
 
 def _store(scale: torch.Tensor) -> torch.Tensor:
-    """Convert positive floats to 8 bits: the float32's exponent and first three fraction bits, rounded."""
+    """Convert positive floats to 8 bits: float32's exponent and first three fraction bits, rounded."""
     rounded = (scale.contiguous().view(torch.int32) + (1 << 19)) >> 20
     return (rounded - _EXPONENT_OFFSET).clamp(0, 255)
 

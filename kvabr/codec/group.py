@@ -1,4 +1,4 @@
-"""One group to one frame and back: the path shared by publisher and player."""
+"""One group to one frame and back: shared by publisher and player."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvabr.types.units import Unit
 def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
     """Return the largest magnitude in a tensor [layer, K/V, head, token, dim] of a layer class; 0 for codes.
 
-    Codes are numbers rounded by the engine. ``first_token`` (row of a state) is for the error.
+    ``first_token`` (row of a state) is for the error.
 
     Raises:
         NotFiniteError: a number is NaN or infinite.
@@ -35,7 +35,7 @@ def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
         if all_finite(kv):
             return 0.0
     else:
-        # The extremes are finite only if all elements are, and ten times faster than isfinite.
+        # Extremes are finite only if all elements are, and ten times faster than isfinite.
         found = float(torch.stack(torch.aminmax(kv)).abs().amax())
         if math.isfinite(found):
             return found
@@ -62,7 +62,7 @@ def holds(track: str, spec: KVSpec, magnitude: float) -> bool:
 
 
 def check_holds(track: str, spec: KVSpec, magnitude: float) -> None:
-    """Raise a `FormatError` unless a track `holds` numbers of this magnitude."""
+    """Raise `FormatError` unless a track `holds` numbers of this magnitude."""
     if not holds(track, spec, magnitude):
         raise FormatError(
             f"{spec.model}: a number of the cache has the magnitude {magnitude:g}, track {track} ends at "
@@ -73,7 +73,7 @@ def check_holds(track: str, spec: KVSpec, magnitude: float) -> None:
 def cut(cache: Sequence[torch.Tensor], unit: Unit, spec: KVSpec) -> torch.Tensor:
     """Return a view of one unit of a cache, one tensor per layer class, [layer, K/V, head, token, dim] of all tokens.
 
-    The tensor of a state has its snapshots one after the other, with rows for tokens.
+    A state's tensor has its snapshots one after the other, with rows for tokens.
     """
     first = unit.group * unit.tokens if spec.parts[unit.part].only.kind == "state" else unit.first
     return cache[unit.part][:, :, :, first : first + unit.tokens]
@@ -89,16 +89,11 @@ def encode_group(
 ) -> bytes:
     """Compress and frame one group.
 
-    Args:
-        kv: [layer, K/V, head, token, dim], any float dtype; float8 for a quantised class.
-        track: name of the codec.
-        context: of the group.
-        chunk: its chained prompt digest.
-        group: its index in its track.
-        below: payloads of the tracks below, base first.
+    ``kv`` is [layer, K/V, head, token, dim], any float dtype; float8 for a quantised class. ``chunk`` is its chained
+    prompt digest, ``group`` its index in its track; ``below`` are the payloads of the tracks below, base first.
 
     Raises:
-        FormatError: its shape differs from the context's, or the track cannot hold its numbers.
+        FormatError: another shape than the context's, or numbers too large for the track.
         NotFiniteError: a number is NaN or infinite.
     """
     check_shape(kv, context, f"group {group}: cannot encode")
@@ -133,13 +128,13 @@ def decode_group(
     has_digest: HasDigest | None = None,
     at: int | None = None,
 ) -> None:
-    """Check and decompress one frame; arguments as of `encode_group`, `Codec.decode` and `unpack`.
+    """Check and decompress one frame; arguments as for `encode_group`, `Codec.decode` and `unpack`.
 
     ``at`` overrides `GroupContext.at`.
 
     Raises:
         ForeignError: a valid frame of another group.
-        FormatError: corrupt, truncated, a different digest, not a payload of this codec, or ``out`` has another shape.
+        FormatError: corrupt, truncated, another digest, not this codec's payload, or ``out`` has another shape.
     """
     _, payload = unpack(frame, frame_header(track, context, chunk, group), digest, has_digest)
     decode_payload(payload, track, context if at is None else replace(context, at=at), group, out, below)
@@ -165,7 +160,7 @@ def decode_by(
     out: torch.Tensor,
     below: Sequence[memoryview] = (),
 ) -> None:
-    """As `decode_payload`, with any codec."""
+    """Decompress with any codec, as `decode_payload`."""
     check_shape(out, context, f"group {group}: cannot decode into")
     rotated = context.free and context.at is not None and not made.rotates
     if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
@@ -200,7 +195,7 @@ def check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
 
 
 def frame_header(track: str, context: GroupContext, chunk: str, group: int) -> FrameHeader:
-    """Return the header that the frame of a group must have; ``track`` is its level."""
+    """Return the header of a group's frame."""
     spec = context.spec
     return FrameHeader(spec.track_name(track), spec.digest(), chunk, group, context.first_token, context.tokens)
 

@@ -1,11 +1,8 @@
 """The encoder's matrices: inverses of a decoder's, in 16 bits, with order-independent products.
 
-All sums are of integers, so they are exact on every processor and with any number of threads. An entry is the exact
-inverse, rounded to 16 bits, independent of a library's inverse. Vectors are rounded to 16 bits as well, each in its own
-unit.
-
-A product of 16 bits by 16 bits must not overflow 32. Every row of a matrix is at most 2**15 long, in its units, and a
-vector less than 2**16, so their product is less than 2**31 (Cauchy and Schwarz).
+All sums are of integers, so exact on every processor with any number of threads. An entry is the exact inverse, rounded
+to 16 bits, independent of a library's. Vectors are rounded to 16 bits in their own unit. Every row of a matrix is at
+most 2**15 long, in its units, and a vector less than 2**16, so their product stays below 2**31 (Cauchy and Schwarz).
 """
 
 from __future__ import annotations
@@ -23,31 +20,28 @@ if TYPE_CHECKING:
     from kvabr.codec.transform import Matrices
 
 MAX_ELEMENT = 2.0**64
-"""Limit of elements, so that all results are finite."""
+"""Limit of elements for finite results."""
 _WORST_CONDITION = 1e-2
-"""Maximum deviation of a matrix times its inverse from the identity."""
 _ROW_BITS = 15
 _ONE_BITS = 14
-"""1.0 in a decoder's matrix is 2 to this power."""
+"""Binary logarithm of 1.0 in a decoder's matrix."""
 _FIXED_BITS = 60
-"""Bits of the fixed-point numbers in which an inverse is refined."""
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """An inverse matrix: entry times factor of its row and of its column."""
+    """An inverse matrix: entries times factors of rows and columns."""
 
     entries: NDArray[np.int16]
-    """[row, column]."""
     rows: Floats
     """[row]: powers of two."""
     columns: Floats
-    """[column]: powers of two, which even out the columns."""
+    """[column]: powers of two, to even out columns."""
 
 
 def inverted(matrix: Matrices) -> Inverse:
-    """Return the inverse of one matrix of a profile; raise `FormatError` if it is singular."""
+    """Return the inverse of a profile's matrix; raise `FormatError` if it is singular."""
     whole = matrix.expanded.astype(np.int64)
     if not whole.size:
         nothing = np.zeros(0, np.float32)
@@ -62,10 +56,9 @@ def inverted(matrix: Matrices) -> Inverse:
     energy = (whole * whole).sum(axis=1)
     columns = np.array([(int(each).bit_length() - 1) // 2 - _ONE_BITS for each in energy])
     length = np.sqrt(((inverse * 2.0**columns) ** 2).sum(axis=1))
-    # Not at a power of two, the length of many rows within rounding.
+    # Not at a power of two, where the length of many rows is within rounding.
     rows = _ROW_BITS - np.frexp(length * (1 + 2.0**-8))[1]
     scaled = inverse * 2.0 ** (rows[:, None] + columns)
-    # Maximum error of this inverse.
     noise = 2.0**-52 * len(square) * np.abs(square).sum(axis=1).max() * np.abs(inverse).max(axis=0)
     error = np.abs(inverse).sum(axis=1)[:, None] * (left.max(axis=0) + noise) * 2.0 ** (rows[:, None] + columns)
     entries = np.rint(scaled)

@@ -1,8 +1,8 @@
-"""Expands groups in place, all received ones together: a tensor, layers, or blocks of a paged cache.
+"""Expands received groups in place: a tensor, layers, or blocks of a paged cache.
 
-On a CUDA device with Triton, kernels write each number to its place without a contiguous copy, and groups of any tracks
-and depths share launches. Other codecs and places are decoded to scratch memory on the device first, to the same bits.
-On a processor each group takes a thread.
+On a CUDA device with Triton, kernels write each number to its place, and groups of any tracks and depths share
+launches. Other codecs and places are decoded to scratch memory on the device first, to the same bits. On a processor
+each group takes a thread.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 _SCRATCH_BYTES = 256 << 20
-"""Scratch memory for groups that cannot be decoded in place."""
 
 
 class CodedGroup(NamedTuple):
     """A compressed group from checked frames."""
 
     payload: memoryview
-    """Untrusted, as those below."""
     track: str
     context: GroupContext
     below: Sequence[memoryview] = ()
-    """Payloads of the tracks below, base first."""
+    """Payloads of the tracks below, base first; untrusted like all."""
     number: int = 0
-    """For messages: of the group in its track."""
+    """In its track, for messages."""
 
     @property
     def nbytes(self) -> int:
@@ -50,22 +48,14 @@ class CodedGroup(NamedTuple):
 
 
 class _Each(Protocol):
-    """As `map`, possibly with several threads."""
-
     def __call__(self, work: Callable[[_Item], _Result], items: Iterable[_Item], /) -> Iterable[_Result]: ...
 
 
 def expand(groups: Sequence[CodedGroup], places: Sequence[Place], each: _Each = map) -> list[Exception | None]:
-    """Decode groups to their places; return each one's error, after which it is written partly or not at all.
+    """Decode groups of any tracks and depths to their places; return each one's error, or None.
 
-    Args:
-        groups: of any tracks and depths.
-        places: of each group, on any device.
-        each: runs the processor's work, as `map`.
-
-    Returns:
-        None for each group in place. A `FormatError` is the group's fault, see `kvabr.codec.group.decode_payload`;
-        others are the machine's.
+    A group with an error is written partly or not at all. A `FormatError` is the group's fault, see
+    `kvabr.codec.group.decode_payload`; others are the machine's. ``each`` runs the processor's work, as `map`.
     """
     errors: dict[int, Exception | None] = {}
     kernels: list[_Kernel] = []
@@ -95,7 +85,7 @@ def expand(groups: Sequence[CodedGroup], places: Sequence[Place], each: _Each = 
 
     rest = [number for number in range(len(groups)) if number not in errors]
     host = [number for number in rest if places[number].device.type == "cpu"]
-    elsewhere = [number for number in rest if places[number].device.type != "cpu"]  # on this thread's stream
+    elsewhere = [number for number in rest if places[number].device.type != "cpu"]
     errors |= zip(elsewhere, map(decoded, elsewhere), strict=True)
     errors |= zip(host, each(decoded, host), strict=True)
     return [errors[number] for number in range(len(groups))]
@@ -106,11 +96,9 @@ class _Kernel(NamedTuple):
     job: DecodeJob | LevelJob
     parts: list[Parts]
     slots: BlockSlots | None
-    """None: to scratch memory first."""
 
 
 def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[Parts]] | None:
-    """Return the kernels' job; None if the device has none for this group."""
     shape = group.context.spec.shape(group.context.tokens)
     if not place.fits(shape):
         raise FormatError(f"{shape} cannot be decoded to a place of another shape or number of tokens")
@@ -126,7 +114,6 @@ def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[Pa
 
 
 def _portions(kernels: Sequence[_Kernel]) -> Iterator[list[_Kernel]]:
-    """Yield groups to decode together within scratch memory."""
     some: list[_Kernel] = []
     for kernel in kernels:
         if some and sum(one.job.out.nbytes for one in some) + kernel.job.out.nbytes > _SCRATCH_BYTES:
@@ -160,7 +147,7 @@ def _by_kernels(
 
 
 class _Stored:
-    """Separately stored tokens: those of all groups of a paged cache are written together."""
+    """Separately stored tokens of all groups of a paged cache, written together."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[BlockSlots, list[NDArray[np.int64]], list[torch.Tensor]]] = {}
@@ -183,14 +170,13 @@ class _Stored:
 
 
 def _decode(group: CodedGroup, place: Place, spare: list[torch.Tensor]) -> None:
-    """Decode one group to its place with any codec and device, if needed through spare memory."""
     context, out = group.context, place.whole
     if out is not None:
         decode_payload(group.payload, group.track, context, group.number, out, group.below)
         return
     shape = context.spec.shape(context.tokens)
     need = torch.Size(shape).numel() * place.dtype.itemsize
-    # Fresh memory would have to be cleared, page by page, for every group.
+    # Fresh memory would be cleared page by page for every group.
     try:
         held = spare.pop()
     except IndexError:

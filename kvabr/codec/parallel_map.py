@@ -1,7 +1,7 @@
 """Runs long work on several items, two at a time.
 
-Torch splits each operation among the cores, and waits for the slowest: with other work on one core, it mostly waits.
-Two threads with half of the cores each do not wait for each other.
+Torch splits each operation among the cores and waits for the slowest; with other work on one core, it mostly waits. Two
+threads with half of the cores each do not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 
 
 def parallel_map(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-    """Yield the results of ``work`` for each item, in order, drawing items in this thread on demand.
+    """Yield the results of ``work`` in order, drawing items in this thread on demand.
 
     Two run at once, each with half of torch's threads, if torch has two. This thread keeps half of them, too, as
     waiting threads spin.

@@ -1,4 +1,4 @@
-"""Building blocks of codecs: reading arrays from a payload, checking and placing numbers, and `Separable`."""
+"""Building blocks of codecs: reading, checking and placing arrays, and `Separable`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
 _EXPONENT = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
-"""Exponent bits; all of them are set only in NaN and infinity."""
 
 
 class PayloadReader:
-    """Reads arrays from a payload one after another, checking bounds."""
+    """Reads arrays from a payload in sequence, checking bounds."""
 
     def __init__(self, payload: memoryview, what: str) -> None:
         self._payload, self._what, self._at = payload, what, 0
@@ -42,7 +41,7 @@ class PayloadReader:
         return piece
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the next array, as a view of the payload; not to be modified."""
+        """Return the next array, a read-only view of the payload."""
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)  # torch rejects empty buffers
@@ -57,7 +56,7 @@ class PayloadReader:
 def finite(values: torch.Tensor, what: str) -> torch.Tensor:
     """Return ``values``; raise if any is NaN or infinite, since one such scale ruins a whole channel."""
     if values.dtype in _EXPONENT:
-        # On 16-bit floats, comparing bits takes a tenth of the time of isfinite.
+        # On 16-bit floats, comparing bits takes a tenth of isfinite's time.
         mask = _EXPONENT[values.dtype]
         good = not values.numel() or int((values.view(torch.int16) & mask).amax()) < mask
     else:
@@ -75,8 +74,7 @@ def not_finite(what: str) -> FormatError:
 def half_scale(scale: torch.Tensor, spec: KVSpec) -> torch.Tensor:
     """Return scales, positive float32, as float16: to the nearest, but for states upwards.
 
-    Scales of a state may be so small that half precision rounds them coarsely; rounding down would clip the largest
-    numbers.
+    A state's scales may be so small that half precision rounds coarsely; rounding down would clip the largest numbers.
     """
     nearest = scale.half()
     if spec.only.kind != "state":
@@ -86,9 +84,9 @@ def half_scale(scale: torch.Tensor, spec: KVSpec) -> torch.Tensor:
 
 
 def keys_and_values(kv: torch.Tensor, spec: KVSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the keys and the values of a tensor [layer, K/V, head, ..., dim] (`LayerClass.split`).
+    """Return views of keys and values, [layer, head, ..., dim], of a tensor [layer, K/V, head, ..., dim].
 
-    They are [layer, head, ..., dim]; without elements for the values of a single vector per token.
+    See `LayerClass.split`; values have no elements if there is a single vector per token.
     """
     keys = spec.only.split[0]
     return (kv[:, 0], kv[:, 1]) if spec.only.halves == 2 else (kv[:, 0, ..., :keys], kv[:, 0, ..., keys:])
@@ -103,7 +101,7 @@ def by_unit(part: torch.Tensor, units: int) -> torch.Tensor:
 def to_layers(numbers: torch.Tensor, out: torch.Tensor) -> None:
     """Place keys or values, [unit, layer, ...] as by `by_unit`, into ``out``, [layer, head, unit, token, dim].
 
-    The numbers may be modified.
+    May modify the numbers.
     """
     layers, heads, units, tokens, dim = out.shape
     if dim:
@@ -113,8 +111,8 @@ def to_layers(numbers: torch.Tensor, out: torch.Tensor) -> None:
 def join_codes(keys: torch.Tensor, values: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes of a run's keys and values, uint8 [unit, layer, ...], as bytes, [unit, byte].
 
-    A layer's codes of keys precede those of values. With 4 bits a byte holds two: the low half one of the first half of
-    them, the high half the one in the same place of the second.
+    A layer's codes of keys precede those of values. With 4 bits a byte holds two: low half from the first half of the
+    codes, high half from the same place in the second.
     """
     codes = torch.cat((keys.flatten(2), values.flatten(2)), dim=2)
     if bits == 4:
@@ -138,28 +136,27 @@ def split_codes(units: torch.Tensor, layers: int, sizes: tuple[int, int], bits: 
 def place(out: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values, which may be modified, into the caller's tensor; saturate instead of overflowing."""
     if out.dtype != values.dtype:
-        values = values.float()  # via float32, torch casts between 16-bit floats three times as fast
+        values = values.float()  # three times as fast between 16-bit floats
     if out.dtype == torch.float16 and values.dtype != torch.float16:
-        # Clamp in float32: bfloat16 would round the bound up to infinity in FP16.
+        # In float32: bfloat16 would round the bound up to infinity in FP16.
         values = values.clamp_(-FP16_MAX, FP16_MAX)
     out.copy_(values)
 
 
 def raw(values: torch.Tensor) -> bytes:
     """Return the bytes of an array, little-endian, in row-major order."""
-    # Flat: a dimension of 1 may have any stride in a contiguous tensor, which `view` rejects.
+    # Flat: `view` rejects the strides that a dimension of 1 may have.
     return values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 _RUN_ELEMENTS = 1 << 20
-"""Minimum work per run, in elements: small enough for the cache, large enough to amortise torch's call overhead."""
+"""Elements per run: small enough for the cache, large enough to amortise torch's calls."""
 
 
 class Separable(Codec):
     """A codec with a payload of a head and units (`kvabr.codec.builtin.PayloadLayout`).
 
-    It defines the head, and converts runs of tokens to units and back. Runs keep the working set in the processor's
-    cache.
+    It defines the head, and converts runs of tokens to units and back.
     """
 
     def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
@@ -170,26 +167,19 @@ class Separable(Codec):
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:
         """Compress a run of whole units to [unit, ...], any dtype and shape: the bytes of each unit.
 
-        Args:
-            run: [layer, K/V, head, token, dim], any float dtype, any strides.
-            head: a result of `head`.
-            unit_tokens: tokens in each unit of this run.
-            spec: of the group's layer class, see `keys_and_values`.
+        ``run`` is [layer, K/V, head, token, dim], any float dtype, any strides; ``head`` is a result of `head`;
+        ``spec`` is the layer class's, see `keys_and_values`.
         """
 
     @abstractmethod
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
         """Decompress a run of whole units; raise `FormatError` unless an encoder writes them.
 
-        Args:
-            units: [unit, byte] uint8, of the layout's size; untrusted. Not to be modified.
-            head: float16, flat, finite, of the layout's size.
-            out: [layer, K/V, head, unit, token, dim], any float dtype, any strides.
-            spec: as for `encode_units`.
+        ``units`` are [unit, byte] uint8, untrusted and read-only; ``head`` is float16, flat, finite; ``out`` is [layer,
+        K/V, head, unit, token, dim], any float dtype, any strides.
         """
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
-        """Write the head, then the units run by run."""
         layout = self._layout(context)
         head = self.head(group, context.spec)
         parts = [raw(head)]
@@ -205,12 +195,10 @@ class Separable(Codec):
         out: torch.Tensor,
         below: Sequence[memoryview] = (),  # noqa: ARG002
     ) -> None:
-        """Read the head, then the units run by run."""
         layout = self._layout(context)
         reader = PayloadReader(payload, self.name)
         reader.expect(layout.payload_bytes)
-        # Move the payload to the device, not the decoded tensor. Check the head here: checking on a device would
-        # synchronise.
+        # Move the payload, not the decoded tensor. Checking the head on a device would synchronise.
         head = finite(reader.tensor(torch.float16, (layout.head_bytes // 2,)), self.name).to(out.device)
         for first, last in layout.runs(_most_tokens(context, out.device)):
             tokens = min(layout.unit_tokens, last - first)
@@ -228,5 +216,5 @@ class Separable(Codec):
 
 def _most_tokens(context: GroupContext, device: torch.device) -> int:
     if device.type != "cpu":
-        return context.tokens  # one copy, one check
+        return context.tokens
     return max(1, _RUN_ELEMENTS // context.spec.elements_per_token)

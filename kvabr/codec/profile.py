@@ -1,9 +1,8 @@
 """The profile: side information of one model's AC tracks, fetched once and cached, like a player's init segment.
 
-It holds what does not change from prompt to prompt: the mean of every channel, the norms, the transforms, and for every
-depth the quantiser's step and the entropy coder's tables. `kvabr.codec.fit` makes one.
-
-The file, format kvabr.profile/1, is safetensors: arrays and one string, nothing executable.
+It holds the mean of every channel, the norms, the transforms, and for every depth the quantiser's step and the entropy
+coder's tables. `kvabr.codec.fit` makes one. The file, format kvabr.profile/1, is safetensors: arrays and one string,
+nothing executable.
 
     metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}; and, where it helps,
                 gains [stack] of a depth, quiet {threshold, usual [layer]}, which only encoders read, and seen, see
@@ -18,9 +17,8 @@ The file, format kvabr.profile/1, is safetensors: arrays and one string, nothing
     TRACK.near.bucket [1 or 3, 16] uint8, TRACK.near.freqs [class, context, symbol] int16; absent without such tables
     TRACK.flags [flag context, row] int16; or [flag context, class] if all rows of a class are equal
 
-The axis K/V has length 1 where keys and values are unlike in shape, as in the cache's tensor. The file of a model with
-several layer classes has all this for each: the metadata has format, spec and classes {name: {sinks, outlier,
-structure, depths}}, and the name of every array begins with the class's and a slash.
+The axis K/V has length 1 if keys and values are unlike in shape. With several layer classes, the metadata has format,
+spec and classes {name: {sinks, outlier, structure, depths}}, and array names begin with the class's and a slash.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ _Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Depth(Quantiser):
-    """The part of a profile that belongs to one track: its quantiser, in units of the norm, and its tables."""
+    """The part of a profile for one track: its quantiser, in units of the norm, and its tables."""
 
     coder: CoderModel
     gains: tuple[float, ...] = ()
@@ -69,18 +67,18 @@ class Profile(ABC):
     """Side information for the AC tracks of one model, of one or several layer classes."""
 
     spec: KVSpec
-    """Of the model, or of one of its classes (`KVSpec.parts`)."""
+    """Of the model, or of one class (`KVSpec.parts`)."""
     seen: Seen | None
-    """The calibration texts, if known."""
+    """Calibration texts, if known."""
 
     @abstractmethod
     def of(self, spec: KVSpec) -> ClassProfile:
-        """Return the profile of one layer class; raise `ForeignError` if it is not of this model."""
+        """Return the profile of one layer class; raise `ForeignError` for another model's."""
 
     @property
     @abstractmethod
     def tracks(self) -> tuple[str, ...]:
-        """The tracks that all classes have."""
+        """Tracks common to all classes."""
 
     @abstractmethod
     def _packed(self) -> tuple[dict[str, Any], _Arrays]:
@@ -108,7 +106,7 @@ class Profile(ABC):
         return bytes(save(arrays, metadata={"kvabr": json.dumps(facts, sort_keys=True)}))
 
     def to_bytes(self) -> bytes:
-        """Return the profile as a file, see `kvabr.codec.profile`; equal profiles give equal bytes."""
+        """Return the profile as a file; equal profiles give equal bytes."""
         return self._file
 
     @staticmethod
@@ -143,10 +141,9 @@ class ClassProfile(Profile):
 
     spec: KVSpec
     sinks: int
-    """Tokens at the beginning of a prompt that are stored separately, as attention sinks differ from all others."""
+    """First tokens of a prompt stored separately, as attention sinks differ from all others."""
     transform: Transform
     depths: Mapping[str, Depth]
-    """By track name."""
     copies: float | None = None
     """Median of `kvabr.codec.unusual.Likeness.copies` in the calibration, for encoders, if known."""
     seen: Seen | None = None
@@ -187,7 +184,7 @@ class ClassProfile(Profile):
         return {**facts, "format": FORMAT, "spec": self.spec.to_json()}, arrays
 
     def packed(self) -> tuple[dict[str, Any], _Arrays]:
-        """Return a file's content for this class: facts as plain JSON values, and arrays by name."""
+        """Return this class's facts, plain JSON values, and arrays by name."""
         transform = self.transform
         arrays: _Arrays = {"mean": transform.mean, "norm": transform.norm, "spread": transform.spread}
         matrices = {f"stack.{index}": each for index, each in enumerate(transform.stack) if each.gain.size}
@@ -225,7 +222,6 @@ class ModelProfile(Profile):
 
     spec: KVSpec
     classes: tuple[ClassProfile, ...]
-    """As `KVSpec.parts`."""
     seen: Seen | None = None
 
     def __post_init__(self) -> None:
@@ -260,7 +256,6 @@ def joined(spec: KVSpec, classes: Sequence[ClassProfile], seen: Seen | None = No
 
 
 def _unpacked_parts(spec: KVSpec, listed: Mapping[str, Any], arrays: _Arrays) -> tuple[ClassProfile, ...]:
-    """Parse and remove the arrays of all classes from ``arrays``."""
     if set(listed) != set(spec.names):
         raise FormatError(f"profile: classes {', '.join(sorted(map(str, listed))[:16])} of {spec.title}")
     profiles = []
@@ -268,12 +263,11 @@ def _unpacked_parts(spec: KVSpec, listed: Mapping[str, Any], arrays: _Arrays) ->
         own = {key: arrays.pop(key) for key in list(arrays) if key.startswith(f"{name}/")}
         own = {key.removeprefix(f"{name}/"): array for key, array in own.items()}
         profiles.append(_unpacked(part, listed[name], own))
-        arrays |= {f"{name}/{key}": array for key, array in own.items()}  # unknown ones
+        arrays |= {f"{name}/{key}": array for key, array in own.items()}
     return tuple(profiles)
 
 
 def _unpacked(spec: KVSpec, facts: Mapping[str, Any], arrays: _Arrays) -> ClassProfile:
-    """Parse and remove the arrays of a class from ``arrays``."""
     structure = Structure.from_json(spec, facts["structure"])
     transform = Transform(
         structure,
@@ -306,7 +300,6 @@ def _matrices(arrays: _Arrays, name: str) -> Matrices:
 
 
 def _coder(arrays: _Arrays, track: str) -> CoderModel:
-    """Parse and remove the tables of one depth from ``arrays``; `CoderModel` checks them."""
     names = ("class", "radius", "delta", "freqs", "flags")
     of_row, radius, delta, freqs, flags = (arrays.pop(f"{track}.{name}") for name in names)
     freqs, flags = _frequencies(freqs, 3), _frequencies(flags, 2)
@@ -331,7 +324,6 @@ def _frequencies(numbers: NDArray[Any], axes: int) -> NDArray[np.uint16]:
 
 
 def _flags_by_class(coder: CoderModel) -> NDArray[np.uint16]:
-    """Return the flag probabilities, by class if equal within each class."""
     first = np.zeros(coder.classes, np.intp)
     first[coder.row_class[::-1]] = np.arange(coder.rows)[::-1]
     by_class = coder.flag_freq[:, first]
@@ -357,11 +349,11 @@ def _quiet(value: Any) -> Quiet:
 
 
 def _facts(data: bytes) -> dict[str, Any]:
-    """Return the facts in the header of a profile; safetensors reads a header's strings only from files."""
+    """Return a profile's facts; safetensors reads a header's strings only from files."""
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise FormatError("profile: truncated within its header")
-    if length > _MAX_HEADER_BYTES:  # parsing takes one call, which stops all other threads
+    if length > _MAX_HEADER_BYTES:  # parsing stops all other threads
         raise FormatError(f"profile: a header of {length} bytes, more than the {_MAX_HEADER_BYTES} allowed")
     header = json.loads(data[8 : 8 + length])
     text = header.get("__metadata__") if isinstance(header, dict) else None

@@ -1,7 +1,7 @@
 """Caches in 8-bit floats of the engine: their numbers, and conversion of others.
 
-A float8 tensor holds the engine's own codes. The numbers are the codes times the class's scales
-(`kvabr.types.kv.LayerClass.scales`). The level Raw carries the codes; all other levels carry the numbers.
+A float8 tensor holds the engine's codes. The numbers are codes times the class's scales
+(`kvabr.types.kv.LayerClass.scales`). The level Raw carries the codes, other levels the numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from kvabr.types.kv import QUANTISED, KVSpec, LayerClass
 
 _TYPES = tuple(getattr(torch, name) for name in QUANTISED)
 _SPECIAL = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
-"""The first code, without its sign, that is not finite."""
 
 
 def is_quantised(dtype: torch.dtype) -> bool:
-    """Return whether numbers of this type need scales."""
+    """Return True if numbers of this type need scales."""
     return dtype in _TYPES
 
 
@@ -34,7 +33,7 @@ def check_type(kv: torch.Tensor, spec: KVSpec, what: str) -> None:
 
 
 def check_wanted(dtype: torch.dtype, spec: KVSpec) -> None:
-    """Raise `UsageError` if the spec's only class cannot be converted to a requested type."""
+    """Raise `UsageError` if the spec's only class cannot be converted to a type."""
     if not dtype.is_floating_point:
         raise UsageError(f"a cache in {dtype}: its numbers are floats")
     if _foreign(dtype, spec):
@@ -48,7 +47,6 @@ def special(codes: torch.Tensor) -> torch.Tensor:
 
 def any_special(codes: torch.Tensor) -> bool:
     """Return True if a contiguous float8 tensor has NaN or infinity."""
-    # A maximum is several times faster than comparing each element.
     return int((codes.view(torch.uint8) & 0x7F).amax()) >= _SPECIAL[codes.dtype]
 
 
@@ -58,12 +56,12 @@ def all_finite(kv: torch.Tensor) -> bool:
         return True
     if is_quantised(kv.dtype):
         return not bool(special(kv).any())
-    low, high = torch.aminmax(kv)  # NaN comes through, and a tenth of the time of torch.isfinite is enough
+    low, high = torch.aminmax(kv)  # NaN survives, in a tenth of the time of torch.isfinite
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def scales_of(spec: KVSpec) -> torch.Tensor:
-    """Return the scales of the spec's only class, float32 [layer, K/V, head, 1, dim]; not to be modified."""
+    """Return the scales of the spec's only class, float32 [layer, K/V, head, 1, dim]; read-only."""
     return _scales(spec.only)
 
 
@@ -82,19 +80,19 @@ def _scales(only: LayerClass) -> torch.Tensor:
 
 
 def numbers_of(kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return the numbers, float32, for a tensor [layer, K/V, head, token, dim] of codes."""
+    """Return the numbers, float32, for codes [layer, K/V, head, token, dim]."""
     return kv.float().mul_(scales_of(spec).to(kv.device))
 
 
 def codes_of(kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return the codes nearest to the numbers of a tensor [layer, K/V, head, token, dim] of any other float dtype."""
+    """Return the codes nearest to the numbers of a tensor [layer, K/V, head, token, dim] of another float dtype."""
     own = spec.torch_dtype
     top = torch.finfo(own).max
     return (kv.float() / scales_of(spec).to(kv.device)).clamp_(-top, top).to(own)
 
 
 def as_type(kv: torch.Tensor, dtype: torch.dtype, spec: KVSpec) -> torch.Tensor:
-    """Return a tensor [layer, K/V, head, token, dim] of codes or numbers in another type; see `check_wanted`."""
+    """Return codes or numbers [layer, K/V, head, token, dim] in another type; see `check_wanted`."""
     return _translated(kv, dtype, spec).to(dtype)
 
 

@@ -1,11 +1,10 @@
 """The quantiser of the AC tracks, and the tables of their entropy coder.
 
-The quantiser is uniform. The steps of neighbouring layers differ by a factor of three, so the intervals of the finer
-one lie inside those of the coarser: a base and its layers together cost no more than the finest quantiser alone.
+The quantiser is uniform. Steps of neighbouring layers differ by a factor of three, so finer intervals lie inside
+coarser ones: a base and its layers together cost no more than the finest quantiser alone.
 
-The tables are made from counted indices: the rows that share a table, and the probability of each index. Each row is
-assigned to the class with the shortest code, the tables are recounted, and so on (Lloyd's algorithm with code length as
-distance). Flags have a probability per row.
+Tables are made from counted indices by Lloyd's algorithm with code length as distance: each row joins the class with
+the shortest code, the tables are recounted, and so on. Flags have a probability per row.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 
 SINGLE = "AC-5x"
-"""The self-contained AC track."""
 RATIO = 3
-"""Factor between the steps of neighbouring layers."""
 
 
 def below(track: str) -> str | None:
@@ -36,7 +33,7 @@ def below(track: str) -> str | None:
 
 
 def nested(steps: Mapping[str, float]) -> dict[str, str | None]:
-    """Return each depth and the one that it refines, lower depths first; raise a `FormatError` if steps do not nest."""
+    """Return each depth and its base, lower depths first; raise `FormatError` if steps do not nest."""
     order = [track for track in (*LAYERS, SINGLE) if track in steps]
     if not order or len(order) != len(steps):
         raise FormatError(
@@ -62,14 +59,12 @@ def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor
 
 
 _ROWS_AT_ONCE = 512
-"""Rows counted together."""
 _ROUNDS = 10
 _TAIL = 0.01
-"""Share of a table for indices half as far out again: other texts exceed the calibration's."""
+"""Share of a table for indices half as far out again, as other texts exceed the calibration's."""
 _FLOOR = 1e-3
-"""Minimum count of an index that has a symbol."""
 _PRIOR_SYMBOLS = 8.0
-"""Weight, in symbols, of the prior that a class refines like all rows: few classes have every index below."""
+"""Weight, in symbols, of the prior that a class refines like all rows: few have every index below."""
 _MAX_STRAY_SHARE = 1e-5
 """Share of a refinement's symbols without their own symbol: float32 rounding outside the interval."""
 _PRIOR_TILES = 6.0
@@ -80,12 +75,12 @@ Counted = NDArray[Any]
 
 @dataclass(eq=False)
 class SymbolCounts:
-    """Statistics of one depth, accumulated tile by tile during calibration."""
+    """Statistics of one depth during calibration."""
 
     symbols: Counted
-    """[row, context, symbol] int32, of live tiles; symbol s is index s - `MAX_RADIUS`, the last symbol all others."""
+    """[row, context, symbol] int32, of live tiles; symbol s is index s - `MAX_RADIUS`, the last one all others."""
     flags: Counted
-    """[row, flag context, dead or live] int32: number of tiles."""
+    """[row, flag context, dead or live] int32: tiles."""
 
     @classmethod
     def nothing(cls, rows: int, *, refines: bool) -> SymbolCounts:
@@ -118,10 +113,10 @@ def count(
 def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> CoderModel:
     """Return the tables with the shortest code for the counted symbols, of at most ``classes`` (256) classes.
 
-    With ``small``, flag probabilities are shared within a class, for a small profile.
+    With ``small``, flag probabilities are shared within a class.
     """
     symbols = counts.symbols.astype(np.float64)
-    # Columns of a transform have arbitrary signs, so a base is symmetric. Refinements are not: they lean towards zero.
+    # Columns of a transform have arbitrary signs, so a base is symmetric. Refinements lean towards zero.
     inner = symbols[:, 0, :-1]
     inner += inner[:, ::-1].copy()
     inner /= 2
@@ -142,14 +137,12 @@ def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> C
         freqs=freqs,
         flag_freq=_flags(of_row, counts.flags, np.inf if small else _PRIOR_TILES),
         # Indices decode to the middle of their intervals. The mean coefficient is closer to zero, but errors that all
-        # point inwards
-        # add up in the model: the loss of the whole cache was 1.4 times larger.
+        # point inwards add up in the model: the loss of the whole cache was 1.4 times larger.
         delta=np.zeros(len(radius), np.uint8),
     )
 
 
 def _sorted(symbols: Counted, classes: int) -> tuple[NDArray[np.intp], Counted]:
-    """Return the class of every row, and the sums by class, [class, context, symbol]; no class is empty."""
     rows = len(symbols)
     values = np.abs(np.arange(symbols.shape[2]) - MAX_RADIUS)
     seen = symbols.sum(axis=(1, 2))
@@ -180,7 +173,6 @@ def _sorted(symbols: Counted, classes: int) -> tuple[NDArray[np.intp], Counted]:
 
 
 def _smooth(summed: Counted) -> Counted:
-    """Return the expected counts on other texts, [class, context, symbol]."""
     if summed.shape[1] > 1:
         # A refinement stays inside the interval below on any text.
         usual = summed.sum(axis=0)
@@ -196,7 +188,7 @@ def _smooth(summed: Counted) -> Counted:
 
 
 def _radius(summed: Counted) -> NDArray[np.intp]:
-    """Return the largest index of each class with a symbol: the largest seen, plus a quarter for a single layer."""
+    """Return each class's largest index with a symbol: the largest seen, plus a quarter for a single layer."""
     values = np.abs(np.arange(summed.shape[2] - 1) - MAX_RADIUS)
     seen = summed[:, :, :-1].sum(axis=1)
     if summed.shape[1] > 1:
@@ -209,7 +201,6 @@ def _radius(summed: Counted) -> NDArray[np.intp]:
 
 
 def _flags(of_row: NDArray[np.intp], flags: Counted, belief: float) -> NDArray[np.uint16]:
-    """Return the probability that a row is live, of `TOTAL`, [flag context, row]."""
     classes = np.zeros((int(of_row.max()) + 1, *flags.shape[1:]))
     np.add.at(classes, of_row, flags)
     prior = (classes[..., 1] + 0.5) / (classes.sum(axis=2) + 1)

@@ -1,12 +1,9 @@
-"""Raw: the elements of the publisher's engine, in the element type of their layer class, to the bit.
-
-There is no head:
+"""Raw: elements in the element type of their layer class, to the bit, without a head.
 
     unit: one token, or one row of a state, [layer, K/V, head, dim]
 
-For 16-bit classes, FP16 and BF16 do the same. States are float32 in most models, and some engines have their whole
-cache in FP8 (`kvabr.codec.quantised`): codes are copied into tensors of that type, numbers into others. Packed data is
-copied unchanged.
+For 16-bit classes, FP16 and BF16 do the same. States are mostly float32, and some engines' caches are FP8
+(`kvabr.codec.quantised`): codes are copied into tensors of that type, numbers into others. Packed data is unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ class Raw(Separable):
         return float(torch.finfo(torch.float32 if is_quantised(own) else own).max)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
-        """Take the elements, token by token."""
         own = spec.torch_dtype
         if run.dtype != own and is_quantised(own):
             run = codes_of(run, spec)
@@ -42,7 +38,6 @@ class Raw(Separable):
         return run.permute(3, 0, 1, 2, 4)
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
-        """Place the elements, or their numbers."""
         own = spec.torch_dtype
         if not is_quantised(own):
             place_numbers(units, own, out, self.name)
@@ -63,13 +58,11 @@ class Raw(Separable):
 
 
 def _codes(units: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """Return units of one token as [layer, K/V, head, token, dim], the shape of ``flat``."""
     layers, both, heads, tokens, dim = flat.shape
     return units.reshape(tokens, layers, both, heads, dim).permute(1, 2, 3, 0, 4)
 
 
 def _copy(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy one-byte codes, eight at a time if contiguous in both tensors."""
     steps = ((each.shape[-1], each.storage_offset(), *each.stride()[:-1]) for each in (codes, out))
     if codes.stride(-1) == out.stride(-1) == 1 and not any(step % 8 for every in steps for step in every):
         codes, out = codes.view(torch.int64), out.view(torch.int64)

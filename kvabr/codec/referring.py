@@ -5,10 +5,8 @@ of listed tokens:
 
     0xFFFFFFFC | references | the rest, like other payloads
 
-Layers above it are coded with the same references.
-
-Two tokens go together if their coefficients are similar: a repeated word, construction, or indentation. The receiver
-needs no token ids, and groups stay independent.
+Layers above use the same references. Tokens with similar coefficients go together: a repeated word, construction, or
+indentation. Receivers need no token ids, and groups stay independent.
 """
 
 from __future__ import annotations
@@ -28,25 +26,19 @@ REFERRING = 0xFFFFFFFC
 MARK = struct.pack("<I", REFERRING)
 
 _MAX_COMPARED_ROWS = 1024
-"""Rows to compare: those with the most power."""
 _LARGEST = 3
 """Limit of indices, so that no row dominates."""
 _AT_ONCE = 16
-"""Tokens moved to the second step between comparisons of all."""
 _MIN_CORRELATION = 0.5
 """Mean correlation of tokens with their references below which a payload may be smaller without them."""
 
 
 def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> tuple[References, bool] | None:
-    """Choose the references of a group, and return whether they certainly make its payload smaller.
+    """Choose a group's references, and return whether they certainly make its payload smaller.
 
-    Args:
-        rows: the `telling_rows` of the coefficients, [row, token] float32, in the processor's memory.
-        step: of a quantiser, coarse enough for most indices to be 0.
-        keep: [token]: coded tokens.
-
-    Returns:
-        None if the group is too short. The choice is the same on every machine.
+    ``rows`` are the `telling_rows` of the coefficients, [row, token] float32, in the processor's memory; ``step`` is
+    that of a quantiser with mostly zero indices; ``keep`` marks coded tokens, [token]. Return None if the group is too
+    short; the same on every machine.
     """
     if not tiles(rows.shape[1]):
         return None
@@ -65,7 +57,7 @@ def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) 
 
 
 def telling_rows(model: CoderModel) -> NDArray[np.intp]:
-    """Return the rows for choosing references: those with the most power in a quantiser's tables."""
+    """Return the rows with the most power in a quantiser's tables, for choosing references."""
     return derived(model, "loud", lambda: _loud(model))
 
 

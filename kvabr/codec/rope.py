@@ -1,11 +1,9 @@
 """The rotary position embedding of keys, applied and undone (RoFormer; Su et al., 2021).
 
-Without it, a channel has similar statistics at neighbouring tokens. The AC codec therefore works on keys before
-rotation; encoder and decoders on any device use the tables of this file.
-
-They are the same on every machine. A library's powers, cosines and sines depend on the processor: NumPy's vary with
-vector length, and C libraries differ. Here all steps are additions and multiplications of doubles, or decimal
-arithmetic, defined to the bit, and as precise as any library.
+Without it, a channel has similar statistics at neighbouring tokens, so the AC codec works on keys before rotation.
+Encoder and decoders use the tables of this file, which are equal on every machine. NumPy's powers, cosines and sines
+vary with vector length, and C libraries differ; here all steps are additions and multiplications of doubles, or decimal
+arithmetic, as precise as any library.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from kvabr.types.kv import RopeSpec
 Doubles = NDArray[np.float64]
 
 _PIECES = tuple(map(float.fromhex, ("0x1.921fb5p+0", "0x1.110b46p-26", "0x1.1a62633145c07p-54")))
-"""A quarter of a turn, in pieces, the first two of 26 bits."""
+"""A quarter of a turn in pieces, the first two of 26 bits."""
 _FARTHEST = 2.0**27
 """Largest angle for which a piece times the number of quarters is exact."""
 _SIN = (
@@ -33,7 +31,7 @@ _COS = (
     *(4.16666666666666019037e-02, -1.38888888888741095749e-03, 2.48015872894767294178e-05),
     *(-2.75573143513906633035e-07, 2.08757232129817482790e-09, -1.13596475577881948265e-11),
 )
-"""Polynomials for angles of up to an eighth of a turn, by Sun Microsystems (fdlibm)."""
+"""Polynomials for up to an eighth of a turn, by Sun Microsystems (fdlibm)."""
 
 
 def powers(base: float, exponents: Doubles) -> Doubles:
@@ -80,7 +78,7 @@ Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 def rope_shape(rope: RopeSpec | None) -> tuple[int, int]:
-    """Return the number of rotating dimensions, from `RopeSpec.first` on, and 1 for interleaved pairs."""
+    """Return the number of rotating dimensions, and 1 for interleaved pairs."""
     return (0, 0) if rope is None else (rope.rotary_dim, int(rope.layout == "interleaved"))
 
 
@@ -91,7 +89,7 @@ def rope_first(rope: RopeSpec | None) -> int:
 
 @lru_cache(maxsize=64)
 def _frequencies(rope: RopeSpec) -> NDArray[np.float64]:
-    """Return the angle by which each pair rotates from one token to the next, radians."""
+    """Return each pair's angle per token, radians."""
     if rope.frequencies is not None:
         return np.array(rope.frequencies, dtype=np.float64)
     half = rope_shape(rope)[0] // 2
@@ -110,7 +108,7 @@ def rope_tables(rope: RopeSpec | None, first_token: int | None, tokens: int) -> 
     if first_token is None:
         return _read_only(np.ones((tokens, half), np.float32)), _read_only(np.zeros((tokens, half), np.float32))
     frequencies = _frequencies(rope)
-    # Double precision: at position 100,000, float32 angles would be off by a hundredth of a radian.
+    # At position 100,000, float32 angles would be off by a hundredth of a radian.
     angles = np.arange(first_token, first_token + tokens, dtype=np.float64)[:, None] * frequencies
     cos, sin = ((rope.factor * table).astype(np.float32) for table in cos_sin(angles))
     return _read_only(cos), _read_only(sin)
@@ -118,16 +116,16 @@ def rope_tables(rope: RopeSpec | None, first_token: int | None, tokens: int) -> 
 
 def backwards(rope: RopeSpec | None, first_token: int | None, tokens: int) -> Tables:
     """Return tables that undo `rope_tables`: first * cos + second * sin, and second * cos - first * sin."""
-    # The factor lengthens a pair in both directions; divide it out twice.
+    # The factor lengthens a pair in both directions, so divide twice.
     length = np.float32(1 / (rope.factor**2 if rope and first_token is not None else 1))
     cos, sin = rope_tables(rope, first_token, tokens)
     return cos * length, sin * length
 
 
 def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int | None, *, undo: bool = False) -> torch.Tensor:
-    """Rotate keys [..., token, dim] float32 by their positions from ``first_token`` on, or back with ``undo``.
+    """Rotate keys [..., token, dim] float32 by positions from ``first_token`` on, or back with ``undo``.
 
-    Returns new keys, or ``keys`` itself if there is no embedding. For None see `rope_tables`.
+    Returns new keys, or ``keys`` itself without an embedding. For None see `rope_tables`.
     """
     if rope is None:
         return keys
@@ -135,7 +133,7 @@ def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int | None, *
 
 
 def rotate_by(tables: Tables, keys: torch.Tensor, rope: RopeSpec, *, undo: bool = False) -> torch.Tensor:
-    """Rotate keys [..., token, dim] float32 by tables with a row for each token; see `rotate`."""
+    """Rotate keys [..., token, dim] float32 by tables with a row per token; see `rotate`."""
     rotary, interleaved = rope_shape(rope)
     half = rotary // 2
     first, end = rope.first, rope.first + rotary
@@ -147,7 +145,7 @@ def rotate_by(tables: Tables, keys: torch.Tensor, rope: RopeSpec, *, undo: bool 
         sin = -sin
     out = keys.clone()
     one, other = (keys[..., pair] for pair in pairs)
-    # Each product and each sum is rounded separately, on every device, as in the coders.
+    # Each product and sum is rounded separately, on every device, as in the coders.
     out[..., pairs[0]] = one * cos - other * sin
     out[..., pairs[1]] = other * cos + one * sin
     return out

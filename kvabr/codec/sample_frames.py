@@ -1,7 +1,7 @@
 """Frames of a typical cache, made from a spec and a profile alone, to time decoders.
 
-The decoding time of an AC payload depends on its live rows and symbols, so indices are drawn from the profile's tables.
-All other codecs take the same time for any numbers.
+The decoding time of AC depends on live rows and symbols, so indices are drawn from the profile's tables. Other codecs
+take the same time for any numbers.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 
 CHUNK = "0" * 64
-"""Prompt digest of the frames."""
 _DRAWN = 8
-"""Drawn tokens; more tokens repeat them, which is faster and takes as long to decode."""
+"""Drawn tokens; others repeat them, which takes as long to decode."""
 _NOTHING_LISTED = struct.pack("<I", 0)
 
 
 @dataclass(slots=True)
 class SampleFrames:
-    """Reproducible frames of one group, with its first token after the profile's sinks."""
+    """Reproducible frames of one group, after the profile's sinks."""
 
     context: GroupContext
     _drawn: dict[str, _Drawn] = field(default_factory=dict)
 
     def frame(self, track: str) -> bytes:
-        """Return the group's frame on a track; raise `FormatError` for other than built-in codecs."""
+        """Return the frame on a track; raise `FormatError` for codecs that are not built in."""
         if track not in BUILTIN:
             raise FormatError(f"{track} is no built-in track, so there is no sample of it")
         context = self.context
@@ -69,19 +68,17 @@ class SampleFrames:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Drawn:
     index: NDArray[np.int16]
-    """[row, token] of the first tokens, repeated by all others."""
+    """[row, token], repeated by later tokens."""
     more: NDArray[np.int16]
     """[row]: added to the first token, so that live rows have a nonzero index."""
 
     def indices(self, tokens: int) -> NDArray[np.int16]:
-        """Return the indices of all tokens."""
         out = np.tile(self.index, (1, -(-tokens // self.index.shape[1])))[:, :tokens]
         out[:, 0] += self.more
         return out
 
 
 def _draw(model: CoderModel, tokens: int, below: _Drawn | None) -> _Drawn:
-    """Draw indices from a model's tables, given those of the depth below."""
     dice = np.random.default_rng(0)
     base = np.zeros((model.rows, tokens), dtype=np.int16) if below is None else below.index
     more = np.zeros(model.rows, dtype=np.int16) if below is None else below.more

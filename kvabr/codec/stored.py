@@ -1,16 +1,16 @@
 """Numbers of separately stored tokens in AC's tracks: six bits in a base, and two more in each of two layers.
 
-Those tokens are one in a hundred, but with 8 bits per number they take a fifth of a base, which loses no more with six.
-AC-L3 and AC-5x, with far smaller steps, lose a tenth to a third less with ten bits than with eight.
+These tokens are one in a hundred, but with 8 bits per number they take a fifth of a base, which loses the same with
+six. AC-L3 and AC-5x lose a tenth to a third less with ten bits than with eight.
 
 A number is a code from -511 to 511, in sixteenths of a scale per token, layer and K/V. The coarse part is a sixteenth
 of it, rounded, from -32 to 32; each of the two layers above a base adds two bits. A partially known number stands for
 the middle of its possible codes.
 
-Coarse parts are coded like coefficients (`kvabr.codec.native.streams`): tokens, layers and K/V are the rows, their
-numbers the tokens, and rows count as live. The table is one of eight, all with two-sided geometric distributions.
+Coarse parts are coded like coefficients (`kvabr.codec.native.streams`): tokens, layers and K/V are live rows, their
+numbers the tokens. The table is one of eight two-sided geometric distributions.
 
-    coarse: size of what follows 4 | table 1 | coded
+    coarse: size of the rest 4 | table 1 | coded
     fine:  of each number the higher two bits of the code less 16 times the coarse part, plus 8, or in the second layer
         the lower two; four numbers in a byte, the first one the lowest
 """
@@ -33,19 +33,14 @@ Codes = NDArray[np.int16]
 
 _SIZE, _HEAD = struct.Struct("<I"), struct.Struct("<IB")
 LARGEST = 511
-"""The largest code."""
 MIN_NUMBERS = 8192
-"""For fewer numbers, the coder's states would cost more than parts save."""
+"""Below, the coder's states would cost more than parts save."""
 UNITS = 16
-"""Codes per scale, and per coarse part."""
 FINE_LAYERS = 2
-"""Layers above a base that refine its coarse parts."""
 _AT_ONCE = 4
-"""Fine parts per byte."""
 _MAX_COARSE = 32
-"""The largest coarse part."""
 _USUAL_ROWS = 1 << 14
-"""Models of more rows are not cached: hostile payloads could fill the memory."""
+"""Larger models are not cached: hostile payloads could fill the memory."""
 _OF = 64
 _FALL_STEPS = (2, 3, 4, 6, 8, 12, 16, 24)
 """By table: by how many 64ths a number is less likely than the next smaller one."""
@@ -56,13 +51,12 @@ def _model(table: int, rows: int) -> CoderModel:
 
 
 def _new_model(table: int, rows: int) -> CoderModel:
-    """Make the model for a number of rows, with integers, so that it is the same on every machine."""
     likely = [1 << 40]
     for _ in range(_MAX_COARSE):
         likely.append(likely[-1] * (_OF - _FALL_STEPS[table]) // _OF)
     both = [likely[abs(number)] for number in range(-_MAX_COARSE, _MAX_COARSE + 1)]
     room = TOTAL - len(both) - 1
-    freqs = [1 + room * each // sum(both) for each in both] + [1]  # the last one is the escape's
+    freqs = [1 + room * each // sum(both) for each in both] + [1]
     freqs[_MAX_COARSE] += TOTAL - sum(freqs)
     return CoderModel(
         row_class=np.zeros(rows, np.uint8),
@@ -82,7 +76,7 @@ def coarse_of(codes: Codes) -> Codes:
 
 
 def meant(coarse: Codes, fine: Sequence[Codes]) -> NDArray[np.float32]:
-    """Return the numbers for coarse parts with zero or more layers, in units of a scale."""
+    """Return the numbers for coarse parts with any layers, in units of a scale."""
     codes = UNITS * coarse.astype(np.int32) - UNITS // 2
     unknown = UNITS
     for two in fine:
@@ -116,12 +110,12 @@ def coarse_size(head: memoryview) -> int:
 
 
 def fine_size(numbers: int) -> int:
-    """Return the bytes that the fine parts of some numbers take."""
+    """Return the bytes of fine parts."""
     return -(-numbers // _AT_ONCE)
 
 
 def join_fine(codes: Codes, coarse: Codes, layer: int) -> bytes:
-    """Return the fine parts of codes in layer 1 or 2, cut to the reach of the coarse ones."""
+    """Return the fine parts in layer 1 or 2, cut to the reach of the coarse ones."""
     rest = np.clip(codes - UNITS * coarse + UNITS // 2, 0, UNITS - 1).astype(np.uint8).reshape(-1)
     rest = rest >> 2 * (FINE_LAYERS - layer) & 3
     four = np.append(rest, np.zeros(-len(rest) % _AT_ONCE, np.uint8)).reshape(-1, _AT_ONCE)
@@ -129,7 +123,7 @@ def join_fine(codes: Codes, coarse: Codes, layer: int) -> bytes:
 
 
 def split_fine(data: memoryview, shape: tuple[int, ...], what: str) -> Codes:
-    """Parse the fine parts of numbers of a shape; raise `FormatError`."""
+    """Parse fine parts of a shape; raise `FormatError`."""
     packed, count = np.frombuffer(data, np.uint8), math.prod(shape)
     fine = (packed[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1)
     if len(packed) != fine_size(count) or fine[count:].any():

@@ -11,13 +11,13 @@ from functools import cache
 from kvabr.types.errors import UsageError
 
 VARIABLE = "KVABR_DECODER_THREADS"
-"""Environment variable with the number of threads that decode."""
+"""Environment variable with the number of decoding threads."""
 _MAX_THREADS = 1024
 
 
 @cache
 def decoder_threads() -> int:
-    """Return the number of decoding threads of this process: KVABR_DECODER_THREADS, else one per core of its affinity.
+    """Return this process's decoding threads: KVABR_DECODER_THREADS, else one per core of its affinity.
 
     Raises:
         UsageError: the variable is not a number of threads.
@@ -45,13 +45,13 @@ def encoding_on(threads: int | None) -> Iterator[None]:
 
 
 def encoder_threads() -> int | None:
-    """Return the number of threads set by `encoding_on` in this thread; None: torch's."""
+    """Return this thread's `encoding_on`; None: torch's."""
     found: int | None = getattr(_encoding, "threads", None)
     return found
 
 
 class SharedCores:
-    """Cores shared among the groups being decoded, so that the last group has all of them."""
+    """Cores shared among the groups being decoded, so that the last has all of them."""
 
     def __init__(self) -> None:
         self.reset()

@@ -1,17 +1,16 @@
-"""The decorrelating transform of the AC tracks: how it arranges the channels of a cache, and its matrices.
+"""The decorrelating transform of the AC tracks: its arrangement of a cache's channels, and its matrices.
 
     block: heads of one layer's keys or values (of both side by side, if these are unlike in shape); a transform turns
            its channels into components, the largest first
     stack: blocks of several layers; a second transform turns the first components of all of them into coefficients
     row:   one coefficient of every token of a group
 
-The rows of a group are those of its stacks in order. The rows of a stack are its coefficients, followed by the
-remaining components of each of its blocks.
+A group has the rows of its stacks in order: a stack's coefficients, then the remaining components of its blocks.
 
 Keys lose their rotary embedding. All elements lose their channel's mean and are scaled by a norm per layer and K/V.
-Then they pass through a block's transform and a stack's. A decoder inverts this with 16-bit integer matrices in which
-1.0 is 2**14. Each matrix column is 8-bit numbers times a gain, so every decoder computes the same bits. The encoder
-(`kvabr.codec.analysis`) uses the inverse of exactly these matrices, so rounding them costs nothing.
+Then they pass through a block's transform and a stack's. A decoder inverts this with 16-bit integer matrices (1.0 is
+2**14) with columns of 8-bit numbers times a gain, so every decoder computes the same bits. The encoder
+(`kvabr.codec.analysis`) uses the inverse of exactly these matrices, so their rounding is free.
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
 MAX_ROWS = 1 << 22
-"""Maximum coefficients per token; the largest known caches have a tenth of it."""
+"""Coefficients per token; the largest known caches have a tenth of it."""
 MAX_DIM = 1 << 12
-"""Maximum channels of a head, of keys and values together if side by side."""
+"""Channels of a head, of keys and values together if side by side."""
 MAX_WIDTH = 1 << 13
-"""Maximum channels of a block; its matrix has the square of that."""
+"""Channels of a block; its matrix has the square of that."""
 MAX_STACK = 1 << 14
-"""Maximum coefficients of a stack."""
 _USUAL_WIDTH = 512
-"""Default maximum of a block's channels: more take too long for their benefit."""
+"""Default channels of a block: more take too long for their benefit."""
 ONE = 1 << 14
-"""1.0 in a matrix."""
 FINE = 16
 """Coefficients are decoded in units of a step over this."""
 FARTHEST = 2047
@@ -49,11 +46,9 @@ FARTHEST = 2047
 LARGEST = 1.95
 """Largest entry of a block's matrix; the norm has the rest."""
 RUN = 4
-"""Neighbouring columns of a stack's matrix that share a gain: a decoder multiplies as many bytes at a time."""
+"""Columns of a stack's matrix that share a gain: a decoder multiplies as many bytes at a time."""
 MIN_GAIN, MAX_GAIN = 0.5, 2.0
-"""Bounds of factors of decoded elements."""
 _MAX_ENTRIES = 1 << 30
-"""Maximum entries of all matrices together."""
 
 
 def need(good: bool, otherwise: str) -> None:
@@ -65,7 +60,7 @@ def need(good: bool, otherwise: str) -> None:
 def checked(name: str, array: object, dtype: type[np.generic], *shape: int) -> NDArray[Any]:
     """Return a private, contiguous, read-only copy of an untrusted array.
 
-    ``shape`` is the required shape, with -1 for any length.
+    ``shape`` has -1 for any length.
     """
     found = (array.dtype, array.shape) if isinstance(array, np.ndarray) else (type(array), ())
     good = found[0] == dtype and len(found[1]) == len(shape)
@@ -86,10 +81,9 @@ class Stack:
     """The keys, or the values, of a run of layers."""
 
     kind: int
-    """0: keys, 1: values. If these are unlike in shape, all channels of a head are of kind 0."""
+    """0: keys, 1: values. All channels are of kind 0 if these are unlike in shape."""
     first: int
     last: int
-    """The layer after the last."""
     kept: int
     """Components of each block that the stack transforms, an even number; 0 for no transform."""
 
@@ -106,7 +100,7 @@ class Structure:
     spec: KVSpec
     """Of one layer class, see `coded`."""
     block_heads: int
-    """Heads in a block; divides the heads of a layer."""
+    """Heads in a block, a divisor of a layer's."""
     stacks: tuple[Stack, ...]
 
     def __post_init__(self) -> None:
@@ -131,7 +125,7 @@ class Structure:
 
     @cached_property
     def coded(self) -> KVSpec:
-        """The spec to transform: `spec`, or that of the columns of a state (`kvabr.codec.columns`)."""
+        """The spec to transform: `spec`, or for a state its columns' (`kvabr.codec.columns`)."""
         return coded_spec(self.spec)
 
     @cached_property
@@ -161,7 +155,7 @@ class Structure:
 
     @property
     def rows(self) -> int:
-        """Coefficients per token; as many as elements."""
+        """Coefficients (elements) per token."""
         return self.coded.elements_per_token
 
     def blocks_of(self, stack: Stack) -> list[int]:
@@ -173,17 +167,17 @@ class Structure:
         ]
 
     def width_of(self, stack: Stack) -> int:
-        """Return the number of coefficients that a stack's transform produces."""
+        """Return the coefficients of a stack's transform."""
         return len(stack.layers) * self.per_layer * stack.kept
 
     @cached_property
     def first_rows(self) -> tuple[int, ...]:
-        """First row of every stack, and the total number of rows."""
+        """First row of every stack, then the number of rows."""
         sizes = (len(stack.layers) * self.per_layer * self.width for stack in self.stacks)
         return tuple(accumulate(sizes, initial=0))
 
     def stack_rows(self, number: int) -> slice:
-        """Return the rows that go through a stack's transform."""
+        """Return the rows of a stack's transform."""
         first = self.first_rows[number]
         return slice(first, first + self.width_of(self.stacks[number]))
 
@@ -192,13 +186,13 @@ class Structure:
         return slice(self.stack_rows(number).stop, self.first_rows[number + 1])
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; `from_json` reads them back."""
+        """Return plain JSON values for `from_json`."""
         stacks = [["kv"[stack.kind], stack.first, stack.last, stack.kept] for stack in self.stacks]
         return {"block_heads": self.block_heads, "stacks": stacks}
 
     @classmethod
     def from_json(cls, spec: KVSpec, value: Any) -> Structure:
-        """Parse untrusted output of `to_json`, or raise `FormatError`."""
+        """Parse untrusted `to_json`, or raise `FormatError`."""
         try:
             listed = value["stacks"]
             need(isinstance(listed, list) and len(listed) <= 2 * spec.layers, f"not 1 to {2 * spec.layers} stacks")
@@ -211,11 +205,8 @@ class Structure:
 def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int | None = None) -> Structure:
     """Return a structure with stacks of at most ``layers`` layers, spread evenly, keys and values separate.
 
-    Args:
-        spec: the cache's spec.
-        layers: maximum number of layers in a stack.
-        kept: maximum transformed components of each block of keys and of values; of both together if unlike in shape.
-        block_heads: heads in a block, a divisor of a layer's; None for up to `_USUAL_WIDTH` channels.
+    ``kept`` is the maximum of transformed components of each block of keys and of values; of both together if unlike in
+    shape. ``block_heads`` divides a layer's heads; None for up to `_USUAL_WIDTH` channels.
     """
     _, halves, all_heads, _, dim = coded_spec(spec).shape(1)
     heads = block_heads or max(
@@ -243,13 +234,11 @@ class Matrices(NamedTuple):
     """Matrices in a profile's form."""
 
     mantissa: NDArray[np.int8]
-    """[..., row, column]."""
     gain: NDArray[np.uint8]
-    """[..., column]."""
 
     @property
     def expanded(self) -> NDArray[np.int16]:
-        """A decoder's factors: mantissa times gain, `ONE` is 1.0."""
+        """A decoder's factors: mantissa times gain; 1.0 is `ONE`."""
         return self.mantissa.astype(np.int16) * self.gain.astype(np.int16)[..., None, :]
 
 
@@ -276,16 +265,16 @@ def _checked(name: str, it: Matrices, *shape: int) -> Matrices:
 
 @dataclass(frozen=True, eq=False)
 class Quiet:
-    """Criterion for tokens with small values; only for encoders.
+    """Encoders' criterion for tokens with small values.
 
-    A model attends to such tokens when it looks for nothing else, and so is most sensitive to errors in them: a few
-    tokens of a text bear most of the loss.
+    A model attends to them when it looks for nothing else, and so is most sensitive to their errors: a few tokens of a
+    text bear most of the loss.
     """
 
     usual: NDArray[np.float32]
-    """[layer]: distance of values from their mean, root mean square over tokens."""
+    """[layer]: root mean square distance of values from their mean."""
     threshold: float
-    """A token is quiet if its distance, relative to the usual one and averaged over layers, is less than this."""
+    """A token is quiet if its distance, relative to the usual one and averaged over layers, is less."""
 
     def __post_init__(self) -> None:
         need(bool(((self.usual > 0) & np.isfinite(self.usual)).all()), "a usual distance of values is not positive")
@@ -306,13 +295,12 @@ class Transform:
     stack: tuple[Matrices, ...]
     """[component, coefficient] of every stack; `NO_MATRIX` without a transform."""
     spread: NDArray[np.float32]
-    """[layer]: distance of keys from their mean, root mean square over tokens; only encoders need it."""
+    """[layer]: root mean square distance of keys from their mean, for encoders."""
     threshold: float
     """Multiple of the spread that makes a token an outlier, in any layer. A model uses a few tokens of every text as
-    further sinks, with keys far from the mean in some layer. A payload lists them.
+    further sinks, with keys far from the mean in some layer. Payloads list them.
     """
     quiet: Quiet | None = None
-    """Further tokens that a payload lists; None for none."""
 
     def __post_init__(self) -> None:
         structure, shape = self.structure, self.structure.coded.shape(1)

@@ -3,16 +3,15 @@
 Rounding loses little because its errors point in all directions, and a model averages over many tokens. In repetitive
 text (tables of zeros, hexdumps, copies of a paragraph), equal tokens have equal errors, which do not average out. The
 base of such a group contains the layers above it. It is detected by correlated errors (`Likeness`) or by repeated
-tokens (`repeated`). If many tokens of a group stand out, or all are alike, as with one token a thousand times, another
-codec encodes the group. The payload of an unusual group begins with one of these numbers in place of the number of
-listed tokens:
+tokens (`repeated`). If many tokens stand out, or all are alike, as with one token a thousand times, another codec
+encodes the group. The payload of an unusual group begins with a number in place of that of listed tokens:
 
     0xFFFFFFFF  another codec's: code 1 (see `OTHERS`) | its payload of the group
     0xFFFFFFFE  nothing: the values are those of the layers below
     0xFFFFFFFD  of a base, layers in one: enhancements 1 | size 4 of each payload ... | ordinary payloads, base first
 
 The last of several payloads of other codecs counts: a base may have four bits, and the finest layer eight. Above an
-empty layer, and above those in a base, all layers are empty.
+empty layer, and above layers in a base, all layers are empty.
 """
 
 from __future__ import annotations
@@ -36,23 +35,20 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS
 
 OTHERS = ("FP16", "Int8", "Int4", "Int8-centred", "Int4-centred")
-"""Codecs by their code in a payload."""
 EXACT = "FP16"
-"""The codec of groups that AC would enlarge, or cannot code."""
+"""For groups that AC would enlarge, or cannot code."""
 FINE, COARSE = ("Int8", "Int8-centred"), ("Int4", "Int4-centred")
-"""Codecs of groups of unusual tokens, without and with medians (`kvabr.codec.centred`)."""
+"""For unusual tokens, without and with medians (`kvabr.codec.centred`)."""
 LAYERED, NOTHING_ABOVE, OTHER = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
 _NUMBER = struct.Struct("<I")
 _CODE = struct.Struct("<IB")
 NOTHING = _NUMBER.pack(NOTHING_ABOVE)
-"""Payload of an empty enhancement."""
 
 _COPIES = (2.15, 4.1)
 """Minimum effective copies of a token (`likeness`), relative to the usual number, for a base to contain L1, L2."""
 USUAL_COPIES = 1.35
-"""Default of the usual number of effective copies."""
 _MIN_REPEATED_SHARE = 0.4
-"""Minimum share of `repeated` tokens for a base to contain L1."""
+"""Of `repeated` tokens for a base to contain L1."""
 _MIN_REPETITION = 32
 """Tokens of a repetition, a power of two: code is full of shorter ones."""
 _CHANNELS = 4
@@ -62,14 +58,12 @@ _MAX_EQUAL_DISTANCE = 2.0**-7
 _MIN_COMMON_SHARE = 0.4
 """Minimum common share of the errors' power for using another codec."""
 _MAX_ASIDE = 8
-"""Maximum of separately stored tokens: one in this many, and four; beyond that another codec is used."""
+"""Separately stored tokens: one in this many, and four; beyond that another codec is used."""
 _MIN_TOKENS = 16
-"""Shorter tiles are not judged."""
 _SAMPLED, _GLANCED = 2048, 256
-"""Rows to compare, and for a first look."""
 _MIN_FIRST_COPIES = 2.6
-"""Effective copies in the first rows, relative to the usual number in all, below which the others are skipped: in fewer
-rows more tokens are alike by chance.
+"""Effective copies in the first rows, relative to the usual number in all, below which the others are skipped: fewer
+rows have more tokens alike by chance.
 """
 
 
@@ -89,13 +83,13 @@ def other_codec(name: str) -> Codec:
 
 
 def by_another(names: tuple[str, str], group: torch.Tensor, context: GroupContext) -> bytes:
-    """Return the payload of a group by the first of two codecs, `FINE` or `COARSE`, or the second if medians help."""
+    """Return a group's payload by the first of two codecs, `FINE` or `COARSE`, or the second if medians help."""
     name = names[centring_helps(group, context.spec)]
     return other(name, other_codec(name).encode(group, context))
 
 
 def layered(payloads: Sequence[bytes]) -> bytes:
-    """Return a base that contains the layers above it, from their ordinary payloads."""
+    """Return a base that contains the layers above it, from ordinary payloads."""
     sizes = (_NUMBER.pack(len(each)) for each in payloads)
     return b"".join((_CODE.pack(LAYERED, len(payloads) - 1), *sizes, *payloads))
 
@@ -107,11 +101,8 @@ class Chain:
     tracks: tuple[str, ...]
     """Depths with ordinary payloads, base first; empty if another codec encoded the group."""
     payloads: tuple[memoryview, ...]
-    """One per depth."""
     other: tuple[str, memoryview] | None = None
-    """Another codec and its payload."""
     full: bool = False
-    """A depth above is empty."""
 
 
 def read_chain(tracks: Sequence[str], payloads: Sequence[bytes | memoryview]) -> Chain:
@@ -173,15 +164,15 @@ class Likeness:
     """Similarity of the errors of a group's tokens."""
 
     common: float
-    """Share of the power common to all tokens of a tile, at most; 1 if all errors are equal."""
+    """Maximum share of the power common to all tokens of a tile; 1 if all errors are equal."""
     copies: float
     """Effective number of tokens of a tile with the same error, beyond the common part; 1 if all differ.
 
-    It is the mean over tokens of the summed squares of their correlations with all tokens.
+    The mean over tokens of the summed squares of their correlations with all tokens.
     """
 
     def enhancements(self, usual: float | None) -> int:
-        """Return the number of layers that the base should contain, given the usual `copies`, if known."""
+        """Return the number of layers for the base, given the usual `copies`, if known."""
         return sum(self.copies >= least * (usual or USUAL_COPIES) for least in _COPIES)
 
     @property
@@ -196,7 +187,7 @@ def crowded(outlying: torch.Tensor) -> bool:
 
 
 def sample(rows: int, most: int = _SAMPLED) -> NDArray[np.intp]:
-    """Return the rows for `likeness`, limited in number."""
+    """Return a limited number of rows for `likeness`."""
     return np.arange(0, rows, -(-rows // most))
 
 
@@ -209,7 +200,7 @@ def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> Likene
     """Return the similarity of rounding errors.
 
     ``rows`` are a `sample` of the coefficients, [row, token] float32, in the processor's memory; ``step`` is the
-    quantiser's, and ``keep`` marks the coded tokens, [token].
+    quantiser's; ``keep`` marks coded tokens, [token].
     """
     every, coded = np.arange(len(rows)), np.flatnonzero(keep)
     tiles = [coded[first : first + TILE] for first in range(0, len(coded), TILE)]
@@ -226,12 +217,12 @@ def _likeness(gram: NDArray[np.float64]) -> Likeness:
     power = float(np.trace(gram))
     if not power:
         return Likeness(0.0, 0.0)
-    sums = gram.sum(axis=1)  # integers, exact in any order
+    sums = gram.sum(axis=1)
     total = float(sums.sum())
     mutual = gram - (sums[:, None] + sums) / count + total / count**2
     size = np.sqrt(np.maximum(np.diag(mutual), 1e-9 * power / count))
     squares = np.square(mutual / size / size[:, None]).reshape(-1)
-    copies = float(np.add.accumulate(squares)[-1]) / count  # in order, as everywhere
+    copies = float(np.add.accumulate(squares)[-1]) / count
     return Likeness(total / count / power, copies)
 
 
@@ -243,9 +234,9 @@ def contained(
     keep: NDArray[np.bool_],
     usual: float | None,
 ) -> int | None:
-    """Return the number of layers that the base of a group should contain; None: another codec should encode the group.
+    """Return the number of layers for a group's base; None: another codec should encode it.
 
-    ``group`` is as for `repeated`; ``step`` is the base's, ``keep`` marks the coded tokens, and ``usual`` is the usual
+    ``group`` is as for `repeated`, ``step`` the base's; ``keep`` marks coded tokens; ``usual`` is the usual
     `Likeness.copies`, if known.
     """
     by_words = int(repeated(group, spec) >= _MIN_REPEATED_SHARE)
@@ -260,8 +251,8 @@ def contained(
 def repeated(group: torch.Tensor, spec: KVSpec) -> float:
     """Return the share of tokens in repetitions of `_MIN_REPETITION` and more, in the tile with the largest share.
 
-    In a model's first layer, values depend only on the token itself, so equal tokens are detected without their ids.
-    Return 0 for a class without that layer, and if keys do not rotate: such a model may add positions to its tokens.
+    In a model's first layer, values depend only on the token itself, so equal tokens are detected without ids. Return 0
+    for a class without that layer, and if keys do not rotate: such a model may add positions to its tokens.
 
     ``group`` is [layer, K/V, head, token, dim], any float dtype, and not a state.
     """
@@ -276,7 +267,6 @@ def repeated(group: torch.Tensor, spec: KVSpec) -> float:
 
 @lru_cache(maxsize=64)
 def _compared(spec: KVSpec) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
-    """Return heads and dimensions for comparing tokens: some that do not rotate."""
     only, rope = spec.only, spec.only.rope
     if only.layers[0] != 0 or rope is None:
         return None
@@ -295,7 +285,7 @@ def _repeated(numbers: NDArray[np.float32]) -> float:
     limit = np.float32(_MAX_EQUAL_DISTANCE) * np.maximum(farthest[:, None], farthest)
     begins = np.tril((apart <= limit) & (limit > 0), -1)
     length = 1
-    while length < _MIN_REPETITION:  # of a token and one before it: are as many following ones equal again?
+    while length < _MIN_REPETITION:  # of a token and one before it: are as many following ones equal?
         begins = begins[:-length, :-length] & begins[length:, length:]
         length *= 2
     return float((np.convolve(begins.any(axis=1), np.ones(_MIN_REPETITION, np.intp)) > 0).mean())

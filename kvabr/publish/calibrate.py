@@ -31,10 +31,8 @@ SEARCH = "steps"
 GAINS = "gains"
 
 _HELD_OUT = 6
-"""One context in this many is held out for measuring."""
 
 Progress = Callable[[str, int, int], None]
-"""Takes a stage, the steps done, and all its steps."""
 
 
 def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int) -> list[tuple[str, Sequence[int]]]:
@@ -86,14 +84,12 @@ def calibrate(
 
     Args:
         model: the model with its tokenizer.
-        texts: by name; the more diverse, the better the profile fits other texts.
+        texts: by name; more diverse ones fit other texts better.
         scales: factors of all steps.
         contexts: see `cut_contexts`.
-        tokens: per context; default `CONTEXT_TOKENS` or the model's context. Caches and gradients are kept in temporary
-            files.
+        tokens: per context; default `CONTEXT_TOKENS` or the model's context.
         config: settings of the fit.
-        target: loss of one track on held-out contexts. The steps of a layer class scale together, so other tracks
-            change too.
+        target: loss of one track on held-out contexts; as steps of a layer class scale together, other tracks change.
         gain: choose gains of decoded values, see `kvabr.publish.target`; only for scale 1.
         progress: called after every step.
         tell: receives results as sentences.
@@ -102,7 +98,7 @@ def calibrate(
         UsageError: no text, contexts longer than the model's, or a target that cannot be met.
         FormatError: a layer class without AC tracks.
         ModelError: weights, caches or outputs of the model are NaN.
-        AssetError: not enough disk space.
+        AssetError: not enough disk space for temporary files of caches and gradients.
     """
     engine, config = model.engine, config or FitConfig()
     check_class(engine.spec, "AC")
@@ -139,7 +135,7 @@ def calibrate(
             ]
             if target is not None:
                 chosen = StepSearch(transforms, config, samples, target, partial(progress, SEARCH)).choose()
-                # Tracks share the class's steps; the ratio of keys to values is part of the transform.
+                # Tracks share the class's steps; the ratio of keys to values is in the transform.
                 means = [math.exp(fmean(map(math.log, own))) for own in chosen.factors]
                 configs = [config.scaled(mean) for mean in means]
                 transforms = [

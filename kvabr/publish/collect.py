@@ -34,7 +34,6 @@ _SNAPSHOTS = 8
 _GRADIENT_DTYPE = torch.bfloat16
 
 Cache = tuple[torch.Tensor, ...]
-"""One tensor per layer class."""
 
 
 class Spool:
@@ -107,8 +106,8 @@ def collect(
 ) -> tuple[list[ClassFiles], list[HeldOutText]]:
     """Compute all caches; return files of caches and gradients, and the held-out contexts.
 
-    ``cuts`` are token ids, ``held`` the numbers of held-out contexts; ``files`` closes the files. Raise `ModelError` if
-    weights, caches or outputs are NaN, `AssetError` if the disk is too small.
+    ``cuts`` are token ids, ``held`` the numbers of held-out contexts. Raise `ModelError` if weights, caches or outputs
+    are NaN, `AssetError` if the disk is too small.
     """
     engine.check_weights()
     _check_room(engine, [ids for number, ids in enumerate(cuts) if number not in held])
@@ -118,7 +117,6 @@ def collect(
     if isinstance(engine, LayerEngine):
         fitted = [ids for number, ids in enumerate(cuts) if number not in held]
         engine.by_layer(fitted, [_scored(len(ids)) for ids in fitted], _Sink(engine, fitted, classes), progress)
-    # Numbers of the remaining contexts, with the seeds of their gradients.
     left: list[tuple[int, int]] = []
     for number in range(len(cuts)):
         if number in held or not isinstance(engine, LayerEngine):
@@ -181,7 +179,7 @@ def room_needed(engine: CalibrationEngine, lengths: Sequence[int]) -> int:
 
 def _differentiated(engine: CalibrationEngine, ids: Sequence[int], end: int, seed: int) -> tuple[Cache, Cache]:
     parts = engine.spec.parts
-    if any(part.only.kind == "state" for part in parts):  # the cache has snapshots
+    if any(part.only.kind == "state" for part in parts):
         cache, kept = caches_of(engine, ids, end)
         return cache, engine.gradient_classes(kept, ids[end:], seed)
     first, kept = caches_of(engine, ids[:end], end)

@@ -33,22 +33,20 @@ from kvabr.types.passage import PassageNotes, check_movable, passage_chain
 from kvabr.types.units import cache_length, snapshot_ends
 
 Progress = Callable[[str, int, int], None]
-"""Takes a stage, the steps done, and all its steps."""
 
 STAGES = ("prefill", "encode", "time", "answers", "measure", "tails", "groups", "mix")
-"""Stages of `publish`; the steps of ``prefill`` are tokens. Without measurements ``encode`` is the last."""
+"""Of `publish`; steps of ``prefill`` are tokens. Without measurements ``encode`` is the last."""
 
 ON_REQUEST = ("FP4",)
-"""Tracks made only if named: Int4 is as small and loses half as much."""
+"""Made only if named: Int4 is as small and loses half as much."""
 
 RAW = "Raw"
 """Keeps the engine's elements; made by default if no other track is exact."""
 
 NO_SMALLER = ("FP16", "BF16", "FP8", "Int8")
-"""Tracks at least as large as a quantised cache."""
+"""At least as large as a quantised cache."""
 
 _PREFILL_TOKENS = 512
-"""Large enough for matrix units, small enough to show progress."""
 
 _OWN_CLASSES = 16
 
@@ -61,8 +59,8 @@ class PassageBase:
     """[layer, K/V, head, token, dim] float32, keys before rotation."""
     notes: PassageNotes
     before: torch.Tensor
-    """Exact cache of a neutral text, before the passage when losses are measured: without the attention sinks of a
-    prompt's beginning, a model is broken.
+    """Exact cache of a neutral text, before the passage when losses are measured: without attention sinks, a model is
+    broken.
     """
 
     def at(self, position: int, spec: KVSpec) -> torch.Tensor:
@@ -73,10 +71,10 @@ class PassageBase:
 
 
 def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> tuple[str, ...]:
-    """Return the tracks in coding order, each after the one that it refines.
+    """Return the tracks in coding order, each after its base.
 
-    None stands for all that suit ``spec`` except `ON_REQUEST`. Raise `FormatError` for an unknown codec, `UsageError`
-    for a duplicate or a layer without its base.
+    None means all for ``spec`` except `ON_REQUEST`. Raise `FormatError` for an unknown codec, `UsageError` for a
+    duplicate or a layer without its base.
     """
     if wanted is None:
         ac = spec is None or has_ac(spec)
@@ -171,29 +169,30 @@ def publish(
 
     Args:
         engine: the model.
-        prompt: the prompt and its continuation.
+        prompt: with its continuation.
         tracks: see `ordered_tracks`.
-        profile: side information; None: a small one for this cache, published with it.
+        profile: None: a small one for this cache, published with it.
         store: keeps frames and profile, and returns frames for measuring.
         passage: the cache of a passage; None: the engine computes the prompt's.
         group_tokens: tokens per group (default: the engine's).
         snapshots_every: tokens between snapshots of a state, a multiple of the group's (default: the engine's).
         source: description for the catalog.
         salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not stored, so `Prompt.sealed` must tie the token
-            ids to the catalog.
+        ids
+            to the catalog.
         digest: kind of the frames' digests.
         questions: token ids, see `kvabr.publish.tails.questions`.
         max_passes: see `kvabr.publish.quality`.
         time_engine: time a few prefills for the catalog's cost model.
-        estimate: makes a catalog with estimated losses; then nothing is measured. Not for passages.
-        named: takes the prompt's digest before any computation; may raise to stop.
+        estimate: makes a catalog with estimated losses; then no loss is measured. Not for passages.
+        named: receives the prompt's digest before any computation; may raise to stop.
         progress: called after every step.
         tell: receives warnings as sentences.
 
     Raises:
         ForeignError: another model's profile.
-        FormatError: a group size or snapshot interval that is not allowed, tracks that cannot hold the cache, or a
-            model without passages.
+        FormatError: an invalid group size or snapshot interval, tracks that cannot hold the cache, or a model without
+            passages.
         NotFiniteError: NaN or infinity in the cache.
         UsageError: snapshots of a model without states.
     """
@@ -274,7 +273,7 @@ def publish(
         asked=tuple(map(six, measured.asked)),
     )
     if not catalog.every_token or passage is not None:
-        return catalog  # groups cannot be recomputed singly, as mixes require
+        return catalog  # mixes recompute single groups
     mixes = measure_mixes(
         catalog, sample_mixes(catalog), reference, prompt.tokens, frames.decode, progress=partial(progress, "mix")
     )
@@ -324,7 +323,7 @@ def needs_raw(spec: KVSpec) -> bool:
 
 
 def redundant_tracks(spec: KVSpec | None) -> tuple[str, ...]:
-    """Return the tracks that add nothing for these layer classes (None: of 16 bits)."""
+    """Return the tracks that are redundant for these layer classes (None: of 16 bits)."""
     if spec is None or not needs_raw(spec):
         return (RAW,)
     return NO_SMALLER if any(each.scales is not None for each in spec.classes) else ()

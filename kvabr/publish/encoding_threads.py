@@ -1,9 +1,9 @@
 """The encoding threads, and the delay that they may cause to an engine.
 
-One thread has a low priority, but gets its share even of a loaded machine, and delays an engine whose threads wait for
-each other. The other, *patient* thread uses only idle processor time. Caches are encoded in the first, but during a
-prefill only while the `EncodingBudget` lasts, then in the second. After the prefill, the second finishes its step at
-the priority of the first. If a process may not raise a priority again, the patient thread has the lowest regular one.
+One thread has a low priority, but delays an engine with waiting threads on a loaded machine. The *patient* thread uses
+only idle processor time. Caches are encoded in the first, but during a prefill only while the `EncodingBudget` lasts,
+then in the second, which finishes its step at the first's priority after the prefill. If a process may not raise a
+priority again, the patient thread has the lowest regular one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import torch
 SHARE = 0.03
 """Maximum delay of a prefill by encoding, as a share of its time."""
 _NICENESS, _PATIENT_NICENESS = 10, 19
-"""The second value is for systems without idle priority."""
+"""The second is for systems without idle priority."""
 
 
 class EncodingBudget:
     """Limits the delay of one prefill by encoding. Reads no clock."""
 
     def __init__(self, share: float = SHARE) -> None:
-        """Allow a delay of ``share`` of the prefill's time."""
         self._share, self._taken_s, self._steps = share, 0.0, 0
 
     def spend(self, cpu_s: float, wall_s: float) -> None:
@@ -41,19 +40,19 @@ class EncodingBudget:
 
 
 def encoding_thread(*, patient: bool = False) -> ThreadPoolExecutor:
-    """Return a thread of low priority in which torch uses one core."""
+    """Return a low-priority thread with one core for torch."""
     threads = torch.get_num_threads()
     name, begin = ("kvabr-publish-idle", _be_patient) if patient else ("kvabr-publish", _be_nice)
     made = ThreadPoolExecutor(1, name, initializer=begin)
     made.submit(int).result()
-    _use(threads)  # the setting of a thread is also the default for new threads
+    _use(threads)  # also the default for new threads
     return made
 
 
 def _be_nice(by: int = _NICENESS) -> None:
     torch.get_num_threads()  # apply the default, once per thread
     _use(1)
-    with contextlib.suppress(OSError, AttributeError):  # threads have no priority of their own except on Linux
+    with contextlib.suppress(OSError, AttributeError):  # only Linux threads have their own priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), by)
 
 

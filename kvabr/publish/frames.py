@@ -40,7 +40,7 @@ from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
 _TOKENS_PER_FINER, _MAX_FINER = 128, 4
-"""Tokens of a prompt per finely stored token at its end, and their maximum: beyond it, layers save more per byte."""
+"""Prompt tokens per finely stored token at its end, and the latter's maximum: beyond it, layers save more per byte."""
 _MAX_BATCH, _MAX_BATCH_ELEMENTS = 32, 1 << 28
 """Groups encoded together on a GPU, and their elements at about 16 bytes each."""
 
@@ -72,7 +72,7 @@ def finer_tokens(tokens: int) -> int:
 
 
 def finer_in(first: int, end: int, tokens: int, most: int | None = None) -> int:
-    """Return the number of finer tokens in a group from ``first`` to ``end``; ``most`` overrides `finer_tokens`."""
+    """Return the finer tokens in a group from ``first`` to ``end``; ``most`` overrides `finer_tokens`."""
     most = finer_tokens(tokens) if most is None else most
     return max(0, min(end - tokens + most, end - first))
 
@@ -94,20 +94,12 @@ class FrameEncoder:
         digest: str = SHA256,
         finer_end: bool = False,
     ) -> None:
-        """Prepare to encode.
+        """Prepare to encode ``tokens`` tokens with chained prompt digests ``chunks``.
 
-        Args:
-            spec: the cache's spec.
-            chunks: chained prompt digest of every group.
-            tokens: tokens in the cache.
-            tracks: see `ordered_tracks`.
-            profile: ignored if no track needs it.
-            store: keeps the frames.
-            position: tokens before the cache; for a passage, its position in `decode`.
-            passage: notes of a passage, whose keys are not rotated.
-            digest: kind of the frames' digests.
-            finer_end: store the last tokens finer, for players without a tail. A longer prompt then differs in that
-                group.
+        ``tracks`` are as from `ordered_tracks`; ``profile`` is ignored unless one needs it; ``store`` keeps the frames,
+        with ``digest`` as kind of their digests; ``position`` is the tokens before the cache, or a passage's position
+        in `decode`; keys of a passage, with notes ``passage``, are not rotated. ``finer_end`` stores the last tokens
+        finer, for players without a tail; a longer prompt then differs in that group.
         """
         self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
@@ -116,7 +108,6 @@ class FrameEncoder:
         self._store, self._position, self._passage = store, position, passage
         self._finer_end = finer_end
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
-        """By track and group; 0 if not encoded yet."""
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
         self.outliers: dict[str, int] = dict.fromkeys(tracks, 0)
         """Tokens stored uncoded, see `Codec.outliers`."""
@@ -130,8 +121,7 @@ class FrameEncoder:
     ) -> None:
         """Encode every group on every track, groups in order.
 
-        ``cache`` has one tensor per layer class, [layer, K/V, head, token, dim]; that of a state has rows of its
-        snapshots.
+        ``cache`` has one tensor per layer class, [layer, K/V, head, token, dim]; a state's has rows of its snapshots.
         """
         for tensor, part in zip(cache, self.spec.parts, strict=True):
             due = part.shape(cache_length(part, self.tokens))
@@ -149,7 +139,7 @@ class FrameEncoder:
 
     @property
     def together(self) -> int:
-        """Number of groups to encode together on a GPU."""
+        """Groups to encode together on a GPU."""
         largest = max(part.group_tokens * part.elements_per_token for part in self.spec.parts)
         return max(1, min(_MAX_BATCH, _MAX_BATCH_ELEMENTS // largest))
 
@@ -300,7 +290,6 @@ class GroupEncoder:
     def __init__(
         self, frames: FrameEncoder, store: FrameStore, group: int, kv: torch.Tensor, context: GroupContext
     ) -> None:
-        """See `FrameEncoder.group`; raises `NotFiniteError` for NaN or infinity."""
         check_shape(kv, context, f"group {group}: cannot encode")
         self._frames, self._store, self._group, self.context = frames, store, group, context
         self.kv, self._largest = kv, largest(kv, context.spec, context.first_token)
@@ -323,7 +312,7 @@ class GroupEncoder:
         check_holds(track, self.context.spec, self._largest)
         unit, name = self._frames.units[self._group], self.context.spec.track_name
         for lower in _bases(track):
-            if lower not in self._payloads:  # encoded earlier
+            if lower not in self._payloads:
                 made = self._store.read_frame(unit.group, name(lower))
                 self._payloads[lower] = bytes(payload_of(made))
         below = [self._payloads[lower] for lower in _bases(track)]
@@ -351,7 +340,7 @@ def needs_profile(tracks: Sequence[str]) -> bool:
 
 
 def holding_tracks(tracks: Sequence[str], spec: KVSpec, magnitudes: Sequence[float]) -> tuple[str, ...]:
-    """Return the tracks that can hold a cache and whose bases can; raise `FormatError` if there are none.
+    """Return the tracks that can hold a cache and have usable bases; raise `FormatError` if there are none.
 
     ``magnitudes`` are the largest per layer class.
     """

@@ -1,7 +1,7 @@
 """The loss from joining passages, which their catalogs must state for a play to join them.
 
-It may be the passage's own (`kvabr.publish.passages.fusion_losses`), which takes many prefills, or the model's: a file
-of `FusionLosses`, written by `kvabr calibrate --blend`, for one way to compute passages.
+It is the passage's own (`kvabr.publish.passages.fusion_losses`), which takes many prefills, or the model's for one way
+to compute passages: a file of `FusionLosses`, written by `kvabr calibrate --blend`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ class FusionLosses:
 
     spec: KVSpec
     contexts: int
-    """Contexts of a mean; 0 if passages are not means."""
+    """Of a mean; 0 otherwise."""
     losses: tuple[tuple[float, float], ...]
-    """As `PassageNotes.fusion`."""
     method: str
     base: str = "mean"
-    """As `PassageNotes.base`."""
 
     def __post_init__(self) -> None:
         if not self.losses:
             raise FormatError("fusion losses: the list is empty")
-        PassageNotes(self.base, self.contexts, fusion=self.losses, method=self.method)  # validates
+        PassageNotes(self.base, self.contexts, fusion=self.losses, method=self.method)
 
     def check(self, spec: KVSpec) -> FusionLosses:
         """Return these losses; raise `ForeignError` if ``spec`` is of another model."""

@@ -1,7 +1,7 @@
-"""Publishes a cache during its prefill, so that players have most of it when the prefill ends.
+"""Publishes a cache during its prefill, so that players have most of it at the end.
 
-The asset that `kvabr serve` serves grows as the engine hands over its cache. A group of tokens is announced once its
-cheapest track is encoded. Its other tracks are announced when no group waits for its cheapest one, so they lag first.
+The served asset grows as the engine hands over its cache. A group of tokens is announced once its cheapest track is
+encoded; its other tracks follow when no group waits for its cheapest one.
 """
 
 from __future__ import annotations
@@ -52,18 +52,12 @@ class LivePublisher:
         clock: Callable[[], float] = time.monotonic,
         on_announced: Callable[[PublishedFrames], object] = lambda _: None,
     ) -> None:
-        """Take a publisher into a folder; it also continues to publish finished caches.
+        """Wrap a publisher into a folder, which also continues to publish finished caches.
 
-        Args:
-            publisher: has the tracks.
-            edge: tracks made while an asset grows; the others follow at the end. Default: the AC layers, which suit
-                slow links, else all.
-            share: maximum delay of a prefill by encoding, as a share of its time.
-            clock: seconds.
-            on_announced: takes every announcement, in an encoding thread.
-
-        Raises:
-            UsageError: not a folder, unknown edge tracks, or a share outside 0 to 1.
+        ``edge`` are the tracks made while an asset grows (default: the AC layers, which suit slow links, else all); the
+        others follow at the end. ``share`` of a prefill's time is the maximum delay by encoding. ``on_announced``
+        receives every announcement, in an encoding thread. Raise `UsageError` without a folder, for unknown tracks, or
+        a share outside 0 to 1.
         """
         offer, store = publisher.offer, publisher.store
         if not isinstance(store.store, LocalStore):
@@ -91,17 +85,11 @@ class LivePublisher:
         model: str | None = None,
         done: Callable[[PublishOutcome], object] = lambda _outcome: None,
     ) -> LiveSlot | PublishVerdict:
-        """Announce the cache of a prompt whose prefill begins now, or return why it cannot be published.
+        """Announce the cache of a prompt when its prefill begins, or return why it cannot be published.
 
-        Args:
-            tokens: ids of the prompt.
-            pace: when its groups will have been computed.
-            salt: a tenant's secret, see `kvabr.types.naming.chain`.
-            model: name of the model with an adapter.
-            done: takes the outcome, in an encoding thread.
-
-        Raises:
-            UsageError: invalid token ids, or a pace that does not fit their groups.
+        ``pace`` has the expected times of its groups; for ``salt`` see `kvabr.types.naming.chain`; ``model`` names the
+        model with an adapter; ``done`` receives the outcome, in an encoding thread. Raise `UsageError` for invalid
+        token ids, or a pace that does not fit their groups.
         """
         slot = self.publisher.reserve(tokens, salt, model)
         if not isinstance(slot, Slot):
@@ -112,7 +100,7 @@ class LivePublisher:
             slot.leave()
             raise
         claim = NameClaim(self.store.folder / slot.chunks[-1])
-        if not claim.take():  # taken by another process or publisher
+        if not claim.take():
             slot.leave()
             return "known"
 
@@ -157,8 +145,8 @@ class LiveSlot:
         """Hand over the cache of the next tokens, from ``first_token`` on.
 
         ``kv`` has one tensor per layer class, [layer, K/V, head, token, dim] of any float dtype, never changed
-        afterwards; that of a state has its snapshots within these tokens. ``tokens`` is required only for models with
-        states alone.
+        afterwards; a state's has its snapshots within these tokens. ``tokens`` is required only for models with states
+        alone.
         """
         self.publisher.home.check()
         self.production.append(first_token, (kv,) if isinstance(kv, torch.Tensor) else kv, tokens)
@@ -207,7 +195,6 @@ class _Pending:
     kv: torch.Tensor
     tracks: tuple[str, ...]
     encoder: GroupEncoder | None = None
-    """The encoder of its cheapest track, with shared results."""
 
 
 class LiveProduction(Production):
@@ -231,7 +218,6 @@ class LiveProduction(Production):
         self._live_writer: LiveWriter | None = None
         self._base = ""
         self._layers: deque[_Pending] = deque()
-        """Remaining edge tracks of announced groups."""
         self._late: deque[_Pending] = deque()
         self._left_out, self._encoding_s, self._idle_s = 0, 0.0, 0.0
         self._end_announced = False
@@ -258,7 +244,7 @@ class LiveProduction(Production):
         return super().has_work() or (self.outcome is None and bool(self._layers))
 
     def step(self) -> None:
-        """After the last token, use all cores."""
+        """Use all cores after the last token."""
         with encoding_on(len(os.sched_getaffinity(0)) if self._computed else None):
             super().step()
 
@@ -281,7 +267,7 @@ class LiveProduction(Production):
 
     def _at_once(self, frames: FrameEncoder) -> int:
         del frames
-        return 1  # announced one by one
+        return 1
 
     def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]]) -> None:
         layers = tuple(track for track in self._tracks if track != self._base)
@@ -332,7 +318,6 @@ class LiveProduction(Production):
         self._on_announced(message)
 
     def _made(self, frames: FrameEncoder, chunk: int, tracks: Collection[str]) -> dict[str, tuple[int, str]]:
-        """Return size and digest of a group's encoded frames, by published track names."""
         parts = self.offer.spec.parts
         return {
             parts[unit.part].track_name(track): (frames.bytes[track][index], frames.digests[track][index])

@@ -1,4 +1,4 @@
-"""Protocols of models to publish with; `kvabr.engines` loads such models."""
+"""Protocols of models to publish with, loaded by `kvabr.engines`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ScoringEngine(Engine, Protocol):
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
         """Return log-probabilities of the next token after each of ``tokens``, given the cache ``kv`` (None: no cache).
 
-        ``kv`` is [layer, K/V, head, token, dim] and not modified; the result is [len(tokens), vocabulary] float64.
+        ``kv`` is [layer, K/V, head, token, dim], not modified; the result is [len(tokens), vocabulary] float64.
         """
 
 
@@ -71,9 +71,9 @@ class CalibrationEngine(ScoringEngine, Protocol):
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradient of the summed log-probability of sampled next tokens by a cache: float32, of its shapes.
 
-        The expectation of its square is the Fisher information, the growth of the KL divergence with an error. ``kv``
-        has one tensor per layer class, [layer, K/V, head, token, dim], and is not modified; one token is sampled after
-        each of ``tokens``.
+        Its expected square is the Fisher information, the growth of the KL divergence with an error. ``kv`` has one
+        tensor per layer class, [layer, K/V, head, token, dim], not modified; one token is sampled after each of
+        ``tokens``.
         """
 
     def continue_classes(
@@ -90,13 +90,13 @@ class LayerSink(Protocol):
     """Storage of a `LayerEngine` for caches and gradients."""
 
     def put_cache(self, context: int, layer: int, kv: torch.Tensor) -> None:
-        """Take one layer of a context's cache, [K/V, head, token, dim]."""
+        """Store one layer of a context's cache, [K/V, head, token, dim]."""
 
     def kept(self, context: int, layer: int) -> torch.Tensor:
         """Return one layer of a context's cache without its scored tokens."""
 
     def put_gradient(self, context: int, layer: int, gradient: torch.Tensor) -> None:
-        """Take the gradient by the result of `kept`, float32."""
+        """Store the gradient by the result of `kept`, float32."""
 
 
 @runtime_checkable
@@ -119,11 +119,8 @@ class LayerEngine(CalibrationEngine, Protocol):
     ) -> None:
         """Compute the caches of contexts, and gradients as `gradient_classes`, seeded by the context's number.
 
-        Args:
-            contexts: token ids of each.
-            scored: number of last tokens that are the continuation; 0: no gradient.
-            sink: takes the caches of all tokens, then gradients.
-            progress: takes the stages "forward" and "backward".
+        ``scored`` is the number of last tokens of each that are its continuation (0: no gradient). ``sink`` receives
+        the caches of all tokens, then gradients; ``progress`` the stages "forward" and "backward".
 
         Raises:
             ModelError: the tokens do not fit the model, or weights or outputs are not finite.

@@ -25,17 +25,14 @@ from kvabr.types.naming import LAYERS
 from kvabr.types.passage import PassageNotes
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
-"""Default tracks; a profile adds the AC layers."""
 CASTS = ("FP16", "BF16")
-"""Tracks that decode as fast as Raw."""
+"""Decode as fast as Raw."""
 
 _MAX_LAYER_LOSS = 0.9
-"""Maximum loss of a layer as a share of its base's."""
 _LAST_GROUPS = 4
 _EVEN_SHARE = 0.05
-"""Share of the loss that is spread evenly."""
+"""Of the loss that is spread evenly."""
 _MAX_NAMED = 64
-"""Cached offers for adapters."""
 _FRAME_BYTES = 256
 
 
@@ -52,7 +49,6 @@ class TrackOffer:
         source: str,
         digest: str = SHA256,
     ) -> None:
-        """Choose the tracks; arguments as of `Publisher`."""
         if tracks is None:
             plain = (*((RAW,) if needs_raw(spec) else ()), *PLAIN_TRACKS, *(LAYERS if profile is not None else ()))
             tracks = [track for track in plain if track not in redundant_tracks(spec)]
@@ -90,7 +86,7 @@ class TrackOffer:
         return self._named[model]
 
     def prepare(self) -> None:
-        """Compute the matrices of the AC tracks, which take a second."""
+        """Compute the matrices of the AC tracks, which takes a second."""
         if self.profile is not None and any(codec(track).needs_profile for track in self.tracks):
             for part in self.spec.parts:
                 self.profile.of(part).analysis.prepare()
@@ -149,7 +145,6 @@ class TrackOffer:
         )
 
     def _of_prior(self, name: str) -> Track:
-        """Return a track of the prior; Raw may be absent."""
         if name in self.prior.by_name:
             return self.prior.track(name)
         cast = next((self.prior.track(each) for each in CASTS if each in self.prior.by_name), self.prior.tracks[0])
@@ -184,7 +179,7 @@ class TrackOffer:
 
     def _rate(self, track: str, part: int | None) -> float:
         prior = self.prior
-        if track not in prior.by_name:  # only Raw may be absent
+        if track not in prior.by_name:
             return float(max(ITEM_BYTES[each.dtype] for each in self.spec.classes))
         total = elements = 0
         for group, size in enumerate(prior.track(track).bytes):

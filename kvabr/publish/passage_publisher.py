@@ -1,4 +1,4 @@
-"""Publishes passages with an application's own model, in a few prefills each."""
+"""Publishes passages with an application's model, in a few prefills each."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Caches of passages: computed alone, after a text, or as a mean over contexts; and the loss from joining them.
 
-The mean over several contexts is closer to the cache after any text than a cache computed alone: it has no attention
-sinks at its first tokens, and the influence of single contexts averages out.
-
-All caches here are position-free: [layer, K/V, head, token, dim] float32 with keys before rotation.
+The mean is closer to the cache after any text than a cache computed alone: it has no attention sinks at its first
+tokens, and the influence of single contexts averages out. All caches here are position-free: [layer, K/V, head, token,
+dim] float32 with keys before rotation.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def contexts_for(model: TextModel, texts: Mapping[str, str], count: int = CONTEX
 
 
 def unrotated(kv: torch.Tensor, spec: KVSpec, first_token: int) -> torch.Tensor:
-    """Return a cache computed from position ``first_token`` on without its rotation, float32."""
+    """Return a cache from position ``first_token`` on without its rotation, float32."""
     kv = kv.to(torch.float32, copy=True)
     kv[:, 0] = rotate(kv[:, 0], spec.rope, first_token, undo=True)
     return kv

@@ -1,7 +1,7 @@
 """The production of one asset: an engine hands over runs of tokens, and an encoding thread takes steps.
 
-A `Production` writes an asset that appears at the end; `kvabr.publish.live_publisher` has one that is played while it
-grows.
+A `Production` writes an asset that appears at the end; for one that players can follow see
+`kvabr.publish.live_publisher`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class PublishOutcome:
 
     verdict: PublishVerdict
     bytes: int = 0
-    """Of all tracks."""
     why: str = ""
     tokens: int = 0
     """After a failure, those of the shorter prompt that remains."""
@@ -46,7 +45,7 @@ class PublishOutcome:
     encoding_s: float = 0.0
     """Processor time until the last token."""
     idle_s: float = 0.0
-    """Part of it taken at idle priority."""
+    """Part of it at idle priority."""
     not_finite: bool = False
     """Failed because of NaN or infinity in the cache."""
 
@@ -71,7 +70,7 @@ class Production:
 
         ``position`` and ``passage`` are as in `Publisher.reserve_named` and `reserve_passage`; ``prompt`` is kept with
         the asset. The first step calls ``make_writer``, and ``begun``, which returns an asset with the same beginning
-        and the number of groups to copy from it. ``done`` takes the outcome.
+        and the number of groups to copy from it. ``done`` receives the outcome.
         """
         self.offer, self.chunks, self.tokens, self.done = offer, tuple(chunks), tokens, done
         self.lock = threading.Lock()
@@ -80,7 +79,6 @@ class Production:
         self.waits_for: bool | None = None
         """Queue of the next step: patient or not; None: not queued. Guarded by `lock`."""
         self.stepping = False
-        """Guarded by `lock`."""
         self.patient_thread: int | None = None
         """Native number of the patient thread in a step. Guarded by `lock`."""
         self._make_writer, self._position, self._passage = make_writer, position, passage
@@ -92,7 +90,6 @@ class Production:
         self._ended, self._reason, self._hurry = False, "", False
         self._next = 0
         self._source: tuple[Asset, int] | None = None
-        """Result of `begun` while groups are copied."""
         self._not_finite = False
 
     @property
@@ -103,7 +100,7 @@ class Production:
     # ------------------------------------------------------- any thread
 
     def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None = None) -> None:
-        """Take the cache of the next tokens; publishing fails if it is malformed.
+        """Queue the cache of the next tokens; publishing fails if it is malformed.
 
         See `LiveSlot.groups`; ``kv`` always has one tensor per layer class.
         """
@@ -158,7 +155,7 @@ class Production:
 
     def close(self, outcome: PublishOutcome) -> None:
         """Close the writer, and set the outcome."""
-        with contextlib.suppress(Exception):  # the published part stays
+        with contextlib.suppress(Exception):
             self._stack.close()
         with self.lock:
             self._ended, self.outcome = True, replace(outcome, not_finite=self._not_finite)
@@ -169,7 +166,7 @@ class Production:
             if self._reason and not self._pieces.whole:
                 self._broken(self._reason)
                 return
-            magnitudes = self._magnitudes()  # before anything is written
+            magnitudes = self._magnitudes()
             self._writer = self._stack.enter_context(self._make_writer())
             frames = self.offer.encoder(
                 self.chunks, self.tokens, self._writer, self._position, self._passage, magnitudes
@@ -195,7 +192,6 @@ class Production:
             self._catch_up(self._frames)
 
     def _take_over(self, frames: FrameEncoder, writer: AssetWriter, asset: Asset, shared: int) -> None:
-        """Copy the next group from an asset with the same beginning."""
         sound = False
         with contextlib.suppress(KvabrError):  # removed or damaged
             sound = frames.take_over(asset, self._next, writer)
@@ -210,7 +206,6 @@ class Production:
         pass
 
     def _at_once(self, frames: FrameEncoder) -> int:
-        """Return the maximum number of token groups per step."""
         return frames.together if gpu.runs_on(self._pieces.device) else 1
 
     def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -244,23 +239,21 @@ class _Pieces:
         self._spec, self._all = spec, tokens
         self._ends = [snapshot_ends(part, tokens) for part in spec.parts]
         self._held: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in spec.parts]
-        """Pieces of a layer class, with their first token (or row of a state)."""
         self._done = [0] * len(spec.parts)
         units = units_by_chunk(units_of(spec, tokens), spec.groups(tokens))
         numbers = count()
         self._units = [[(next(numbers), unit) for unit in each] for each in units]
-        """By group of tokens: the units that end in it."""
         self._runs: list[int] = []
         self.tokens = 0
 
     @property
     def device(self) -> torch.device:
-        """Device of the pieces, usually the same for all."""
+        """Of the pieces, usually the same for all."""
         return next((held[0][1].device for held in self._held if held), torch.device("cpu"))
 
     @property
     def whole(self) -> int:
-        """Number of complete groups of tokens."""
+        """Complete groups of tokens."""
         return len(self._units) if self.tokens == self._all else self.tokens // self._spec.group_tokens
 
     def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None) -> None:
@@ -297,7 +290,7 @@ class _Pieces:
         return [max((largest(kv, part, at) for at, kv in held), default=0.0) for part, held in pairs]
 
     def lag(self, chunk: int) -> int:
-        """Return the number of runs received after the one that completed a group."""
+        """Return the runs received after a group was complete."""
         end = min((chunk + 1) * self._spec.group_tokens, self._all)
         return sum(last >= end for last in self._runs) - 1
 

@@ -23,11 +23,10 @@ from kvabr.store.local import LocalStore
 from kvabr.types.errors import KvabrError
 
 WAIT_S = 0.5
-"""Time limit of a lookup."""
 CHECK_S = 0.03
 """Additional time limit of a check; a later result counts for the next lookup."""
 PAUSE_S = 5.0
-"""Pause after a store that did not answer in time."""
+"""After a store that did not answer in time."""
 
 
 class PublishedLookup:
@@ -45,13 +44,9 @@ class PublishedLookup:
     ) -> None:
         """Create a lookup; the functions may block.
 
-        Args:
-            published: returns whether the store has an asset; may raise `KvabrError`.
-            touch: notes the use of an asset, after the answer.
-            sound: returns False for a damaged asset.
-            wait_s: time limit of `ask`.
-            check_s: time limit of ``sound``.
-            pause_s: pause after a late answer or an error.
+        ``published`` returns whether the store has an asset, and may raise `KvabrError`; ``touch`` notes its use after
+        the answer; ``sound`` returns False for a damaged asset, within ``check_s``. A late answer or error causes a
+        pause.
         """
         self._published, self._touch = published, touch
         self._sound, self._wait_s, self._check_s, self._pause_s = sound, wait_s, check_s, pause_s
@@ -93,7 +88,7 @@ class PublishedLookup:
         try:
             sound = self._sound(name)
         finally:
-            answer.put(sound)  # always answer: a caller may wait
+            answer.put(sound)
         if sound:
             self._touch(name)
 
@@ -146,7 +141,7 @@ class SoundAssets:
             self._damaged.pop(name, None)
 
     def _check(self, name: str, version: AssetVersion) -> bool:
-        with contextlib.suppress(OSError, AttributeError):  # threads have no priority of their own except on Linux
+        with contextlib.suppress(OSError, AttributeError):  # only Linux threads have their own priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             asset = self._store.open(name)

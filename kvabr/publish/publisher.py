@@ -61,20 +61,13 @@ class Publisher:
         digest: str = SHA256,
         keep_tokens: bool = False,
     ) -> None:
-        """Open the store, and start.
+        """Open the store, a folder or a URL, and start.
 
-        Args:
-            location: a folder or a URL.
-            spec: of the caches.
-            prior: catalog to estimate losses and decode times from, ideally of the same model.
-            tracks: names in the prior, or Raw. Default: FP16, Int8, Int4, with a profile the AC layers; Raw in place of
-                larger tracks for a quantised cache, and for float32 states.
-            profile: codec profile of the model; `ForeignError` if of another.
-            queue: maximum number of caches waiting or in work, all in memory.
-            max_bytes: limit of engine assets in a folder, see `kvabr.store.quota`.
-            source: description for the catalogs.
-            digest: kind of the groups' digests.
-            keep_tokens: store the token ids of prompts without salt, for KV events; folders only.
+        Losses and decode times are estimated from ``prior``, ideally of the same model. ``tracks`` are names in it, or
+        Raw (default: FP16, Int8, Int4, with a profile the AC layers; Raw in place of larger tracks for a quantised
+        cache, and for float32 states). At most ``queue`` caches wait or are in work, all in memory. For ``max_bytes``
+        of engine assets in a folder see `kvabr.store.quota`. ``keep_tokens`` stores the token ids of prompts without
+        salt, for KV events; folders only. Raise `ForeignError` for another model's profile.
         """
         if queue < 1:
             raise UsageError(f"queue must be at least 1, got {queue}")
@@ -103,7 +96,6 @@ class Publisher:
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
         self._longest: LRUCache[str, str] = LRUCache(_MAX_GROUPS)
-        """Longest asset published here, by digests of its groups."""
         self._lock = threading.Lock()
         self.home = HomeProcess("the publisher")
         self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
@@ -122,7 +114,7 @@ class Publisher:
         slot = self.reserve_named(chunks, len(tokens))
         if not isinstance(slot, Slot):
             return slot
-        # Without salt, adapter or pictures, tokens alone would name another prompt.
+        # Tokens with salt, adapter or pictures have another name.
         plain = not salt and model == spec.model and not isinstance(tokens, MediaTokens)
         return replace(slot, model=model, prompt=Prompt(tuple(tokens), ()) if self._keep_tokens and plain else None)
 
@@ -226,11 +218,11 @@ class Publisher:
             patient = production.patient()
             if production.stepping:
                 if production.patient_thread is not None and not patient:
-                    hurry(production.patient_thread)  # others wait for its step
+                    hurry(production.patient_thread)
                 return
             if production.waits_for in (patient, False):
                 return
-            production.waits_for = patient  # an entry in the patient thread's queue becomes void
+            production.waits_for = patient  # voids an entry in the patient thread's queue
         try:
             self._submit(production, patient)
         except RuntimeError:
@@ -264,7 +256,7 @@ class Publisher:
                 production.waits_for, production.stepping = wanted, False
             try:
                 self._submit(production, wanted)
-            except RuntimeError:  # the publisher is closing: finish here
+            except RuntimeError:
                 with production.lock:
                     production.waits_for, production.stepping = None, True
             else:
@@ -299,7 +291,7 @@ class Slot:
     passage: PassageNotes | None = None
     model: str | None = None
     replaces: bool = False
-    """Replaces a damaged asset."""
+    """A damaged asset."""
     prompt: Prompt | None = None
 
     @property
@@ -309,7 +301,7 @@ class Slot:
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:
         """Publish a cache, one tensor [layer, K/V, head, token, dim] per layer class, never changed afterwards.
 
-        ``done`` takes the outcome, in an encoding thread.
+        ``done`` receives the outcome, in an encoding thread.
         """
         self.publisher._fill(self, (kv,) if isinstance(kv, torch.Tensor) else kv, done)  # noqa: SLF001  # its own
 

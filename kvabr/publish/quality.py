@@ -7,7 +7,7 @@ is nearly independent across groups and KL is quadratic in small noise, so these
 to 1.3 of the whole cache's loss for 3 and 4 bits, to half for AC-L0); they are scaled to the track's loss. Other tracks
 take the shares of the track with the nearest KL. `kvabr.publish.tails` measures the loss after a tail.
 
-Finally a few mixed caches, as plays produce, are scored, and the catalog lists their predicted and measured losses.
+Finally a few mixed caches, as plays produce, are scored; the catalog lists their predicted and measured losses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ MAX_PASSES = 192
 """Forward passes for attribution, beyond one per track: enough for four tracks of 48 groups."""
 
 MIN_UNITS = 16
-"""Minimum number of units of a long cache."""
 
 NOISE_FLOOR = 1e-4
 """KL below which single groups are not measured."""
@@ -52,14 +51,11 @@ class Measured:
     """Measured losses of one asset."""
 
     quality: Mapping[str, Quality]
-    """Of the whole cache, by track."""
     loss: Mapping[str, tuple[float, ...]]
     """By track and group, nats per token; sums to `Quality.loss`."""
     method: str
     tails: Mapping[str, tuple[TailLoss, ...]]
-    """By track; empty if not measured."""
     asked: tuple[float, ...]
-    """By group; empty if not measured."""
 
 
 def measure_quality(
@@ -76,17 +72,10 @@ def measure_quality(
 ) -> Measured:
     """Measure whole tracks and single groups, and attribute the loss; groups outside attention lose 0.
 
-    Args:
-        reference: scores of the exact cache.
-        exact: that cache, one tensor per layer class, [layer, K/V, head, token, dim] of all tokens, or all snapshots of
-            a state; not modified.
-        spec: its shape and groups.
-        tracks: names.
-        decode: decodes one group of one track.
-        tokens: of the prompt; required if the first layer class is a state.
-        max_passes: see `MAX_PASSES`.
-        meter: measures losses after tails.
-        progress: takes a stage (``measure``: whole tracks, ``tails``, ``groups``), its measurements done, and all.
+    ``exact`` is the cache of ``reference``, one tensor per layer class, [layer, K/V, head, token, dim] of all tokens,
+    or all snapshots of a state; not modified. ``tokens`` of the prompt are required if the first layer class is a
+    state. ``progress`` receives a stage (``measure``: whole tracks, ``tails``, ``groups``), its measurements done, and
+    all.
     """
     tokens = int(exact[0].shape[-2]) if tokens is None else tokens
     work = _Work(exact, spec, units_of(spec, tokens), decode)
@@ -187,7 +176,7 @@ def sample_mixes(catalog: Catalog, seed: int = 0) -> list[list[str]]:
 
     def scattered(choice: Sequence[str]) -> list[str]:
         mix = [rng.choice(choice) for _ in range(groups)]
-        if len(set(mix)) == 1:  # a single track is no mix
+        if len(set(mix)) == 1:
             mix[rng.randrange(groups)] = next((name for name in choice if name != mix[0]), mix[0])
         return mix
 
@@ -236,7 +225,6 @@ def measure_mixes(
 
 
 def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[range], list[str]]:
-    """Return units of groups to replace together, and tracks to do it for, within ``max_passes``."""
     if groups == 1:
         return [range(1)], []
     lossy = max(1, sum(value > NOISE_FLOOR for value in kl.values()))
@@ -245,7 +233,6 @@ def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[r
 
 
 def _units(groups: int, limit: int) -> list[range]:
-    """Return at most ``limit`` runs of neighbouring groups, single ones at the lossy ends of the prompt."""
     if groups <= limit:
         return [range(group, group + 1) for group in range(groups)]
     tail = limit // 4
@@ -256,13 +243,11 @@ def _units(groups: int, limit: int) -> list[range]:
 
 
 def _pick(kl: Mapping[str, float], most: int) -> list[str]:
-    """Return tracks evenly spread by loss."""
     lossy = sorted((track for track in kl if kl[track] > NOISE_FLOOR), key=lambda track: -kl[track])
     return evenly(lossy or [max(kl, key=lambda track: kl[track])], most)
 
 
 def _shares(singles: Sequence[float], units: Sequence[range], sizes: Sequence[int]) -> list[float]:
-    """Return every group's share: its unit's, split by size."""
     everything, whole = sum(singles), sum(sizes)
     shares = []
     for unit, single in zip(units, singles, strict=True):

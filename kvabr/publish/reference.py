@@ -12,7 +12,6 @@ from kvabr.types.catalog import Quality
 from kvabr.types.errors import ModelError
 
 Cache = torch.Tensor | tuple[torch.Tensor, ...]
-"""[layer, K/V, head, token, dim], or one such tensor per layer class."""
 
 
 def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> Quality:
@@ -22,14 +21,14 @@ def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> 
     + 1]``. The result has the mean KL(exact || other) over all rows, and over the first 8 and 32; top-1 agreement; and
     the change of the negative log-likelihood. Raise `ModelError` for probabilities that are not finite.
     """
-    # Row by row: a matrix of distributions is large, and fresh memory is slow.
+    # Row by row: fresh memory for a matrix of distributions is slow.
     rows = [float(torch.dot(row.exp(), row - same)) for row, same in zip(exact, other, strict=True)]
     if not math.isfinite(sum(rows)):
         raise ModelError("the model's probabilities are NaN or infinite; its weights or caches are damaged")
     following = torch.tensor(tokens[1:], dtype=torch.long)[:, None]
     gained = exact[:-1].gather(1, following) - other[:-1].gather(1, following)
     agree = (exact.numpy().argmax(axis=1) == other.numpy().argmax(axis=1)).mean()  # torch takes five times as long
-    # A KL is never negative; rounding may make it so.
+    # Rounding may make a KL negative.
     kl8, kl32 = (max(0.0, sum(rows[:first]) / first) if len(rows) > first else None for first in (8, 32))
     return Quality(max(0.0, sum(rows) / len(rows)), float(gained.mean()), float(agree), kl8, kl32)
 
@@ -59,7 +58,7 @@ class Reference:
         self.continuation = tuple(continuation)
         self._exact = self.score(exact)
         if asked > 1:
-            self._exact = self._exact.clone()  # free the rows of the question
+            self._exact = self._exact.clone()
 
     def calibration(self) -> tuple[float, float]:
         """Return the mean NLL of the continuation after the exact cache, and its expectation (entropy), in nats.

@@ -4,7 +4,6 @@ Single continuations mislead by up to 13 times, so several are scored: the text'
 questions. A question is itself a tail, as is the beginning of the continuation. Longer tails are the last tokens of the
 prompt, computed on the coded cache of a few tracks; other tracks are assumed to fall like the one with the most similar
 reduction by questions. Questions depend on other groups than the continuation, so one is also scored for single groups.
-
 The catalog keeps the geometric mean over the continuations and the standard deviation of their logarithms.
 """
 
@@ -34,13 +33,10 @@ QUESTIONS = (
         "\n\nAnswer: The"
     ),
 )
-"""Typical questions about a text, of 10 to 60 tokens."""
 
 ANSWER_TOKENS = 24
-"""Compared tokens of an answer."""
 _TRACKS = 3
 _SCORED = 48
-"""Scored tokens of the text's continuation."""
 _ROUNDING = 1e-12
 """Smaller losses are rounding errors."""
 
@@ -71,7 +67,6 @@ class TailMeter:
     """Collects losses after tails during `kvabr.publish.quality.measure_quality`."""
 
     def __init__(self, text: Reference, asked: Sequence[Reference], prompt: Sequence[int]) -> None:
-        """Take references of the continuation and of answers (see `answered`), and the prompt's token ids."""
         self._text, self._asked, self._prompt = text, tuple(asked), tuple(prompt)
         self._near: dict[str, list[float]] = {}
         self._reduction: dict[str, float] = {}
@@ -83,12 +78,12 @@ class TailMeter:
 
     @property
     def tracks(self) -> int:
-        """Number of tracks measured by `near`."""
+        """Tracks measured by `near`."""
         return len(self._near)
 
     @property
     def caches(self) -> int:
-        """Number of caches measured by `far`."""
+        """Caches measured by `far`."""
         return min(_TRACKS, self.tracks) * len(self.lengths)
 
     def near(self, track: str, kv: Cache, scored: torch.Tensor) -> None:
@@ -146,7 +141,7 @@ class TailMeter:
                     for tail, far in further.items()
                 ),
             )
-        # Tracks that were not measured lose almost nothing, like the least lossy one.
+        # Unmeasured tracks lose as little as the least lossy one.
         least = min(made, key=losses.__getitem__, default=None)
         return {} if least is None else {track: made.get(track, made[least]) for track in losses}
 

@@ -1,8 +1,7 @@
 """Chooses quantiser steps and gains by the loss on held-out texts: `kvabr calibrate --target-kl` and `--gain`.
 
 A coarse quantiser rounds many values to zero, so that the model attends too weakly to the context. Scaling decoded
-values about their mean by slightly more than 1 repairs that at no cost. Keys must not be scaled: their noise would grow
-too, and shift attention.
+values about their mean by slightly more than 1 repairs that. Scaled keys would have more noise, which shifts attention.
 """
 
 from __future__ import annotations
@@ -25,13 +24,10 @@ from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS
 
 COARSEST, FINEST = 16.0, 1 / 64
-"""Bounds of the factors of steps."""
 _ROUNDS = 3
-"""Measurements of each kind alone."""
 _MORE_ROUNDS = 6
-"""Maximum number of measurements of all kinds together."""
 _MARGIN = 0.97
-"""Aim below the target, because loss is not exactly a power of the step."""
+"""Aim below the target: loss is not exactly a power of the step."""
 
 Progress = Callable[[int, int], None]
 
@@ -41,7 +37,6 @@ class Target:
     """Loss that a calibration aims at."""
 
     kl: float
-    """KL divergence, nats per token."""
     track: str = SINGLE
     """A layer includes those below."""
 
@@ -65,14 +60,12 @@ class Chosen:
 
     factors: Factors
     kl: float
-    """Nats per token, mean over the samples."""
 
 
 class CodedClass:
     """Simulates the coding of one layer class, without the lossless entropy coder."""
 
     kinds: int
-    """2 if keys and values are separate, else 1."""
 
     def __init__(self, transform: Transform, config: FitConfig, track: str, caches: Sequence[torch.Tensor]) -> None:
         self._transform, self._part = transform, transform.structure.spec
@@ -88,7 +81,7 @@ class CodedClass:
         for number, stack in enumerate(structure.stacks):
             self._kind[slice(*structure.first_rows[number : number + 2])] = stack.kind
         power = torch.cat([(each.rows * ~each.outlying).square() for each in self._coefficients], dim=1).mean(dim=1)
-        self._tokens = sum(cache.shape[3] for cache in self._caches)  # columns of a state
+        self._tokens = sum(cache.shape[3] for cache in self._caches)
         self._power = [power[self._kind == kind] for kind in range(self.kinds)]
 
     def coded(self, number: int, factors: Sequence[float], gains: tuple[float, ...] = ()) -> torch.Tensor:
@@ -121,7 +114,6 @@ class StepSearch:
         target: Target,
         progress: Progress = lambda _done, _all: None,
     ) -> None:
-        """Take the transforms in the order of `KVSpec.parts`, and at least one sample."""
         self._samples, self._target, self._progress = samples, target, progress
         caches = zip(*(sample.cache for sample in samples), strict=True)
         pairs = zip(transforms, caches, strict=True)
@@ -132,8 +124,8 @@ class StepSearch:
     def choose(self) -> Chosen:
         """Return the coarsest steps with a measured loss within the target.
 
-        Each class and kind gets a share of the loss in proportion to the bits that halving its step costs; moving loss
-        between them then saves nothing. Raise `UsageError` if even the finest steps lose more.
+        Each class and kind gets a share of the loss in proportion to the bits that halving its step costs, which is
+        optimal. Raise `UsageError` if even the finest steps lose more.
         """
         target = self._target.kl
         balance = self._balanced()
@@ -149,7 +141,6 @@ class StepSearch:
         return Chosen(factors, kl)
 
     def _balanced(self) -> Factors:
-        """Return factors with which every unit alone loses its share of the target."""
         factors = dict.fromkeys(self._units, 1.0)
         last: dict[tuple[int, int], tuple[float, float]] = {}
         for _ in range(_ROUNDS if len(factors) > 1 else 0):
@@ -189,7 +180,6 @@ class StepSearch:
 
     @staticmethod
     def _reach(loss: Callable[[float], float], target: float, first: float, rounds: int) -> tuple[float, float]:
-        """Return the largest factor found within ``target``, else the finest, with its loss."""
         factor, best = first, (0.0, math.inf)
         last: tuple[float, float] | None = None
         finest = (math.inf, math.inf)
@@ -210,7 +200,6 @@ class StepSearch:
 
 
 def _next(factor: float, kl: float, last: tuple[float, float] | None, wanted: float) -> float:
-    """Return the factor for a loss of ``wanted`` on a power law through the last two measurements."""
     power = 2.0
     if last is not None and last[0] != factor and min(last[1], kl) > 0:
         power = min(4.0, max(0.5, math.log(last[1] / kl) / math.log(last[0] / factor)))
@@ -230,7 +219,6 @@ MAX_GAIN = 1.25
 _MIN_SAVING = 0.01
 
 Gains = tuple[tuple[float, ...], ...]
-"""By layer class and stack."""
 
 
 def measurements(transforms: Sequence[Transform]) -> int:

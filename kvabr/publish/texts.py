@@ -16,7 +16,7 @@ _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
 SYLLABLES = ("ka", "lo", "mi", "ran", "to", "vel", "zu", "shi", "ber", "dan", "gor", "hul", "ith", "jo", "nex", "pra")
 _RECORDS = 600
 _FRONT = 4
-"""Maximum number of tokens that a model prepends."""
+"""Tokens that a model prepends."""
 _MIN_CONTINUATION = 2
 _CHARACTERS_PER_TOKEN = 16
 """More than any text's average."""
@@ -31,7 +31,6 @@ def calibration_texts() -> dict[str, str]:
 
 
 def _records() -> str:
-    """Return invented names, numbers and codes, which no model can predict."""
     dice = random.Random(7)  # noqa: S311 - reproducible, not secret
 
     def name() -> str:
@@ -63,7 +62,6 @@ def measuring_texts() -> dict[str, str]:
 
 
 def _topics() -> tuple[str, str]:
-    """Return the language reference of `pydoc` in two halves without common paragraphs."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     every = [topics[name] for name in sorted(topics)]
     first = every[::2]
@@ -139,7 +137,6 @@ def _cut_ids(model: TextModel, text: str, *, passage: bool) -> tuple[int, ...]:
 
 
 def _shorter(total: int, tokens: int, continuation: int) -> str:
-    """Return options with which both parts fit in ``total`` tokens, empty if none do."""
     if not continuation:
         return f"--tokens {total}" if total else ""
     if total >= 2 * continuation:

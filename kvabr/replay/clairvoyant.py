@@ -5,24 +5,21 @@ group, over two resources (`frontier`):
 
 - Bytes: the link's bytes by T minus the decode time of the last transfer (the fastest option to decode that the link
   could carry instead of a cheaper one).
-- Decoding, with n decoders. The layers of a group are decoded together. At any time t, the C(t) bytes received so far
-  hold at most r C(t) seconds of decoding (r: largest ratio of seconds to bytes of any option), and n (T - t) seconds
-  remain for the rest. Total decoding is therefore at most the minimum over t of r C(t) + n (T - t).
+- Decoding, with n decoders; a group's layers are decoded together. The C(t) bytes received by time t hold at most
+  r C(t) seconds of decoding (r: largest ratio of seconds to bytes of any option), and n (T - t) seconds remain for the
+  rest. Total decoding is therefore at most the minimum over t of r C(t) + n (T - t).
 
-The bound is the linear relaxation of the knapsack, so a play can approach it but not beat it.
-
-T itself is free. Over an interval of ends, the objective is at least the loss at its end plus the price of time at its
-start. The interval with the lowest such value is subdivided until it is close to the best end found. The lowest value
-is the bound and holds for all ends.
+The bound is the linear relaxation of the knapsack. T itself is free: over an interval of ends, the objective is at
+least the loss at its end plus the price of time at its start. The interval with the lowest such value is subdivided
+until it is close to the best end found; this value is the bound.
 
 An engine that recomputes reduces the network's part:
 
 - ``suffix``: for every cut, the tail is computed after the groups before the cut have arrived, at least on the cheapest
   tracks; better tracks may arrive until T.
-- ``hole``: k groups are computed while the network loads the others. These are either the first k, computed from the
-  start, or include groups that follow a group from the network, computed once it is in place; the last group, which may
-  be short, once everything else is. The bound uses the groups that help the network most at the engine time of the
-  cheapest groups, so no choice of groups beats it.
+- ``hole``: k groups are computed while the network loads the others. These are the first k, computed from the start, or
+  include groups that follow a group from the network, computed once it is in place; the last group, which may be short,
+  once everything else is. The bound uses the groups that help the network most at the engine time of the cheapest.
 """
 
 from __future__ import annotations
@@ -40,12 +37,9 @@ from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.engine import EngineMode
 
 _INTERVALS, _SUBINTERVALS = 64, 8
-"""Number of initial intervals of ends, and of subintervals."""
 _MAX_ROUNDS = 12
 _MAX_LATE_DEADLINES = 64.0
-"""Latest end searched, in deadlines after the deadline."""
 _ABSOLUTE_GAP, _RELATIVE_GAP = 1e-7, 2e-3
-"""Absolute (nats per token) and relative gap between bound and reached objective at which the search stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +47,14 @@ class Bound:
     """Bound on the plays of any clairvoyant player."""
 
     feasible: bool
-    """Whether any schedule meets the deadline."""
     least_loss: float
-    """Lowest expected loss by the deadline at any price, nats per generated token; infinite if not feasible."""
+    """Lowest by the deadline at any price, nats per generated token; infinite if not feasible."""
     objective: float
-    """Lowest objective of any schedule; infinite if not feasible."""
+    """Lowest of any schedule; infinite if not feasible."""
     loss: float
-    """Loss at the lowest objective, including the price of its bytes."""
+    """At the lowest objective, including the price of its bytes."""
     end_s: float
-    """TTFT at the lowest objective, seconds."""
     engine_s: float
-    """Engine time at the lowest objective, seconds."""
 
 
 INFEASIBLE = Bound(feasible=False, least_loss=math.inf, objective=math.inf, loss=math.inf, end_s=math.inf, engine_s=0.0)
@@ -71,23 +62,15 @@ INFEASIBLE = Bound(feasible=False, least_loss=math.inf, objective=math.inf, loss
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One division of the groups between network and engine."""
-
     part: GroupSubset | None
-    """Groups from the network; None: none."""
     engine_s: float = 0.0
     earliest_s: float = 0.0
-    """Earliest end, seconds."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """The lowest objective of one or more ways."""
-
     floor: float = math.inf
-    """Lower bound over all ends."""
     objective: float = math.inf
-    """Lowest reached objective, at ``end_s``."""
     loss: float = math.inf
     end_s: float = math.inf
     engine_s: float = 0.0
@@ -106,26 +89,16 @@ class Clairvoyant:
         decoders: int = 1,
         decode_latency_s: float = 0.0,
     ) -> None:
-        """Prepare the bound.
-
-        Args:
-            catalog: the catalog.
-            cost: the engine's prefill cost; None for no engine.
-            mode: the engine's mode.
-            decode_scale: factor for the catalog's decode times.
-            decoders: number of groups decoded at once.
-            decode_latency_s: additional seconds for the last batch.
-        """
+        """Prepare the bound; ``cost`` is None without an engine, ``decode_latency_s`` is added for the last batch."""
         self._catalog, self._cost = catalog, cost
         self._mode: EngineMode = mode if catalog.every_token else "suffix"
         self.decoders = decoders
         self.frontier = frontier = Frontier(catalog, decode_scale)
         tails_s = frontier.decodes.min(axis=0) + decode_latency_s
         self.tail_s = float(tails_s.min())
-        """Shortest time to decode the last group, seconds."""
         more = (frontier.sizes - frontier.least_bytes[:, None]).min(axis=0)
         self.lasts: list[tuple[float, float]] = []
-        """Options for the last transfer: shortest decode time, and bytes beyond the cheapest cache."""
+        """For the last transfer: shortest decode time, and bytes beyond the cheapest cache."""
         for decode_s, extra in sorted(zip(tails_s.tolist(), more.tolist(), strict=True)):
             if not self.lasts or extra < self.lasts[-1][1]:
                 self.lasts.append((decode_s, extra))
@@ -142,13 +115,9 @@ class Clairvoyant:
     ) -> Bound:
         """Return the bound of one play.
 
-        Args:
-            capacity: the link; its time begins with the play.
-            deadline_s: the deadline, seconds.
-            time_price: price of a second before the first token, nats per token.
-            gpu_price: price of a second of engine time, nats per token; infinite counts as 0.
-            begun_s: seconds of the deadline that passed before the play.
-            first_byte_s: seconds before anything can arrive: a round trip.
+        ``time_price`` and ``gpu_price`` are nats per token for a second before the first token and of engine time
+        (infinite counts as 0); ``begun_s`` are the seconds of the deadline before the play, ``first_byte_s`` those
+        before any arrival.
         """
         left_s = deadline_s - begun_s
         if left_s <= 0:
@@ -181,7 +150,6 @@ class Clairvoyant:
         time_price: float,
         gpu_price: float,
     ) -> None:
-        """Include ends after the deadline if the result is so bad that a miss could be cheaper."""
         base, slope = MISS_PENALTY + time_price * left_s, time_price + 1.0 / deadline_s
         since_s, until_s = left_s, left_s + deadline_s
         while found.floor > base + slope * (since_s - left_s):
@@ -198,19 +166,11 @@ class Clairvoyant:
             since_s, until_s = until_s, left_s + 2.0 * (until_s - left_s)
 
     def least_at(self, capacity: Capacity, end_s: float, *, gpu_price: float, first_byte_s: float = 0.0) -> float:
-        """Return the lowest sum of loss and priced engine time of any schedule that ends at ``end_s``.
-
-        Args:
-            capacity: the link; its time begins with the play.
-            end_s: the end, seconds from the start of the play.
-            gpu_price: price of a second of engine time, nats per token; infinite counts as 0.
-            first_byte_s: seconds before anything can arrive.
-        """
+        """Return the lowest sum of loss and priced engine time of any schedule that ends at ``end_s``; see `best`."""
         link = _Link(self, capacity, max(0.0, end_s), first_byte_s)
         return _least_at_last(link, self._ways(link), gpu_price if math.isfinite(gpu_price) else 0.0)
 
     def _ways(self, link: _Link) -> list[_Way]:
-        """Return all divisions of the groups between network and engine, starting with network only."""
         catalog, cost, frontier = self._catalog, self._cost, self.frontier
         ways = [_Way(WHOLE, 0.0, link.when(float(frontier.least_bytes.sum())) + self.tail_s)]
         size, tokens, groups = catalog.spec.group_tokens, catalog.tokens, catalog.groups
@@ -227,7 +187,6 @@ class Clairvoyant:
                 takes_s = cost.seconds(begin, tokens - begin)
                 base_s = link.when(float(frontier.least_bytes[:cut].sum())) + self.tail_s
                 base_s = max(base_s, begins_s + float(work_s[cut - 1]))
-                # During the computation, the groups before the cut may still be upgraded.
                 ways.append(_Way(GroupSubset(first=cut), takes_s, base_s + takes_s))
             return ways
         front_s: Array = np.array([cost.seconds(0, min(count * size, tokens)) for count in range(groups + 1)])
@@ -238,7 +197,6 @@ class Clairvoyant:
         sums = np.cumsum(np.sort(frontier.least_bytes[:-1]))
         last_s = cost.seconds((groups - 1) * size, tokens - (groups - 1) * size) + self.tail_s
         for count in range(1, groups):
-            # With and without the last group of the cache.
             earliest_s = (link.when(float(sums[groups - 1 - count])) + last_s, 0.0)
             front_done_s = np.maximum(front_s[:count], come_s[:count])
             for behind_s, from_s in zip(_rest_seconds(catalog, cost, count), earliest_s, strict=True):
@@ -251,14 +209,12 @@ class Clairvoyant:
 def _rest_seconds(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Array, Array]:
     """Return lower bounds of the seconds to compute those of ``count`` groups that are not in front.
 
-    Returns:
-        Indexed by p, for the first p in front and the others after group p: seconds for the others if the last group of
-        the
-        cache is among them, and if not; infinite if impossible.
+    Index p: the first p are in front, the others follow group p. The second array is without the cache's last group;
+    infinite if impossible.
     """
     size, last = catalog.spec.group_tokens, catalog.group_tokens(catalog.groups - 1)
     last_s = cost.added_s(catalog.tokens - last, last)
-    before: Array = np.arange(1, count + 1, dtype=float) * size  # right after it, a group is cheapest to compute
+    before: Array = np.arange(1, count + 1, dtype=float) * size
     tokens: Array = np.arange(count, 0, -1, dtype=float) * size
 
     def seconds(tokens: Array, more_s: float = 0.0) -> Array:
@@ -266,14 +222,12 @@ def _rest_seconds(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Arra
         added_s = cost.per_token_s * tokens + cost.attention_s * pairs + more_s
         return np.maximum(cost.floor_s, cost.constant_s + cost.before_s * before + added_s)
 
-    with_last = seconds(tokens - size, last_s)  # all in one call
+    with_last = seconds(tokens - size, last_s)
     without = seconds(tokens) if count < catalog.groups - 1 else np.full(count, np.inf)
     return with_last, without
 
 
 class _Link:
-    """The capacity of one play's link and decoders over time."""
-
     def __init__(self, clairvoyant: Clairvoyant, capacity: Capacity, until_s: float, first_byte_s: float) -> None:
         self.frontier, self._decoders = clairvoyant.frontier, clairvoyant.decoders
         self._tail_s, self._lasts = clairvoyant.tail_s, clairvoyant.lasts
@@ -284,7 +238,7 @@ class _Link:
         )
 
     def when(self, nbytes: float) -> float:
-        """Return the arrival time of ``nbytes``, seconds; infinite if after ``until_s``."""
+        """Return the arrival time of ``nbytes``; infinite if after ``until_s``."""
         index = int(np.searchsorted(self._carried, nbytes))
         if index == 0:
             return 0.0
@@ -301,7 +255,7 @@ class _Link:
         return self.frontier.loss(part, nbytes, self._decoding(ends), care=care, hint=hint)
 
     def price(self, end_s: float) -> int:
-        """Return the index of the tightest price of decoding at one end, see `Frontier.price`."""
+        """Return the index of the tightest price of decoding at one end."""
         ends = np.array([end_s])
         return self.frontier.price(WHOLE, self._whole(ends), self._decoding(ends))
 
@@ -309,7 +263,6 @@ class _Link:
         return np.interp(times, self._times, self._carried)
 
     def _whole(self, ends: Array) -> Array:
-        """Return the bytes that can arrive in time if the option that decodes fastest arrives last."""
         least = float(self.frontier.least_bytes.sum())
         found = np.full(len(ends), -1.0)
         for decode_s, more in reversed(self._lasts):
@@ -318,13 +271,11 @@ class _Link:
         return found
 
     def _decoding(self, ends: Array) -> Array:
-        """Return the maximum seconds of decoding by each end."""
         before = self._least[np.searchsorted(self._times, ends, side="right") - 1]
         return np.minimum(before + self._decoders * ends, self.frontier.per_byte * self._carried_by(ends))
 
 
 def _opened(capacity: Capacity, until_s: float, first_byte_s: float) -> tuple[Array, Array]:
-    """Return times, and cumulative bytes if nothing arrives before ``first_byte_s``."""
     times, carried = capacity.points(until_s)
     opened = float(np.interp(first_byte_s, times, carried))
     place = int(np.searchsorted(times, first_byte_s))
@@ -332,7 +283,6 @@ def _opened(capacity: Capacity, until_s: float, first_byte_s: float) -> tuple[Ar
 
 
 def _least_at_last(link: _Link, ways: Sequence[_Way], gpu_price: float) -> float:
-    """Return the lowest sum of loss and priced engine time at the latest end; infinite if incomplete."""
     end = np.array([link.until_s])
     ways = [way for way in ways if way.earliest_s <= link.until_s]
     if not gpu_price:
@@ -353,8 +303,6 @@ def _least_at_last(link: _Link, ways: Sequence[_Way], gpu_price: float) -> float
 
 
 class _Search:
-    """Searches the ends of one play for the lowest loss plus priced time and engine."""
-
     def __init__(self, link: _Link, span: tuple[float, float], time_price: float, gpu_price: float) -> None:
         self._link, self._span = link, span
         self._time_price, self._gpu_price = time_price, gpu_price
@@ -366,7 +314,7 @@ class _Search:
         first = max(first, min(way.earliest_s for way in ways))
         if first > last:
             return self._found
-        # Without a time price, the latest end is the best.
+        # Without a time price, the latest end is best.
         ends = np.linspace(first, last, _INTERVALS + 1) if self._time_price > 0 else np.array([last])
         network, others = ways[0], [way for way in ways[1:] if way.earliest_s <= last]
         self._divide(network, ends, self._link.loss(network.part, ends, care=1))
@@ -382,13 +330,9 @@ class _Search:
         return found
 
     def _divide(self, way: _Way, ends: Array, losses: Array, hint: int = 0) -> None:
-        """Record the lowest objective of a way by subdividing the intervals between ``ends``.
+        """Record the lowest objective of a way by subdividing the intervals between ascending ``ends``.
 
-        Args:
-            way: the way.
-            ends: ends, ascending.
-            losses: lower bounds of the loss at these ends, not necessarily tight.
-            hint: see `Frontier.loss`.
+        ``losses`` are lower bounds at these ends, not necessarily tight; for ``hint`` see `Frontier.loss`.
         """
         found = self._found
         starts, stops, losses = _intervals(way, ends, losses)
@@ -414,7 +358,6 @@ class _Search:
         return float(self._floors(way, starts, losses).min())
 
     def _floors(self, way: _Way, starts: Array, losses: Array) -> Array:
-        """Return lower bounds over the intervals, given the losses at their ends."""
         return losses + self._time_price * starts + self._gpu_price * way.engine_s
 
     def _note(self, way: _Way, ends: Array, losses: Array) -> None:
@@ -426,7 +369,6 @@ class _Search:
 
 
 def _intervals(way: _Way, ends: Array, losses: Array) -> tuple[Array, Array, Array]:
-    """Return starts, ends and losses at the ends of a way's feasible intervals; the first is a point."""
     keep = ends >= way.earliest_s
     starts = np.concatenate([ends[:1], ends[:-1]])[keep]
     return np.maximum(starts, way.earliest_s), ends[keep], losses[keep]

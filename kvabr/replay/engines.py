@@ -1,4 +1,4 @@
-"""Measured prefill costs of engines by name, and the notation for costs given as numbers."""
+"""Measured prefill costs of engines by name, and their notation as numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ MEASURED = MappingProxyType(
     }
 )
 """Tokens before, new tokens and milliseconds of prefills with transformers in BF16: Llama-3.1-8B's shape on an H200,
-and a 70B model's shape, with 10 of 80 layers timed."""
+and a 70B model's shape, with 10 of 80 layers timed.
+"""
 ENGINES = MappingProxyType(
     {
         "h200-8b": PrefillCost(4.15e-3, 2.76e-5, 4.76e-10, 1.70e-6, 0.0209),
@@ -33,7 +34,7 @@ ENGINES = MappingProxyType(
         "cpu-smollm2": PrefillCost(0.0423, 2.31e-3, 9.60e-7),
     }
 )
-"""Costs fitted to `MEASURED`, and SmolLM2-135M's in float32 on two cores of a server."""
+"""Fitted to `MEASURED`, and SmolLM2-135M in float32 on two cores of a server."""
 _FORM = "TOK/S, or FIXED:LINEAR[:BEFORE[:QUADRATIC[:FLOOR]]] in seconds"
 
 
@@ -41,10 +42,7 @@ def parse_cost(text: str, option: str) -> PrefillCost:
     """Return a prefill cost from a rate or from constants in seconds, see `PrefillCost`.
 
     ``8000`` means tokens per second. ``0.004:28e-6:1.7e-6:4.8e-10:0.02`` means seconds per call, per token, per token
-    before, per pair of tokens, and the minimum per call.
-
-    Raises:
-        UsageError: the text is invalid or out of range.
+    before, per pair of tokens, and the minimum per call. Raise `UsageError` for other text.
     """
     try:
         numbers = [float(part) for part in text.split(":")]
@@ -61,7 +59,7 @@ def parse_cost(text: str, option: str) -> PrefillCost:
 
 
 def engine_cost(name: str, option: str) -> PrefillCost:
-    """Return the cost of an engine in `ENGINES`; raise a `UsageError` with the nearest name if there is none."""
+    """Return the cost of an engine in `ENGINES`; raise `UsageError` with the nearest name if there is none."""
     if name not in ENGINES:
         close = difflib.get_close_matches(name, ENGINES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ENGINES)}"

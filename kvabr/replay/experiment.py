@@ -50,15 +50,13 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import CacheDelivered, PlayEvent, PlayStarted, RecomputeDone, RecomputeStarted
 
 DEFAULT_RTT_S = 0.04
-"""Default round trip, seconds."""
 MAX_DEADLINE_S, MAX_RTT_S = 86_400.0, 3600.0
-"""Maximum deadline and round trip, seconds; a simulation visits every part of a play."""
 _MIN_SHARE, _MIN_PLAY_S = 0.1, 1e-3
-"""Minimum share of the deadline, and minimum seconds, left to a play after its lookup, within its patience."""
+"""Minimum share of the deadline, and seconds, left to a play after its lookup, within its patience."""
 
 
 def check_rtt(rtt_s: float) -> None:
-    """Raise a `UsageError` unless a round trip, in seconds, can be simulated."""
+    """Raise `UsageError` unless a round trip can be simulated."""
     if not 0 <= rtt_s <= MAX_RTT_S:
         raise UsageError(f"the round trip is {rtt_s:g} s; it must be zero or more seconds, an hour at most")
 
@@ -82,7 +80,7 @@ class LinkSharing(Protocol):
 
 
 class Planner(Protocol):
-    """Class of a policy that requests a plan of the whole play (`kvabr.abr.view.Future.plan`)."""
+    """A policy class that requests a plan of the whole play (`kvabr.abr.view.Future.plan`)."""
 
     @staticmethod
     def foresee(
@@ -92,14 +90,10 @@ class Planner(Protocol):
         first_byte_s: float,
         tried: Callable[[PlannedPlay], float],
     ) -> PlannedPlay:
-        """Return the plan.
+        """Return the plan before the play.
 
-        Args:
-            view: the play, before it begins.
-            frontier: the options of its catalog.
-            capacity: the link; its time begins with the play.
-            first_byte_s: seconds until the first byte of a request.
-            tried: returns a plan's objective in a simulated play of the same policy.
+        ``first_byte_s`` are the seconds until the first byte of a request; ``tried`` returns a plan's objective in a
+        simulated play of the same policy.
         """
 
 
@@ -109,43 +103,38 @@ class ReplayOptions:
 
     deadline_s: float
     rtt_s: float | None = None
-    """Round trip for all traces, seconds; None for the trace's own, or `DEFAULT_RTT_S`."""
+    """For all traces; None for the trace's own, or `DEFAULT_RTT_S`."""
     scale_to_mean: float | None = None
     """Scale every trace so that its mean rate carries this fraction of the FP16 cache within the deadline."""
     cost: PrefillCost | None = None
-    """The engine's prefill cost; None for no engine."""
     mode: EngineMode = "hole"
     decode_scale: float = 1.0
-    """Factor for the catalog's decode times."""
     decode_latency_s: float = 0.0
     """Additional seconds per batch, on a device that decodes all waiting groups together; 0: groups are decoded singly.
     """
     decoders: int = 1
-    """Decoder threads."""
     slow_start: bool = True
     cold: bool = False
-    """Whether the deadline includes handshake and lookup; otherwise the connection is open and the catalog known."""
+    """The deadline includes handshake and lookup; otherwise the connection is open and the catalog known."""
     guard_s: float = 0.0
-    """Safety margin before the deadline, seconds: a real event loop is sometimes late."""
+    """Safety margin before the deadline: a real event loop is sometimes late."""
     estimator: str | None = None
-    """Estimator for every policy; None for each policy's own."""
+    """For every policy; None for each policy's own."""
     prior: Prior | None = None
-    """Link statistics of earlier plays; None: unknown."""
     config: PlayerConfig = field(default_factory=PlayerConfig)
     sharing: LinkSharing | None = None
-    """Link sharing with other plays, packet by packet; None: a play has the link to itself, without a queue."""
+    """Link sharing, packet by packet; None: a play has the link to itself, without a queue."""
     blend: BlendGoal | None = None
-    """Recomputation goal for a prompt joined from passages; None for other catalogs."""
     producer: Producer | None = None
-    """Producer that prefills the cache during the play; None: the cache is fully published."""
+    """Prefills the cache during the play; None: it is fully published."""
     question: int = 0
-    """Tokens that the engine always computes after the cache, such as a question."""
+    """Tokens that the engine always computes after the cache."""
     tail: int = DEFAULT_MAX_TAIL
-    """Maximum tokens at the end of the cache that it may compute with the question; see `kvabr.abr.tail`."""
+    """Maximum tokens at the cache's end that it may compute with the question; see `kvabr.abr.tail`."""
     links: tuple[Trace, ...] = ()
-    """Links to further sources of the asset; they start with that of the trace, at their own rates."""
+    """To further sources of the asset; they start with that of the trace, at their own rates."""
     prefix: bool = False
-    """Whether a play delivers a prefix and the engine computes the rest itself, as vLLM and SGLang do."""
+    """A play delivers a prefix and the engine computes the rest itself, as vLLM and SGLang do."""
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s <= MAX_DEADLINE_S:
@@ -192,11 +181,9 @@ class Experiment:
     """Plays policies over traces with one catalog and one set of options."""
 
     def __init__(self, catalog: Catalog, options: ReplayOptions, tail: TailOffer | None = None) -> None:
-        """Prepare to play a catalog, or with a question the part before one tail."""
         self.options, self.tail = options, tail
         self.catalog = catalog.to_play if tail is None else tail.catalog
         self._offers: dict[int, Experiment] = {}
-        """Experiments by tokens of the tail."""
         if options.question and tail is None:
             most = 0 if options.cost is None else options.tail
             offers = tail_offers(self.catalog, options.cost, following=options.question, most=most)
@@ -216,11 +203,10 @@ class Experiment:
             else LiveClairvoyant(self.catalog, options.decode_scale, options.decode_latency_s)
         )
         self.catalog_bytes = sum(len(each.dumps()) for each in catalog.sources or (catalog,))
-        """Bytes of a lookup."""
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
-        """Return the link of one play, its round trip in seconds, and the clairvoyant bound."""
+        """Return one play's link, round trip in seconds, and clairvoyant bound."""
         capacity, rtt_s = self.link(trace, start_s)
         if self._live is not None and self.options.producer is not None:
             published_s = self.options.producer.published_s(self.catalog)
@@ -244,16 +230,12 @@ class Experiment:
         return capacity, rtt_s, self.bound(self.clairvoyant, capacity, rtt_s, lookup_s=lookup_s)
 
     def link(self, trace: Trace, start_s: float) -> tuple[Capacity, float]:
-        """Return the link of one play and its round trip, seconds.
-
-        The link counts only payload; the trace also counts headers.
-        """
+        """Return one play's link, payload only, and its round trip, seconds."""
         rtt_s = self.options.rtt_s if self.options.rtt_s is not None else trace.rtt_s
         rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
-        # Bytes received before the play have already opened the window.
+        # Earlier bytes have already opened the window.
         window = INITIAL_WINDOW + HANDSHAKE_BYTES + self.catalog_bytes
         begins_s = start_s + self.lookup_s(trace, start_s, rtt_s)
-        # On a shared link every connection has its own slow start.
         slow_start = self.options.slow_start and self.options.sharing is None
         link = self._capacity(trace, begins_s, rtt_s, window, slow_start=slow_start)
         if not self.options.links:
@@ -282,7 +264,7 @@ class Experiment:
         )
 
     def bound(self, clairvoyant: Clairvoyant, capacity: Capacity, rtt_s: float, *, lookup_s: float = 0.0) -> Bound:
-        """Return the bound of one play at the prices of the options; see `lookup_s`."""
+        """Return the bound of one play at the options' prices; see `lookup_s`."""
         config, tail_s = self.options.config, self._tail_s
         bound = clairvoyant.best(
             capacity,
@@ -303,10 +285,7 @@ class Experiment:
         return objective(NO_CACHE_LOSS, end_s, deadline_s, met=False, engine_s=0.0, time_price=price, gpu_price=0.0)
 
     def lookup_s(self, trace: Trace, start_s: float, rtt_s: float) -> float:
-        """Return the seconds of lookup before a play, if the deadline includes them.
-
-        They cover the handshake, the request, and the catalog's bytes in slow start.
-        """
+        """Return the seconds of handshake, request and catalog in slow start, if the deadline includes them."""
         if not self.options.cold:
             return 0.0
         request_s = (LOOKUP_ROUND_TRIPS - 1.0) * rtt_s
@@ -326,7 +305,6 @@ class Experiment:
         return self._scaled(trace)[0]
 
     def _scaled(self, trace: Trace) -> tuple[Trace, Trace, list[float]]:
-        """Return the scaled trace, its payload, and that payload's running sums, cached for the last trace."""
         if self._last is None or self._last[0] is not trace:
             played = trace
             if self.options.scale_to_mean is not None:
@@ -344,7 +322,7 @@ class Experiment:
     def play_on(
         self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
     ) -> PlayOutcome:
-        """Play once over a link from `prepare`; the policies compared at one start share it."""
+        """Play once over a link from `prepare`, shared by the policies compared at one start."""
         if self._offers:
             chosen = self.with_tail(policy, self.lookup_s(trace, start_s, rtt_s))
             return chosen.play_on(trace, start_s, policy, capacity, rtt_s, bound, log=log)
@@ -381,7 +359,7 @@ class Experiment:
 
     @property
     def whole(self) -> Experiment:
-        """The experiment that fetches all of the cache, before the question if there is one."""
+        """Fetches all of the cache, before the question if any."""
         return self._offers.get(0, self)
 
     @property
@@ -423,15 +401,8 @@ class Experiment:
     ) -> Session:
         """Return the session of one play, for the simulator or a live driver.
 
-        Args:
-            trace: the trace to play over.
-            start_s: start in the trace, seconds.
-            policy: name of the policy.
-            capacity: the modelled link, for policies that know the future.
-            rtt_s: round trip, seconds.
-            lines: receives the play's events; None for no log.
-            lookup_s: seconds of the deadline used before the play begins.
-            share: converts an estimator of the link to one of the play's share; None if the play is alone.
+        ``lines`` receives events, if any; ``lookup_s`` is the deadline's part before the play; ``share`` converts an
+        estimator of the link to one of the play's share.
         """
         options, links = self.options, len(capacity.links)
         estimators = [self._estimator(policy, links) for _ in capacity.links]
@@ -471,7 +442,6 @@ class Experiment:
         return session
 
     def _estimator(self, policy: str, links: int) -> Estimator:
-        """Return a fresh estimator for one of ``links`` links, primed with earlier plays."""
         options = self.options
         estimator = new_estimator(policy, options.estimator)
         if options.prior is not None:
@@ -518,19 +488,7 @@ class Experiment:
         lookup_s: float = 0.0,
         ghost_bytes: float = 0.0,
     ) -> PlayOutcome:
-        """Return the outcome of a finished play.
-
-        Args:
-            trace: the trace played over.
-            start_s: start in the trace, seconds.
-            policy: name of the policy.
-            session: the session.
-            capacity: the modelled link.
-            bound: the clairvoyant bound.
-            lines: the play's events; None for no log.
-            lookup_s: seconds of the deadline used before the play began.
-            ghost_bytes: bytes received for cancelled requests.
-        """
+        """Return the outcome of a finished play, as for `session`; ``ghost_bytes`` are those of cancelled requests."""
         options, record = self.options, self.finished(session, lines, lookup_s)
         catalog, config, deadline_s = self.catalog, options.config, options.deadline_s
         run = run_line(catalog, config, deadline_s, trace, start_s, policy, record, bound, capacity, ghost_bytes)
@@ -546,7 +504,6 @@ class Experiment:
     def _show_tail(
         self, tail: TailOffer, end_s: float, record: PlayRecord, run: dict[str, Any], lines: list[PlayEvent] | None
     ) -> None:
-        """Add the tokens computed with the question to the report, as groups after the fetched ones."""
         first, size, begin_s = self.catalog.groups, self.catalog.spec.group_tokens, end_s - tail.engine_s
         last = first - (-tail.tokens // size)
         record.steps.append(("compute", first, last))

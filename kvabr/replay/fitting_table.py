@@ -10,13 +10,11 @@ from rich.table import Column, Table
 
 
 class FittingTable(Table):
-    """A table that drops columns one by one until the rest fits the width."""
+    """A table that drops columns until the rest fits the width."""
 
     spare: Sequence[str] = ()
-    """Headers of the columns that may be dropped, in order."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table without the columns that do not fit, and a line that names them."""
         left_out: list[str] = []
         kept = self
         for header in self.spare:
@@ -48,7 +46,7 @@ class FittingTable(Table):
     def shortened(self, room: int) -> FittingTable:
         """Return the table with shortened texts, using ``room`` characters beyond the minimum.
 
-        Otherwise rich narrows wrapping columns down to a single character.
+        Otherwise rich narrows wrapping columns down to one character.
         """
         columns = list(self.columns)
         for index, column in enumerate(columns):
@@ -76,6 +74,4 @@ def _may_be_shortened(column: Column) -> bool:
 
 
 _SHORTENED = 12
-"""Minimum width of a column with shortened text."""
 _FOLDED = 12
-"""Longer words in wrapping columns may be broken."""

@@ -4,7 +4,7 @@ This is the linear relaxation of a multiple-choice knapsack with two resources: 
 decode seconds and loss. With a price q on decoder seconds, one resource remains, and the greedy order along the convex
 hulls of all groups is exact: the result is a *curve*, a convex, falling, piecewise linear function of bytes. By
 Lagrangian duality, the minimum loss for B bytes and R seconds is the maximum of curve_q(B) - q R over q >= 0. Every q
-gives a valid lower bound, so a fixed grid of prices suffices, and curves are computed once per catalog.
+gives a valid lower bound, so a fixed grid of prices suffices.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ Array = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 
 _PRICE_COUNT, _PRICE_RANGE = 1024, 1e11
-"""Number of positive prices of a decoder second, and the ratio of the largest to the smallest. Curves are computed
-on demand, and few are needed."""
+"""Positive prices of a decoder second, and the ratio of the largest to the smallest. Curves are computed on demand."""
 _STRIDES, _HINT_RANGE = (64, 16, 4, 1), 64
-"""Strides of the search for the best price; with a hint, its range around the hint, with the last three strides."""
+"""Of the search for the best price; with a hint, its range around it, with the last three strides."""
 _WEIGHTINGS = 96
-"""Number of weightings of bytes and seconds in the feasibility test."""
 _MAX_BYTE_PRICES = 256
-"""Maximum number of byte prices at which groups are ranked, for curves that omit some groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +37,11 @@ class Curve:
     bytes: Array
     """Breakpoints, ascending; there is no cache below the first."""
     loss: Array
-    """Values at the breakpoints, nats per token, including priced decoding."""
+    """At the breakpoints, nats per token, including priced decoding."""
     decode_s: Array | None = None
-    """Seconds of decoding at the breakpoints."""
 
     def at(self, nbytes: Array) -> Array:
-        """Return the minimum values for several byte counts; infinite if the cheapest options do not fit."""
+        """Return the minimum values for byte counts; infinite if the cheapest options do not fit."""
         return np.where(nbytes < self.bytes[0], np.inf, np.interp(nbytes, self.bytes, self.loss))
 
 
@@ -54,11 +50,10 @@ class GroupSubset:
     """The fetched groups of a cache."""
 
     first: int | None = None
-    """Group after the last one; None: up to the end."""
+    """Group after the last; None: to the end."""
     skip: int = 0
-    """First group."""
     free: int = 0
-    """Number of most expensive groups that are free because an engine computes them."""
+    """Number of most expensive groups that an engine computes."""
 
 
 WHOLE = GroupSubset()
@@ -68,25 +63,18 @@ class Frontier:
     """The curves of one catalog."""
 
     def __init__(self, catalog: Catalog, decode_scale: float = 1.0) -> None:
-        """Prepare the options of every group; a stack of layers is one option, decoded once.
-
-        Args:
-            catalog: the catalog.
-            decode_scale: factor for its decode times.
-        """
+        """Prepare the options of every group; a stack of layers is one option, decoded once."""
         stacks = [stack(catalog, track) for track in catalog.tracks]
         share = np.array(catalog.shares)
         self.groups = catalog.groups
         self.losses: Array = np.array([track.loss for track in catalog.tracks], float).T
-        """Loss by group and option, like the other tables."""
+        """By group and option, like the other tables."""
         self.sizes: Array = np.array([np.sum([layer.bytes for layer in layers], axis=0) for layers in stacks], float).T
         self.decodes: Array = share[:, None] * decode_scale * np.array([track.decode_s for track in catalog.tracks])
         self.least_bytes: Array = self.sizes.min(axis=1)
         self.per_byte = float((self.decodes / self.sizes).max())
-        """Maximum decode seconds per byte."""
         self.prices: Array = np.concatenate([[0.0], _grid(self._dearest_second(), _PRICE_COUNT, _PRICE_RANGE)])
-        """Prices of a decoder second, nats per token; the first is zero."""
-        # Minimum needs of bytes and seconds at various weightings.
+        """Of a decoder second, nats per token; the first is zero."""
         scale = self.sizes.sum() / max(float(self.decodes.sum()), 1e-12)
         angles = np.linspace(0.0, math.pi / 2, _WEIGHTINGS)
         self._mixes: Array = np.stack([np.cos(angles), scale * np.sin(angles)], axis=1)
@@ -105,14 +93,10 @@ class Frontier:
         care: int = len(_STRIDES),
         hint: int = 0,
     ) -> Array:
-        """Return lower bounds of the loss for several pairs of bytes and seconds; infinite if nothing fits.
+        """Return lower bounds of the loss for pairs of bytes and seconds; infinite if no option fits.
 
-        Args:
-            part: the groups to fetch.
-            nbytes: bytes.
-            decode_s: seconds of decoding.
-            care: number of strides in the search for the best price of decoding, 0 to 4.
-            hint: index of a price near the best ones; 0 for none.
+        ``care`` is the number of strides, 0 to 4, in the search for the best price of decoding; ``hint`` is the index
+        of a price near the best ones, or 0.
         """
         found, places = self._short(part, nbytes, decode_s)
         if len(places) and (care or hint):
@@ -134,7 +118,6 @@ class Frontier:
         return max(known, key=lambda index: float(known[index][0]))
 
     def _short(self, part: GroupSubset, nbytes: Array, decode_s: Array) -> tuple[Array, Whole]:
-        """Return the losses for the bytes alone, and the indices where decoding exceeds the available time."""
         curve = self.curve(part, 0)
         found = curve.at(nbytes)
         found[decode_s < 0] = np.inf
@@ -154,13 +137,7 @@ class Frontier:
     ) -> dict[int, Array]:
         """Return curve(B) - price x R by price index, searched for the maximum; it is concave in the price.
 
-        Args:
-            part: the groups to fetch.
-            nbytes: bytes.
-            decode_s: seconds of decoding.
-            free: the value at price zero.
-            care: number of strides.
-            hint: index to search near; 0 to search everywhere.
+        ``free`` is the value at price zero; see `loss` for ``care`` and ``hint``.
         """
         known = {0: free}
         top = len(self.prices)
@@ -185,9 +162,7 @@ class Frontier:
     def curve(self, part: GroupSubset, price: int) -> Curve:
         """Return the minimum loss + price x decoder seconds of some groups, as a function of bytes.
 
-        Args:
-            part: the groups.
-            price: index into `prices`.
+        ``price`` is an index into `prices`.
         """
         key = (part, price)
         if key not in self._curves:
@@ -195,7 +170,6 @@ class Frontier:
         return self._curves[key]
 
     def _dearest_second(self) -> float:
-        """Return the maximum loss saved by a second of decoding."""
         saved = self.losses[:, :, None] - self.losses[:, None, :]
         longer = self.decodes[:, None, :] - self.decodes[:, :, None]
         ratio = np.divide(saved, longer, out=np.zeros_like(saved), where=(saved > 0) & (longer > 0))
@@ -219,17 +193,15 @@ class Frontier:
         keep = self.groups - free
         least = float(np.sort(self.least_bytes)[:keep].sum())
         values = sums[:, keep - 1]
-        # Neighbouring lines value_i - p_i B intersect at these byte counts, which fall with the price.
         meet = np.diff(values) / np.diff(byte_prices)
         meet = np.minimum.accumulate(meet)
         inside = meet > least
-        last = int(inside.sum())  # the line at the fewest bytes
+        last = int(inside.sum())
         at = np.concatenate([[least], meet[:last][::-1]])
         line = np.concatenate([[last], np.arange(last)[::-1]])
         return Curve(at, values[line] - byte_prices[line] * at)
 
     def _ranked(self, price: int) -> tuple[Array, Array]:
-        """Return byte prices, and for each the cumulative cost of the cheapest groups."""
         cost = self.losses + self.prices[price] * self.decodes
         _, points = _hull_steps(self.sizes, cost, self.decodes)
         steps = points[points[:, 1] < 0]
@@ -249,20 +221,14 @@ class Frontier:
 
 
 def _grid(top: float, count: int, ratio: float) -> Array:
-    """Return ``count`` prices up to ``top`` in geometric steps; none if ``top`` is zero."""
     return top * np.geomspace(1.0 / ratio, 1.0, count) if top > 0 else np.zeros(0)
 
 
 def _hull_steps(sizes: Array, cost: Array, decodes: Array) -> tuple[Whole, Array]:
     """Return the steps along the lower convex hulls of cost against bytes, largest saving per byte first.
 
-    Args:
-        sizes: bytes, [group, option].
-        cost: cost, [group, option].
-        decodes: seconds of decoding, [group, option].
-
-    Returns:
-        The group of each step, and its (bytes, cost, seconds) as [step, 3]; the starts of all groups are first.
+    Arguments are [group, option]. Returns the group of each step, and its (bytes, cost, seconds) as [step, 3]; the
+    starts of all groups are first.
     """
     rows = np.arange(len(sizes))
     smallest = sizes == sizes.min(axis=1, keepdims=True)

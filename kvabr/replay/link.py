@@ -1,12 +1,12 @@
 """The link model: a trace's rate, a round trip, slow start, and sharing among requests in flight.
 
-- Capacity is the payload share of the trace's rate from the play's start on; the trace wraps at its end.
+- Capacity is the payload share of the trace's rate; the trace wraps at its end.
 - Slow start limits the first round trips. The window starts at ten packets plus the bytes of the lookup and nearly
-  doubles every round trip until the link is full; then it never limits the link again. (With a drop-tail queue of one
-  round trip, a live connection then loses packets and halves its window, but keeps the link full. A fluid model of that
-  loss recovery did not predict live transfers better.)
+  doubles every round trip until the link is full. (With a drop-tail queue of one round trip, a live connection then
+  loses packets and halves its window, but keeps the link full. A fluid model of that loss recovery did not predict live
+  transfers better.)
 - The first byte of a request arrives one round trip plus processing time after it was sent. The request with the lowest
-  priority number gets all capacity; among equals, the earliest request, as kvabr's origins send them.
+  priority number gets all capacity; among equals, the earliest, as kvabr's origins send them.
 - A cancelled request uses capacity for one more round trip, for the bytes in flight.
 - There is no loss, no queueing delay beyond the sharing, and no cross traffic except that recorded in the trace.
 """
@@ -28,27 +28,28 @@ Array = npt.NDArray[np.float64]
 PAYLOAD_SHARE = 0.948
 """Cache bytes per byte on the wire.
 
-Measured over real plays on aioquic: of 1,228 bytes, 28 are UDP and IPv4, about 35 QUIC, less than one MoQT."""
+Measured over real plays on aioquic: of 1,228 bytes, 28 are UDP and IPv4, about 35 QUIC, less than one MoQT.
+"""
 INITIAL_WINDOW = 10 * 1164
 """Payload in flight at the start of a connection: ten packets (RFC 9002, section 7.2)."""
 HANDSHAKE_BYTES = 2_000
-"""Bytes of certificate and SETUP from the origin during the handshake; they open the window, too."""
+"""Of certificate and SETUP from the origin; they open the window, too."""
 WINDOW_GROWTH = 1.85
-"""Window growth per round trip of slow start. Without pacing it is 2; with pacing, the first acknowledgements arrive
-while the rest of the window waits to be sent, so it is at least 1.76."""
-FIRST_BYTE_S = 0.004
-"""Processing time of a request at both ends, seconds, measured on aioquic with two processes on one shared core each.
+"""Per round trip of slow start. Without pacing it is 2; with pacing, the first acknowledgements arrive while the rest
+of the window waits to be sent, so it is at least 1.76.
 """
+FIRST_BYTE_S = 0.004
+"""Processing time of a request at both ends, measured on aioquic with two processes on one shared core each."""
 _MAX_RAMP_STEPS = 64
 _ROUNDING = 1e-13
-"""Relative rounding error of a sum of bytes."""
 _MAX_ROUNDING_BYTES = 0.1
-"""Maximum rounding error in bytes, less than the simulator's quarter of a byte.
+"""Less than the simulator's quarter of a byte.
 
-On long, fast traces sums reach 10 TB, so that the relative error alone is a byte and a transfer would never end."""
+On long, fast traces sums reach 10 TB; their relative error is a byte, and a transfer would never end.
+"""
 _MIN_STEP_S = 1e-6
 LOOKUP_ROUND_TRIPS = 3.0
-"""Round trips from dialling to the catalog's first byte: QUIC handshake, SETUP, request."""
+"""From dialling to the catalog's first byte: QUIC handshake, SETUP, request."""
 
 
 def running_sums(trace: Trace) -> list[float]:
@@ -71,13 +72,8 @@ class Capacity:
     ) -> None:
         """Create the link of one play.
 
-        Args:
-            trace: the rates.
-            start_s: start of the play in the trace; wraps.
-            rtt_s: round trip, seconds; slow start begins one round trip after the play.
-            slow_start: False for a warm connection.
-            window: initial bytes in flight.
-            sums: `running_sums` of the trace, to share between plays.
+        ``start_s`` in the trace wraps; slow start begins ``rtt_s`` after the play with ``window`` bytes in flight,
+        unless the connection is warm; ``sums`` are the trace's `running_sums`, shared between plays.
         """
         self._starts = trace.times
         self._rates = trace.rates
@@ -95,7 +91,7 @@ class Capacity:
 
     @property
     def links(self) -> Sequence[Capacity]:
-        """The links of a play's sources; only this one unless it combines several."""
+        """Links of a play's sources; only this one unless it combines several."""
         return (self,)
 
     def rate(self, t: float) -> float:
@@ -125,7 +121,7 @@ class Capacity:
         rest = wanted - turns * self._total
         if rest <= 0 and turns:
             turns, rest = turns - 1, self._total
-        # Take the first segment that reaches the sum; segments of rate zero reach it earlier.
+        # The first segment that reaches the sum; segments of rate zero reach it earlier.
         index = max(bisect_left(self._sums, rest) - 1, 0)
         rate = self._rates[index]
         within = self._starts[index] + ((rest - self._sums[index]) / rate if rate > 0 else 0.0)
@@ -154,14 +150,13 @@ class Capacity:
         return times, np.concatenate([[0.0], np.cumsum(np.diff(times) * np.array([rate for _, rate in steps]))])
 
     def wraps_within(self, seconds: float) -> bool:
-        """Return whether a play of ``seconds`` seconds runs past the trace's end."""
+        """Return True if a play of ``seconds`` runs past the trace's end."""
         return self._offset + seconds > self._period
 
     def _trace_rate(self, t: float) -> float:
         return self._rates[bisect_right(self._starts, (self._offset + t) % self._period) - 1]
 
     def _carried(self, position: float) -> float:
-        """Return the bytes from the trace's beginning to ``position`` on the endless, wrapped trace."""
         turns = int(position // self._period)
         rest = position - turns * self._period
         index = bisect_right(self._starts, rest) - 1
@@ -178,10 +173,8 @@ class Capacity:
         return level
 
     def _draw_ramp(self, rtt_s: float, window: float) -> None:
-        """Compute slow start, one step per round trip, until the window fills the link."""
         segments = [(0.0, rtt_s, 0.0)]
         t, level = rtt_s, 0.0
-        # The bound prevents endless loops on absurd traces.
         for _ in range(_MAX_RAMP_STEPS):
             carried = self._carried(self._offset + t + rtt_s) - self._carried(self._offset + t)
             if 0 < carried < window:
@@ -189,7 +182,7 @@ class Capacity:
             more = min(window, carried)
             segments.append((t, t + rtt_s, more / rtt_s))
             level += more
-            # Only received bytes are acknowledged and open the window.
+            # Only received bytes open the window.
             window += (WINDOW_GROWTH - 1.0) * more
             t += rtt_s
         self._ramp, self._ramp_end, self._ramp_bytes = segments, t, level
@@ -197,10 +190,9 @@ class Capacity:
 
 
 class JointCapacity(Capacity):
-    """Several links of one play, one per source, with added capacities."""
+    """One independent link per source of a play, with added capacities."""
 
     def __init__(self, links: Sequence[Capacity]) -> None:
-        """Combine links that are used independently."""
         self._links = tuple(links)
 
     @property
@@ -216,7 +208,6 @@ class JointCapacity(Capacity):
     def when(self, t0: float, nbytes: float) -> float:
         times, carried = self.points(min(link.when(t0, nbytes) for link in self._links) + _MIN_STEP_S)
         target = float(np.interp(t0, times, carried)) + nbytes
-        # During an outage, the earliest time counts.
         index = min(int(np.searchsorted(carried, target - _MAX_ROUNDING_BYTES)), len(times) - 1)
         if index == 0 or carried[index] <= carried[index - 1]:
             return max(t0, float(times[index]))

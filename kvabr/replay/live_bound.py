@@ -2,11 +2,8 @@
 
 No byte of group k can leave before its publication P(k). For an end T, this gives nested capacities: for every k, the
 bytes of groups k and later fit into the link's bytes from P(k) to T. A greedy walk solves the linear relaxation: take
-the steps of all hulls, most loss saved per byte first, each as large as its capacities allow.
-
-The end is free. Over an interval of ends the objective is at least the loss at its end plus the price of time at its
-start; the interval with the lowest value is halved until it is close to the best end found. Decoding counts only for
-the last group, so the bound is loose for slow decoders.
+the steps of all hulls, most loss saved per byte first, each as large as its capacities allow. The free end is searched
+as in `kvabr.replay.clairvoyant`. Decoding counts only for the last group, so the bound is loose for slow decoders.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ class Producer:
     """Publication times of the groups of a cache."""
 
     seconds: float
-    """Duration of the whole prefill. Its pace follows the catalog's prefill cost, which grows with the context."""
+    """Of the whole prefill, at the pace of the catalog's prefill cost."""
     begins_s: float = 0.0
     """Start of the prefill, seconds after the play began; may be negative."""
     surprise: float = 1.0
@@ -63,24 +60,16 @@ class Producer:
 
 
 _ABSOLUTE_GAP, _RELATIVE_GAP = 1e-7, 1e-3
-"""Absolute (nats per token) and relative gap between bound and reached objective at which the search stops."""
 _MAX_ENDS = 400
-"""Maximum number of ends tried; the result is a valid bound at any time."""
+"""Ends tried; the result is a valid bound at any time."""
 _ROUNDING_BYTES = 1e-6
-"""Rounding tolerance, bytes."""
 
 
 class LiveClairvoyant:
     """Bound on players that know the link and the producer's times."""
 
     def __init__(self, catalog: Catalog, decode_scale: float = 1.0, decode_latency_s: float = 0.0) -> None:
-        """Prepare the steps of all hulls.
-
-        Args:
-            catalog: the catalog.
-            decode_scale: factor for the catalog's decode times.
-            decode_latency_s: additional seconds for the last batch.
-        """
+        """Prepare the steps of all hulls; ``decode_latency_s`` is added for the last batch."""
         options = every_option(catalog)
         self._least: Array = np.array([hull[0].bytes for hull in options], float)
         self._worst = sum(hull[0].loss for hull in options)
@@ -99,12 +88,8 @@ class LiveClairvoyant:
     ) -> Bound:
         """Return the bound of one play.
 
-        Args:
-            capacity: the link; its time begins with the play.
-            published_s: publication time of each group, ascending, seconds.
-            deadline_s: the deadline, seconds.
-            time_price: price of a second before the first token, nats per token.
-            delay_s: latency from the publisher to the player, in addition to the time on the link.
+        ``published_s`` is the publication time of each group, ascending; ``time_price`` is in nats per token for a
+        second before the first token; ``delay_s`` is the latency from publisher to player, in addition to the link.
         """
         begins = [time_s + delay_s for time_s in published_s]
         first_s = begins[-1]
@@ -131,20 +116,19 @@ class LiveClairvoyant:
                 heappush(intervals, (at_middle + time_price * start_s, start_s, middle_s, at_middle))
             heappush(intervals, (at_stop + time_price * middle_s, middle_s, stop_s, at_stop))
         objective = min(best, intervals[0][0])
-        # A missed deadline costs at least this much.
         objective = min(objective, MISS_PENALTY + time_price * deadline_s)
         return Bound(feasible=True, least_loss=least_loss, objective=objective, loss=loss, end_s=end_s, engine_s=0.0)
 
     def loss_at(self, capacity: Capacity, begins_s: Sequence[float], end_s: float) -> float:
         """Return the lowest loss of any cache complete at ``end_s``; infinite if there is none.
 
-        ``begins_s``: earliest arrival of each group's bytes, ascending, seconds.
+        ``begins_s``: earliest arrival of each group's bytes, ascending.
         """
         last_s = end_s - self._tail_s
         if last_s < begins_s[-1]:
             return math.inf
         left: Array = np.array([capacity.between(begin_s, last_s) for begin_s in begins_s])
-        left -= np.cumsum(self._least[::-1])[::-1]  # of this group and all later ones
+        left -= np.cumsum(self._least[::-1])[::-1]
         if left.min() < -_ROUNDING_BYTES:
             return math.inf
         loss = self._worst

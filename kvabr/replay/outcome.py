@@ -1,4 +1,4 @@
-"""The result of a finished play: loss, objective, and its line in the replay report."""
+"""The result of a play: loss, objective, and its line in the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.events import PlayEvent
 
 NO_CACHE_LOSS = 1.0
-"""Loss of an abandoned play, nats per token: about the loss of the whole prompt, measured on a real model."""
+"""Of an abandoned play, nats per token: about the loss of the whole prompt, measured on a real model."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,6 @@ class PlayOutcome:
     log: list[PlayEvent] | None
     link: list[tuple[float, float]] | None
     catalog: Catalog
-    """The played catalog, with losses after the following tail."""
     use: LinkUse | None = None
     """Accounts for the link's bytes; None for a real play, and on a shared link."""
 
@@ -118,7 +117,7 @@ def run_line(
     capacity: Capacity,
     ghost_bytes: float,
 ) -> dict[str, Any]:
-    """Return the line of a finished play in the replay report; the arguments are those of `Experiment.outcome`."""
+    """Return a finished play's line in the replay report; arguments as for `Experiment.outcome`."""
     ttft, titles = record.delivered_s, catalog.titles
     loss, value = valued(catalog, config, deadline_s, record)
     return {
@@ -165,7 +164,6 @@ def run_line(
 
 
 def _track_tokens(catalog: Catalog, record: PlayRecord) -> dict[str, int]:
-    """Return the tokens on each track; layer classes are weighted by size, see `Catalog.share`."""
     tokens: dict[str, int] = {}
     for group in record.groups:
         track = group.track or "none"

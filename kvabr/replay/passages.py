@@ -1,8 +1,8 @@
 """Replays of a prompt joined from passages, and their bound. Of the text before them only the length counts.
 
-The bound is the minimum over all numbers of tokens to recompute. Recomputation occupies the end of a play. A schedule
-that recomputes a share of the tokens therefore costs at least the bound of a play shortened by that time, with the
-passages' losses at that share. Choosing the tokens is free, since it can happen during the transfer.
+The bound is the minimum over all numbers of tokens to recompute at the end of a play. A schedule that recomputes a
+share costs at least the bound of a play shortened by that time, with the passages' losses at that share. Choosing the
+tokens is free during the transfer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from kvabr.types.joined import at_share, join, joinable
 from kvabr.types.passage import Exact, Passage
 
 EXACT, QUESTION = 32, 24
-"""Default tokens before the passages of a prompt, and of the question after them."""
 _ID_DISTANCE = 1 << 20
-"""Distance between the token ids of passages: ids matter only in that they differ."""
 
 
 def prompt_of(
@@ -33,15 +31,10 @@ def prompt_of(
     max_loss: float = MISS_PENALTY,
     refused: Callable[[int, str], None] = lambda *_: None,
 ) -> Catalog:
-    """Return the catalog of a prompt made of passages, in order.
+    """Return the catalog of a prompt made of passages, in order; the engine computes passages that do not join.
 
-    The engine computes passages that a player would not join (`kvabr.types.joined.joinable`).
-
-    Args:
-        catalogs: catalogs of passages of one model.
-        exact: tokens of text before the first passage, at least one.
-        max_loss: maximum expected loss of the joined cache, nats per generated token.
-        refused: called with the index of each passage that is not joined, and the reason.
+    ``exact`` is the number of tokens before the first passage, at least one; ``max_loss`` is that of the joined cache,
+    nats per generated token; ``refused`` receives the index of each passage that is not joined, and the reason.
 
     Raises:
         UsageError: a catalog is not a passage or is of another model; there is no text before the passages; or none of
@@ -82,7 +75,7 @@ class BlendClairvoyant:
 
     options: tuple[tuple[BlendOption, Clairvoyant], ...]
     gpu_price: float
-    """Price of a second of engine time, nats per generated token."""
+    """Of a second of engine time, nats per generated token."""
 
     @classmethod
     def of(
@@ -99,11 +92,7 @@ class BlendClairvoyant:
         return cls(made, config.gpu_price if math.isfinite(config.gpu_price) else 0.0)
 
     def best(self, bound: Callable[[Clairvoyant, float], Bound]) -> Bound:
-        """Return the bound of one play.
-
-        Args:
-            bound: returns a clairvoyant's bound, given the seconds by which the play is shorter.
-        """
+        """Return one play's bound; ``bound`` returns a clairvoyant's, given the seconds that the play is shorter."""
         found = INFEASIBLE
         for option, clairvoyant in self.options:
             one = bound(clairvoyant, option.seconds)

@@ -25,7 +25,6 @@ from kvabr.types.errors import UsageError
 
 SCHEMA = "kvabr.replay/1"
 MAX_STARTS = 100_000
-"""Maximum start points per trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,10 @@ class Report:
     """The result of a replay."""
 
     result: dict[str, Any]
-    """The replay report, see `SCHEMA`."""
     timelines: list[dict[str, Any]] = field(default_factory=list)
     """``{"run": index into the runs, "log": [PlayEvent, ...], "link": [[t, bytes/s], ...], "losses": [(t, nats per
     token), ...]}`` per timeline."""
     steps: list[list[tuple[str, int, int | str]]] = field(default_factory=list)
-    """Placement steps of each run, in order, for verification."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +74,13 @@ class Task:
     trace: int
     start_s: float
     logged: int
-    """Number of policies with a timeline."""
 
 
 def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[int], None] | None = None) -> Report:
-    """Play everything.
+    """Play everything, in ``jobs`` processes (None: one per core; 1: this process).
 
-    Args:
-        matrix: the plays.
-        jobs: processes; None for one per core; 1 plays in this process.
-        on_progress: called with the number of plays finished since the last call.
-
-    Raises:
-        PolicyError: a policy raised or made an invalid decision; the whole replay fails.
-        PlayError: a worker process died.
+    ``on_progress`` receives the number of plays finished since the last call. Raise `PolicyError` for a policy's error
+    or invalid decision, `PlayError` if a worker process died.
     """
     todo = list(tasks(matrix))
     play = partial(_play, matrix, Experiment(matrix.catalog, matrix.options))

@@ -28,7 +28,6 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.joined import joined_passages
 
 EPSILON = 1e-9
-"""Rounding tolerance for simultaneous events, seconds."""
 _COMPLETE_BYTES = 0.5
 """A flow with fewer missing bytes is complete."""
 
@@ -39,12 +38,10 @@ class _Flow:
     size: float
     priority: int
     opens_s: float
-    """Earliest time of its first byte."""
     closes_s: float = float("inf")
     """When a cancelled flow stops using capacity."""
     received: float = 0.0
     reported: int = 0
-    """Bytes reported to the session."""
     seen: bool = False
     cancelled: bool = False
 
@@ -80,12 +77,10 @@ class Machine:
         """Requests waiting for the next batch, with their seconds of decoding."""
         self._session, self._catalog, self._cost, self._decode_scale = session, catalog, cost, decode_scale
         self._decoders = [0.0] * decoders
-        """Heap of the times at which the decoders become idle."""
         self._decoding: list[tuple[float, int, int, float]] = []
         """Heap of the groups being decoded: end, order of the action, request, seconds of decoding."""
         self._decodes = 0
         self._engine: list[tuple[float, Recompute | ChooseTokens | RecomputeTokens]] = []
-        """End times and engine actions, run one after another."""
 
     def begin(self, action: Decode | Recompute | ChooseTokens | RecomputeTokens, now: float) -> None:
         """Begin an action of the session; batches begin in `next_s`, when all requests of the moment are known."""
@@ -106,7 +101,6 @@ class Machine:
         self._decodes += 1
 
     def _engine_s(self, action: Recompute | ChooseTokens | RecomputeTokens) -> float:
-        """Return the engine time of an action, seconds."""
         cost, tokens = self._cost, self._catalog.tokens
         assert cost is not None  # noqa: S101  # a session without a cost model never recomputes
         if isinstance(action, Recompute):
@@ -120,7 +114,6 @@ class Machine:
         return look_s + (cost.seconds(tokens - action.tokens, action.tokens) if action.tokens else 0.0)
 
     def _begin_batch(self) -> None:
-        """Decode all waiting groups together if the device is idle."""
         if self._batch and self._decoders[0] <= self._now + EPSILON:
             end = self._now + self._latency_s + sum(seconds for _, seconds in self._batch)
             self._decoders[0] = end
@@ -153,8 +146,6 @@ class Machine:
 
 
 class _Pipe:
-    """The link of one source and its flows."""
-
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
         self.coming: deque[_Flow] = deque()
@@ -162,7 +153,6 @@ class _Pipe:
         self._open: list[tuple[int, int, _Flow]] = []
         """Heap of the others by priority and order of request; may contain completed flows."""
         self.served: _Flow | None = None
-        """The open flow that uses the capacity now."""
 
     def push(self, flow: _Flow) -> None:
         """Add a flow that can receive its first byte at once."""
@@ -214,18 +204,9 @@ class Simulator:
     ) -> None:
         """Prepare a play, to start with `run`.
 
-        Args:
-            session: a fresh session.
-            catalog: the session's catalog.
-            capacity: the link, or several.
-            rtt_s: round trip, seconds.
-            first_byte_s: processing time of a request at both ends, seconds.
-            cost: the engine's prefill cost; None for no engine.
-            decode_scale: factor for the catalog's decode times.
-            decoders: decoder threads.
-            decode_latency_s: additional seconds per batch, on a device that decodes all waiting groups together; 0:
-                groups are decoded singly.
-            published_s: publication times of a live asset's groups, ascending, seconds; empty for other assets.
+        ``first_byte_s`` is the processing time of a request at both ends; ``decode_latency_s`` is as in
+        `kvabr.replay.experiment.ReplayOptions`; ``published_s`` are the publication times of a live asset's groups,
+        ascending.
         """
         self._published_s = [time_s + rtt_s / 2 for time_s in published_s]
         """When the player learns of each group and its base begins to arrive."""
@@ -234,10 +215,8 @@ class Simulator:
         self._pipes = [_Pipe(link) for link in capacity.links]
         self._first_byte_s = rtt_s + first_byte_s
         self._flows: dict[int, tuple[_Flow, _Pipe]] = {}
-        """Requests with progress to report to the session, by number."""
         self._machine = Machine(session, catalog, cost, decode_scale, decoders, decode_latency_s)
         self.use = LinkUse()
-        """Accounts for the link's bytes."""
 
     def run(self) -> PlayRecord:
         """Play to the end.
@@ -283,7 +262,6 @@ class Simulator:
                     cut.size = 0.0
 
     def _close(self, actions: Sequence[Action]) -> None:
-        """Count the bytes in flight at the end of the play."""
         for action in actions:
             if isinstance(action, Cancel) and (found := self._flows.get(action.request)) is not None:
                 self.use.cut_bytes += found[0].received
@@ -312,7 +290,6 @@ class Simulator:
                     self.use.waiting_bytes += pipe.capacity.between(now, until)
 
     def _report(self, now: float) -> None:
-        """Report to the session everything that has happened by ``now``."""
         session = self._session
         timer = session.next_timer()
         due = timer is not None and timer <= now + EPSILON

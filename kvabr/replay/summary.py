@@ -9,7 +9,6 @@ from typing import Any
 
 _Z95 = 1.959963984540054
 _ROUNDING = 1e-7
-"""Rounding tolerance of the bound, nats per token."""
 
 
 def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]:
@@ -18,11 +17,7 @@ def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]
     Hit ratio, TTFT, loss and regret cover the feasible plays, in which a clairvoyant player could have met the
     deadline. ``infeasible`` counts the others; ``infeasible_ttft_p50_s`` and ``infeasible_ttft_p95_s`` are their TTFT.
     ``below_bound`` counts plays that cost less than the bound, which indicates errors of the bound. Abandoned plays
-    count as infinite TTFT; a percentile among them is None.
-
-    Args:
-        runs: runs of the report.
-        digits: significant digits to keep.
+    have infinite TTFT; a percentile among them is None. Numbers keep ``digits`` significant digits.
     """
     by_policy: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -50,19 +45,19 @@ def wilson(hits: int, runs: int) -> tuple[float, float]:
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """Return a percentile by linear interpolation between the nearest ranks; None if there are no values."""
+    """Return a percentile by linear interpolation between the nearest ranks, if there are values."""
     ranked = sorted(values)
     if not ranked:
         return None
     place = share * (len(ranked) - 1)
     low = math.floor(place)
-    if place == low:  # also if the next value is infinite
+    if place == low:
         return ranked[low]
     return ranked[low] + (place - low) * (ranked[low + 1] - ranked[low])
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """Return the arithmetic mean; None if there are no values."""
+    """Return the arithmetic mean, if there are values."""
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else None
 
@@ -106,7 +101,6 @@ def _entry(runs: Sequence[dict[str, Any]], digits: int) -> dict[str, Any]:
 
 
 def _ttft(runs: Sequence[dict[str, Any]], share: float) -> float | None:
-    """Return a percentile of TTFT, seconds; None if there are no runs or it is infinite."""
     value = percentile((math.inf if run["ttft_s"] is None else run["ttft_s"] for run in runs), share)
     return None if value is None or not math.isfinite(value) else value
 

@@ -1,7 +1,4 @@
-"""A network trace: the capacity of a link over time, piecewise constant and periodic.
-
-`kvabr.replay.readers` reads trace files; `kvabr.replay.link` models a link.
-"""
+"""A network trace: the capacity of a link over time, piecewise constant and periodic."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass, replace
 from kvabr.types.errors import TraceError
 
 MAX_SEGMENTS = 4_000_000
-"""Maximum segments of a trace: more than an hour of milliseconds."""
+"""More than an hour of milliseconds."""
 BYTES_PER_MBIT = 125_000.0
 """Rates are bytes per second inside kvabr, and Mbit/s for people."""
 
@@ -38,22 +35,21 @@ class Trace:
     name: str
     """Family and file, such as ``hsdpa_3g/norway_bus_1``."""
     family: str
-    """Data set of the trace."""
     times: tuple[float, ...]
     """Start of each segment, seconds, ascending from 0."""
     rates: tuple[float, ...]
     """Bytes per second in each segment, 0 or more; at least one is positive."""
     duration_s: float
-    """End of the last segment, seconds, where the trace wraps."""
+    """End of the last segment, where the trace wraps."""
     rtt_s: float | None = None
-    """Round-trip time, seconds, if the format records one (the mean over the trace)."""
+    """Mean over the trace, if the format records round trips."""
 
     def __post_init__(self) -> None:
         _check(self)
 
     @property
     def mean_rate(self) -> float:
-        """Mean rate over time, bytes per second."""
+        """Over time, bytes per second."""
         return math.fsum((end - start) * rate for start, end, rate in self.segments()) / self.duration_s
 
     def segments(self) -> Iterator[tuple[float, float, float]]:
@@ -63,8 +59,7 @@ class Trace:
     def scaled(self, factor: float) -> Trace:
         """Return the trace with every rate multiplied by ``factor``.
 
-        Raises:
-            TraceError: ``factor`` is not a positive number, or takes a rate out of range.
+        Raise `TraceError` if that is not a positive number, or takes a rate out of range.
         """
         if not (math.isfinite(factor) and factor > 0):
             raise TraceError(f"trace {self.name}: cannot be scaled by {factor}; give a positive number")
@@ -93,7 +88,6 @@ def _check(trace: Trace) -> None:
 
 
 def _check_whole(trace: Trace) -> None:
-    """Raise unless a trace of valid segments has an end and a positive rate."""
     name, times, rates = trace.name, trace.times, trace.rates
     if not (math.isfinite(trace.duration_s) and trace.duration_s > times[-1]):
         when = f"starts at {times[-1]:g} s, but the trace ends at {trace.duration_s:g} s"

@@ -1,7 +1,7 @@
 """Verify a simulated play with the real model: decode, recompute, assemble, score.
 
 The steps run on the asset's bytes in their original order, so recomputed groups inherit the errors of lossy groups
-before them, as in an engine.
+before them.
 """
 
 from __future__ import annotations
@@ -41,18 +41,14 @@ Step = FetchStep | ComputeStep
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Measurements of the real model on the assembled cache of a play."""
+    """Measurements of the real model on the assembled cache of a play, see `kvabr.types.catalog.Quality`."""
 
     kl: float
-    """Mean KL divergence against the exact cache, nats per token of the real continuation."""
     dnll: float
-    """Change of the mean negative log-likelihood of the real continuation, nats per token."""
     top1: float
-    """Share of continuation tokens with an unchanged most likely token."""
     loss: float
-    """Measured counterpart of the catalog's loss: see `kvabr.types.catalog.Quality.loss`."""
+    """Measured counterpart of the catalog's loss, as `Quality.loss`."""
     predicted: float
-    """Expected loss of this cache according to the catalog."""
 
     def to_json(self) -> dict[str, float]:
         """Return plain JSON values."""
@@ -62,8 +58,7 @@ class Verification:
 def steps_of(record: Sequence[tuple[str, int, int | str]]) -> list[Step]:
     """Parse the steps of a play's record: ("fetch", group, track) or ("compute", first, last).
 
-    Raises:
-        FormatError: a step has neither form.
+    Raise `FormatError` for other steps.
     """
     steps: list[Step] = []
     for kind, where, what in record:
@@ -100,7 +95,7 @@ class Verifier:
 
         Raises:
             ModelError: the engine runs another model than the asset's.
-            AssetError, FormatError: the asset lacks its prompt or its profile, or one is damaged.
+            AssetError, FormatError: the asset's prompt or profile is missing or damaged.
         """
         if not engine.spec.same_cache(asset.catalog.spec):
             raise ModelError(
@@ -119,7 +114,7 @@ class Verifier:
 
         Raises:
             HoleError: the steps leave a hole, or compute after one.
-            AssetError, FormatError: a group of the asset is missing or damaged.
+            AssetError, FormatError: a group is missing or damaged.
         """
         catalog = self._asset.catalog.to_play
         assembler = Assembler(catalog, self._profile, dtype=self._dtype)

@@ -1,4 +1,4 @@
-"""Worker processes that play in parallel, never outlive their parent, and leave Ctrl-C to it.
+"""Worker processes that never outlive their parent, and leave Ctrl-C to it.
 
 `ProcessPoolExecutor` loses a Ctrl-C received while it forks (Python ignores exceptions in fork hooks), and can wait
 forever for a worker killed while it sends a result.
@@ -20,7 +20,6 @@ from typing import Any, ParamSpec, TypeVar
 from kvabr.types.errors import PlayError, PolicyError, UsageError
 
 _QUEUED_TASKS = 2
-"""Tasks queued per worker, so that it never waits for its parent."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +40,7 @@ def without_interrupts() -> Iterator[None]:
     """Postpone Ctrl-C to the end of the body; processes started in the body never receive it."""
     received: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()
-    # A thread of a library may still receive a blocked signal and run the handler.
+    # A library's thread may still receive a blocked signal and run the handler.
     handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number)) if in_main else None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -57,14 +56,10 @@ def without_interrupts() -> Iterator[None]:
 def in_processes(
     work: Callable[[Task], Found], todo: Sequence[Task], processes: int
 ) -> Generator[tuple[int, Found], None, None]:
-    """Yield each task's index and ``work(task)``, as results arrive from forked processes; with one process, run here.
+    """Yield each task's index and ``work(task)`` as results arrive from forked processes; with one process, run here.
 
-    Closing the iterator kills the processes at once, even during a task.
-
-    Raises:
-        UsageError: ``processes`` is less than one.
-        PlayError: a process died.
-        Exception: the first that ``work`` raised.
+    Closing the iterator kills the processes at once. Raise `UsageError` for less than one process, `PlayError` if one
+    died, or the first exception of ``work``.
     """
     if processes < 1:
         raise UsageError(f"{processes} processes; at least one is needed")
@@ -84,7 +79,7 @@ def in_processes(
         yield from _answers(list(workers), todo)
     finally:
         for process in workers.values():
-            process.kill()  # the results are no longer needed
+            process.kill()
         for pipe, process in workers.items():
             process.join()
             pipe.close()

@@ -1,7 +1,7 @@
 """Observe the events of many plays.
 
-`Telemetry` passes the events of plays to listeners, each in its own thread: `JsonLines`, `PlayerMetrics` (Prometheus)
-and `OpenTelemetry` (spans; extra ``otel``)::
+`Telemetry` passes events to listeners, each in its own thread: `JsonLines`, `PlayerMetrics` (Prometheus) and
+`OpenTelemetry` (spans; extra ``otel``)::
 
     with Telemetry(JsonLines("plays.jsonl"), PlayerMetrics()) as telemetry:
         played = client.play(tokens, deadline=2.0, options=PlayOptions(telemetry=telemetry))

@@ -54,7 +54,7 @@ class Telemetry:
 
     @property
     def counts(self) -> dict[str, ListenerCounts]:
-        """Counts by listener name; a second listener of the same name is ``name-2``."""
+        """By listener name; a second listener of the same name is ``name-2``."""
         found: dict[str, ListenerCounts] = {}
         for queue in self._queues:
             name, number = queue.listener.name, 2
@@ -65,7 +65,7 @@ class Telemetry:
 
     @contextmanager
     def play(self, log: Log | None = None) -> Iterator[Log]:
-        """Yield a log for a new play; it also calls ``log`` with every event. Leaving the context ends the play."""
+        """Yield a log for a new play, which also calls ``log``. Leaving the context ends the play."""
         self._home.check()
         tap = _Tap(self._queues, time.time())
 
@@ -104,7 +104,7 @@ class Telemetry:
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Drain the queues, then end the threads; a thread that hangs is abandoned."""
         if not self._home.here:
-            return  # the threads and their outputs belong to the parent process
+            return  # the threads and outputs belong to the parent process
         until = time.monotonic() + timeout_s
         for queue in self._queues:
             queue.end()
@@ -123,7 +123,7 @@ class _ListenerQueue:
         self._closed = self._warned = False
 
     def put(self, context: Context, heard: Heard) -> None:
-        """Queue an event without waiting; drop it if the queue is full."""
+        """Queue an event without waiting, or drop it."""
         limit = self._limit + (_ENDS_RESERVE if isinstance(heard.event, PlayEnded) else 0)
         with self._changed:
             if self._closed or len(self._queue) >= limit:

@@ -79,11 +79,11 @@ class Cmcd:
         self._requests: dict[int, tuple[float, float | None]] = {}
         """Times sent and of the first byte, by open request."""
         self._pending: Record | None = None
-        """The last request's record, held back until the next event shows whether another request follows."""
+        """The last request's record, held until the next event shows whether another request follows."""
         self._starved = False
 
     def records(self, wall_s: float, event: events.PlayEvent) -> Iterator[Record]:
-        """Yield the records of an event at ``wall_s``, seconds since 1970: the one held back and at most one more."""
+        """Yield the records of an event at ``wall_s``, seconds since 1970: the held one and at most one more."""
         if self._pending is not None and not isinstance(event, events.RequestSent):
             # A decision at the same time may lead to the next request.
             decided = isinstance(event, events.DecisionMade) and event.kind not in _RECORDED

@@ -23,7 +23,7 @@ class Heard:
     wall_s: float
     """Seconds since 1970."""
     event: PlayEvent
-    """`PlayCalled` is the first event of every play, `PlayEnded` the last."""
+    """`PlayCalled` is the first of every play, `PlayEnded` the last."""
 
 
 class Listener(ABC):
@@ -46,7 +46,6 @@ class PlayStates(Generic[S]):
     """State of the last 1,024 active plays: the end of a play may be dropped."""
 
     def __init__(self, make: Callable[[str], S]) -> None:
-        """Create states with ``make``, which takes a play's identifier."""
         self._make = make
         self._states: dict[str, S] = {}
 

@@ -16,10 +16,9 @@ from kvabr.types.errors import UsageError
 from kvabr.types.installing import WHERE, extra
 
 _MAX_SPANS = 2000
-"""Child spans per play; the rest are counted in ``kvabr.spans_left_out``."""
+"""Per play; the rest are counted in ``kvabr.spans_left_out``."""
 _MAX_EVENTS = 100
-"""Events per kind on the span of a play (a live cache has one per group); the rest are counted in
-``kvabr.events_left_out``.
+"""Per kind on the span of a play (a live cache has one per group); the rest are counted in ``kvabr.events_left_out``.
 """
 _STARTED = ("policy", "estimator", "deadline_s", "engine_mode", "groups", "fp16_bytes", "asset", "rtt_s")
 _REQUESTED = ("group", "track", "bytes")
@@ -35,7 +34,7 @@ class OpenTelemetry(Listener):
     name: ClassVar[str] = "opentelemetry"
 
     def __init__(self, tracer_provider: Any = None) -> None:
-        """Take an `opentelemetry.trace.TracerProvider`; None: the application's global one."""
+        """``tracer_provider``: an `opentelemetry.trace.TracerProvider`; None: the application's global one."""
         try:
             from opentelemetry import trace  # noqa: PLC0415  # an extra
         except ImportError as error:

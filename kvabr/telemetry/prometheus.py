@@ -284,7 +284,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Stay silent: the client left, was too slow, or does not speak HTTP."""
+        """Ignore clients that left, were too slow, or do not speak HTTP."""
 
 
 class _Handler(WSGIRequestHandler):

@@ -6,7 +6,7 @@ import random
 
 
 def scattered(seconds: float) -> float:
-    """Return a pause scaled by 0.5 to 1.5 at random, so that clients that failed together do not retry together."""
+    """Return a pause times a random 0.5 to 1.5, so that clients that failed together do not retry together."""
     return seconds * random.uniform(0.5, 1.5)  # noqa: S311  # no secret
 
 
@@ -19,7 +19,6 @@ class Backoff:
         """Begin with no pause; the first is ``first_s`` seconds, the longest ``most_s``."""
         self._first_s, self._most_s = first_s, most_s
         self.pause_s = 0.0
-        """Last pause in seconds; 0.0 before the first."""
 
     def longer(self) -> float:
         """Return the next pause in seconds."""

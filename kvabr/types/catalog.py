@@ -1,12 +1,11 @@
 """The catalog of an asset: bytes, expected loss and digest of each group on each track, as versioned JSON.
 
-Players decide from the catalog alone and never read a group. Annotations are the validation rules, because a catalog
-may arrive from a network (`kvabr.types.records`). Add new fields to `Catalog`, or to `CommonFacts` if prefixes found in
-a store by their pages need them too. For models with several layer classes, "group" means a unit (`kvabr.types.units`):
-a track lists all units in order and is published as one track per class.
+Players decide from the catalog alone. Annotations are the validation rules for untrusted catalogs
+(`kvabr.types.records`). Add new fields to `Catalog`, or to `CommonFacts` if prefixes found in a store by their pages
+need them too. With several layer classes, "group" means a unit (`kvabr.types.units`): a track lists all units in order
+and is published as one track per class.
 
-Loss is the expected KL divergence against the exact cache, in nats per generated token. Losses of the played groups add
-up to the loss of the whole cache.
+Loss is the expected KL divergence against the exact cache, in nats per generated token; losses of groups add up.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_
 T = TypeVar("T")
 
 _TRACK_ORDER = ("name", "refines", "decode_s", "measured", "tails", "packs", "bytes", "loss", "digests")
-"""JSON order of a track's last fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +67,9 @@ class Quality:
     top1: Number
     """Share of continuation tokens with an unchanged most likely token."""
     kl8: Number | None = None
-    """KL divergence over the first 8 tokens of the continuation; None if it is no longer than that."""
+    """KL divergence over the first 8 tokens of a longer continuation."""
     kl32: Number | None = None
-    """The same over the first 32 tokens."""
+    """KL divergence over the first 32."""
 
     def __post_init__(self) -> None:
         check(self, "measured quality")
@@ -92,7 +90,7 @@ class Level:
 
     name: str
     refines: str | None = field(default=None, kw_only=True)
-    """Track that must be in place before this one decodes; None if it stands alone."""
+    """Track to decode first; None if it stands alone."""
     decode_s: Positive = field(default=0.0, kw_only=True)
     """Seconds for one worker of the publisher to verify and decode a full group; 0.0 if not measured."""
     tails: Tails = field(default=(), kw_only=True)
@@ -100,7 +98,7 @@ class Level:
     packs: Annotated[tuple[Annotated[int, Meta(ge=1, le=LOOKUP_RUN)], ...], Meta(max_length=16)] = field(
         default=(), kw_only=True
     )
-    """Consecutive groups per object for each layer class; empty means 1 (`docs/design/store.md`)."""
+    """Consecutive groups per object, by layer class; empty means 1 (`docs/design/store.md`)."""
 
     def __post_init__(self) -> None:
         check_track_name(self.name)
@@ -126,11 +124,11 @@ class Track(Level):
     """One compression level of one asset."""
 
     bytes: tuple[Annotated[int, Meta(ge=1, le=1 << 40)], ...]
-    """Size of each group's frame, including its header."""
+    """Size of each group's frame, with header."""
     loss: tuple[Loss, ...]
-    """Expected loss of each group, including the layers below it."""
+    """Expected loss of each group, with the layers below."""
     digests: tuple[Annotated[str, Meta(max_length=80)], ...]
-    """Digest of each group's frame, all of one kind (`kvabr.types.digests`)."""
+    """Of each group's frame, all of one kind (`kvabr.types.digests`)."""
     measured: Quality | None = field(default=None, kw_only=True)
 
     @cached_property  # policies read it at every decision
@@ -140,16 +138,16 @@ class Track(Level):
 
     @cached_property
     def total_loss(self) -> float:
-        """Expected loss of the whole cache on this track, nats per generated token."""
+        """Expected loss of the whole cache, nats per generated token."""
         return sum(self.loss)
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A cache made of groups from several tracks, with predicted and measured loss."""
+    """A cache of groups from several tracks, with predicted and measured loss."""
 
     tracks: tuple[Annotated[str, Meta(max_length=64)], ...]
-    """Track of each group, or ``recomputed``."""
+    """By group; may be ``recomputed``."""
     predicted: Number
     measured: Number
 
@@ -158,12 +156,12 @@ class Mix:
 
 
 def level_of(track: Level) -> Level:
-    """Return the level of a track, without its groups."""
+    """Return a track without its groups."""
     return Level(**fields_of(track, Level))
 
 
 def groups_of(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Track:
-    """Return a track with only some groups, with the losses of the groups in ``alike``."""
+    """Return a track with only some groups, with the losses of those in ``alike``."""
     sizes, digests, loss = _some(track.bytes, groups), _some(track.digests, groups), _some(track.loss, alike)
     return replace(track, bytes=sizes, loss=loss, digests=digests, measured=None)
 
@@ -175,7 +173,7 @@ def _some(values: Sequence[T], places: Sequence[int]) -> tuple[T, ...]:
 
 
 def check_tracks(tracks: Sequence[Level], what: str) -> None:
-    """Raise a `FormatError` if a track is listed twice or before the track it refines."""
+    """Raise `FormatError` if a track is listed twice or before the track it refines."""
     seen: set[str] = set()
     for track in tracks:
         if track.name in seen:
@@ -201,7 +199,6 @@ __all__ = [
 MAX_CATALOG_BYTES = 32 << 20
 """11 tracks of a million tokens in groups of 128 take 11 MB."""
 MAX_PROFILE_BYTES = 1 << 29
-"""Maximum size of a codec profile."""
 MAX_GROUPS = 1 << 20
 MAX_TRACKS = 64
 SCHEMA = "kvabr.catalog/1"
@@ -209,11 +206,9 @@ _ORDER = (
     *("namespace", "spec", "tokens", "position", "passage", "source", "chunks", "profile", "profile_bytes", "prefill"),
     *("loss_method", "mixes", "tracks"),
 )
-"""JSON order of the last fields."""
 _ALWAYS = "source", "profile", "profile_bytes", "prefill", "loss_method", "mixes"
-"""Fields written even at their default."""
+"""Written even at their default."""
 RECOMPUTED = "recomputed"
-"""Track name of a group that the engine computed."""
 
 
 @dataclass(frozen=True)
@@ -226,10 +221,10 @@ class CommonFacts:
     prefill: PrefillCost | None = field(default=None, kw_only=True)
     """Prefill cost on the publisher's machine, the default for replays without an engine."""
     loss_method: Annotated[str, Meta(max_length=1 << 15)] = field(default="", kw_only=True)
-    """How losses were measured and attributed, as text."""
     estimated: bool = field(default=False, kw_only=True)
-    """True if the losses were copied from another asset and spread over the groups, as engines publish them. Such an
-    asset costs only its prefill, so it may be removed and replaced."""
+    """True if the losses were copied from another asset, as engines do. Such an asset costs only its prefill, so it may
+    be replaced.
+    """
 
 
 @dataclass(frozen=True)
@@ -245,20 +240,20 @@ class Catalog(CommonFacts):
     mixes: Annotated[tuple[Mix, ...], Meta(max_length=256)] = ()
     asked: tuple[Loss, ...] = ()
     """Share of each group in the loss after questions about the text, on any track; empty if not measured, as with
-    several layer classes."""
+    several layer classes.
+    """
     source: Annotated[str, Meta(max_length=1 << 15)] = ""
-    """Source of the asset, as text."""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
     """Tokens of the prompt before this asset; positive for a keyed piece or a placed passage (`at`)."""
     passage: PassageNotes | None = None
-    """Notes of a passage; otherwise None."""
     offset: int = field(default=0, metadata=IN_MEMORY)
     """Published groups before this catalog's first: group ``g`` is published as ``offset + g``."""
     chosen: tuple[Unit, ...] | None = field(default=None, metadata=IN_MEMORY)
     """Its units, if it lacks some that a play does not need."""
     sources: tuple[Catalog, ...] = field(default=(), metadata=IN_MEMORY)
     """Passages of a joined catalog (`kvabr.types.joined`). Its groups are the units in `chosen`, of any length, each
-    with a chunk; text between passages is a unit too."""
+    with a chunk; text between passages is a unit too.
+    """
     tail: int = field(default=0, metadata=IN_MEMORY)
     """Tokens that the engine computes after this catalog; the losses apply after them."""
     whole: Catalog | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
@@ -295,12 +290,12 @@ class Catalog(CommonFacts):
     @cached_property
     def groups(self) -> int:
         """Number of groups (units)."""
-        # Count untrusted units without building them; `_check_groups` compares the count first.
+        # `_check_groups` compares the count before building untrusted units.
         return count_of(self.spec, self.tokens) if self.chosen is None else len(self.chosen)
 
     @property
     def digest_kind(self) -> str:
-        """Kind of the group digests, see `kvabr.types.digests`."""
+        """See `kvabr.types.digests`."""
         return kind_of(self.tracks[0].digests[0])
 
     @cached_property
@@ -322,7 +317,7 @@ class Catalog(CommonFacts):
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Unit of each group; prefer `unit` if groups are `even`."""
+        """Of each group; prefer `unit` if groups are `even`."""
         return units_of(self.spec, self.tokens) if self.chosen is None else self.chosen
 
     def unit(self, group: int) -> Unit:
@@ -334,7 +329,7 @@ class Catalog(CommonFacts):
         return Unit(0, self.offset + group, group, self.first_token + first, last - first, free)
 
     def title(self, group: int) -> str:
-        """Return the name of a group in messages: ``group 3``, or ``window512 #3`` with several layer classes."""
+        """Return a group's name in messages: ``group 3``, or ``window512 #3`` with several layer classes."""
         unit = self.unit(group)
         if self.sources:
             own = "text" if unit.source == COMPUTED else f"passage {unit.source} group {unit.group}"
@@ -348,7 +343,7 @@ class Catalog(CommonFacts):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Tokens that a play of this `to_play` catalog delivers, per layer class."""
+        """Tokens per layer class that a play of this `to_play` catalog delivers."""
         if self.every_token:
             return (Span(self.first_token, self.tokens),)
         found = []
@@ -360,7 +355,7 @@ class Catalog(CommonFacts):
 
     @cached_property
     def published(self) -> dict[str, Track]:
-        """Tracks by published name, one per class and level. A play's catalog lacks some of their groups."""
+        """Tracks by published name, one per class and level; a play's catalog lacks some groups."""
         if len(self.spec.parts) == 1:
             return self.by_name
         found = {}
@@ -387,16 +382,16 @@ class Catalog(CommonFacts):
             yield from listed.items()
 
     def published_track(self, name: str) -> Track:
-        """Return the track published under ``name``; raise a `FormatError` if there is none."""
+        """Return the track published under ``name``; raise `FormatError` if there is none."""
         return self.published.get(name) or self.track(name)
 
     def namespace_of(self, group: int) -> TrackNamespace:
-        """Return the namespace of a published group; the prompt's own if no asset has the group."""
+        """Return the namespace of a published group; the prompt's own if no asset has it."""
         source = self.units[group].source if self.sources else COMPUTED
         return self.namespace if source == COMPUTED else self.sources[source].namespace
 
     def address(self, group: int, track: str) -> tuple[str, int]:
-        """Return the published track name of a group on a level, and the group's number in that track."""
+        """Return a group's published track name on a level, and its number there."""
         if self.even:
             return track, self.offset + group
         unit = self.units[group]
@@ -408,7 +403,7 @@ class Catalog(CommonFacts):
         return hashlib.sha256(pickle.dumps(self, pickle.HIGHEST_PROTOCOL)).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        known = vars(self).get("digest")  # saves the other process the work
+        known = vars(self).get("digest")
         return own_state(self) | ({} if known is None else {"digest": known})
 
     @cached_property
@@ -424,7 +419,7 @@ class Catalog(CommonFacts):
         return sum(2 * unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units)
 
     def track(self, name: str) -> Track:
-        """Return the track called ``name``; raise a `FormatError` that lists the existing tracks if there is none."""
+        """Return the track called ``name``; raise `FormatError` with the existing tracks if there is none."""
         try:
             return self.by_name[name]
         except KeyError:
@@ -441,7 +436,7 @@ class Catalog(CommonFacts):
         return last - first
 
     def share(self, group: int) -> float:
-        """Return the elements of a group relative to the largest full group, to which `Track.decode_s` applies."""
+        """Return a group's elements relative to the largest full group, the unit of `Track.decode_s`."""
         if self.even:
             return self.group_tokens(group) / self.spec.group_tokens
         unit, largest = self.units[group], self.spec.largest
@@ -456,7 +451,7 @@ class Catalog(CommonFacts):
         return list(map(self.share, range(self.groups)))
 
     def tokens_before(self, group: int) -> int:
-        """Return this catalog's tokens before a group; all of them for the index after the last group."""
+        """Return this catalog's tokens before a group; all of them for the index after the last."""
         if self.even:
             return min(group * self.spec.group_tokens, self.tokens)
         if group >= self.groups:
@@ -466,7 +461,7 @@ class Catalog(CommonFacts):
         return self.units[group].chunk * self.spec.group_tokens if group else 0
 
     def group_at(self, token: int) -> int:
-        """Return the group of tokens that contains a token of the prompt."""
+        """Return the group that contains a token of the prompt."""
         place = token - self.first_token
         if not self.sources:
             return place // self.spec.group_tokens
@@ -477,9 +472,9 @@ class Catalog(CommonFacts):
         return tuple(cuts(self.spec, self.units, self.offset, self.first_token + self.tokens))
 
     def cut(self, group: int) -> int:
-        """Return the last group up to ``group`` from which an engine can compute the rest of the prompt.
+        """Return the last group up to ``group`` where an engine can compute the rest of the prompt.
 
-        The engine needs every unit of the prefix before it. It can always compute from group 0.
+        The engine needs every unit of the prefix before it; group 0 is always possible.
         """
         return group if self.every_token else self._cuts[bisect_right(self._cuts, group) - 1]
 
@@ -493,15 +488,9 @@ class Catalog(CommonFacts):
         """Return the catalog of the first ``groups`` groups of tokens (1 to all), for a prompt that continues there.
 
         It keeps the published namespace, drops measurements of the whole cache, and has only the units needed
-        (`kvabr.types.units.needed`). `playable` returns the available prefixes.
-
-        Args:
-            groups: groups of tokens.
-            end: token in the last group after which the prompt continues, for engines that take whole blocks only;
-                None: after the last token of the group.
-
-        Raises:
-            UsageError: there is no such prefix, or this is a passage.
+        (`kvabr.types.units.needed`). `playable` returns the available prefixes. For engines that take whole blocks
+        only, ``end`` is the token in the last group where the prompt continues (None: after the group). Raise
+        `UsageError` if there is no such prefix, or this is a passage.
         """
         size = self.spec.group_tokens
         if self.passage is not None:
@@ -538,9 +527,9 @@ class Catalog(CommonFacts):
         return replace(self, tokens=tokens, chunks=chunks, tracks=tracks, mixes=(), asked=(), chosen=units, whole=self)
 
     def behind(self, groups: int, tail: int) -> Catalog:
-        """Return the catalog of a prefix after which the engine computes ``tail`` tokens.
+        """Return the catalog of a prefix, followed by ``tail`` tokens that the engine computes.
 
-        The tail ends where generation begins. Losses apply after it, see `kvabr.types.tails`. Raises as `prefix`.
+        Generation begins after the tail; losses apply then, see `kvabr.types.tails`. Raises as `prefix`.
         """
         if not tail:
             return self.prefix(groups)
@@ -563,8 +552,7 @@ class Catalog(CommonFacts):
     def suffix(self, groups: int) -> Catalog:
         """Return the rest to play for an engine that already has the first ``groups`` groups (0 to all but one).
 
-        Groups are renumbered from 0, and `offset` counts the skipped groups. Measurements of the whole cache are
-        dropped.
+        Groups are renumbered from 0, `offset` counts the skipped ones, and measurements of the whole cache are dropped.
         """
         if not 0 <= groups < len(self.chunks):
             raise UsageError(f"skipping {groups} of {len(self.chunks)} groups leaves nothing to play")
@@ -584,7 +572,7 @@ class Catalog(CommonFacts):
         )
 
     def at(self, position: int) -> Catalog:
-        """Return this passage placed after ``position`` tokens of a prompt; raise a `UsageError` for other assets."""
+        """Return this passage placed after ``position`` tokens of a prompt; raise `UsageError` for other assets."""
         if self.passage is None:
             raise UsageError(
                 f"{self.namespace.prompt[:12]}...: the cache of a prompt cannot be moved, only a passage's"
@@ -624,7 +612,7 @@ class Catalog(CommonFacts):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, equal for equal catalogs; raise a `UsageError` for a joined catalog."""
+        """Return plain JSON values, equal for equal catalogs; raise `UsageError` for a joined catalog."""
         if self.sources:
             raise UsageError("a prompt that is joined from passages is not published")
         return {"schema": SCHEMA, **to_json(self, *_ALWAYS, last=_ORDER)}
@@ -635,10 +623,7 @@ class Catalog(CommonFacts):
 
     @classmethod
     def loads(cls, text: str | bytes) -> Catalog:
-        """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if a field is bad.
-
-        Other threads can run meanwhile (`kvabr.types.records.read`).
-        """
+        """Parse untrusted `dumps`; raise `FormatError` if a field is bad. Other threads can run meanwhile."""
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
         data = text.encode(errors="replace") if isinstance(text, str) else text
@@ -649,7 +634,7 @@ class Catalog(CommonFacts):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Catalog:
-        """Read a catalog from a file; raise an `AssetError` if it cannot be read, or as `loads`."""
+        """Read a catalog file; raise `AssetError` if it cannot be read, or as `loads`."""
         try:
             with Path(path).open("rb") as file:
                 return cls.loads(file.read(MAX_CATALOG_BYTES + 1))

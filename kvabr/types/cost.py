@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 MISS_PENALTY = 0.5
 """Cost of a missed deadline in addition to its lateness, nats per generated token."""
 MIN_CALL = 5.0
-"""Minimum length of an engine call, as a multiple of its constant part."""
 _Constant = Annotated[float, Meta(ge=0, le=1e100)]
 _MAX_TIMING_ERROR = 0.1
 """Relative error above which a timing loses weight."""
 _FLOOR_PRICE = 3.0
-"""Minimum gain in `_Fit._misfit` to accept a floor that was not known before."""
+"""Minimum gain in `_Fit._misfit` to accept an unknown floor."""
 _MAX_FLOOR_FACTOR, _SURPRISE_PRICE = 2.2, 8.0
-"""Maximum expected floor, as a multiple of the expected smallest call, and the minimum gain for a higher one; more than
-one wrong timing can explain."""
+"""Maximum expected floor, as a multiple of the expected smallest call, and the minimum gain for a higher one: more than
+one wrong timing can explain.
+"""
 _ROUNDS, _MAX_SPLITS, _SAME = 12, 8, 1e-4
 _MIN_S, _MAX_S, _RIDGE = 1e-12, 1e9, 1e-12
 _ANCHORS = ((0, 128), (0, 1024), (0, 8192), (0, 65536), (8192, 128), (8192, 1024), (32768, 128), (32768, 2048))
 """Sizes, as (tokens before, new tokens), where a fit uses the prior cost."""
 _ANCHOR_WEIGHT, _NEAREST = 0.3, 5
-"""Weight of an anchor relative to one timing, divided by the number of timings; and the number of nearest timings that
-scale it."""
+"""Weight of an anchor relative to one timing, divided by their number; and the number of nearest timings that scale it.
+"""
 
 
 def objective(
@@ -58,17 +58,9 @@ def objective(
 ) -> float:
     """Return J, the cost of a play: loss + time price x TTFT + engine price x engine seconds + lateness penalty.
 
-    A missed deadline costs `MISS_PENALTY`, plus the lateness in deadlines.
-
-    Args:
-        loss: expected loss of the cache, nats per generated token.
-        ttft_s: when the cache was complete, seconds; for an abandoned play, its maximum length.
-        deadline_s: the deadline, seconds.
-        met: whether the deadline was met.
-        engine_s: seconds of engine time.
-        time_price: price of a second before the first token, nats per generated token.
-        gpu_price: price of a second of engine time, nats per generated token. An infinite price is a rule for the
-            player; engine time then costs 0.
+    A missed deadline costs `MISS_PENALTY`, plus the lateness in deadlines. ``loss`` is in nats per generated token, as
+    are ``time_price`` for a second before the first token and ``gpu_price`` for a second of engine time (infinite: a
+    rule for the player; engine time then costs 0). ``ttft_s`` of an abandoned play is its maximum length.
     """
     missed = 0.0 if met else MISS_PENALTY
     spent = gpu_price * engine_s if math.isfinite(gpu_price) else 0.0
@@ -76,23 +68,22 @@ def objective(
 
 
 _CACHED_TOKENS = (0, 2048, 8192, 32768)
-"""Cached tokens before the prompts used to fit a cost of several calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds that an engine takes to compute the KV of new tokens; see the formula of this module."""
+    """Seconds to compute the KV of new tokens; see this module's formula."""
 
     constant_s: _Constant
-    """Seconds per call, regardless of its size."""
+    """Per call."""
     per_token_s: _Constant
-    """Seconds per new token."""
+    """Per new token."""
     attention_s: _Constant = 0.0
-    """Seconds per pair of a new token and a token it attends to, times 2."""
+    """Per pair of a new token and a token it attends to, times 2."""
     before_s: _Constant = 0.0
-    """Seconds per cached token before the new ones."""
+    """Per cached token before the new ones."""
     floor_s: _Constant = 0.0
-    """Minimum seconds per call."""
+    """Minimum per call."""
 
     def __post_init__(self) -> None:
         check(self, "prefill cost")
@@ -119,7 +110,7 @@ class PrefillCost:
         return np.where(new > 0, np.maximum(self.floor_s, self.constant_s + self.before_s * first + added), 0.0)
 
     def behind(self, tokens: int) -> PrefillCost:
-        """Return the cost of a prompt after ``tokens`` tokens in place, which are not counted."""
+        """Return the cost of a prompt after ``tokens`` uncounted tokens in place."""
         return replace(
             self,
             constant_s=self.constant_s + self.before_s * tokens,
@@ -146,7 +137,7 @@ class PrefillCost:
 
     @classmethod
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
-        """Return a purely linear cost, if only a prefill rate is known."""
+        """Return a linear cost, if only a prefill rate is known."""
         if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
             raise UsageError(f"prefill rate must be a positive number of tokens a second, not {tokens_per_second}")
         return cls(0.0, 1.0 / tokens_per_second)
@@ -155,14 +146,9 @@ class PrefillCost:
     def fit(cls, timings: Iterable[tuple[int, int, float]], prior: PrefillCost | None = None) -> PrefillCost:
         """Fit the constants to timings, given as (tokens before, new tokens, seconds).
 
-        Uses non-negative least squares on relative errors; outliers get little weight.
-
-        Args:
-            timings: at least three, or one with a ``prior``.
-            prior: earlier cost, perhaps of a similar engine. It fills in sizes without timings, scaled to match them.
-
-        Raises:
-            UsageError: there are too few timings, or one has no tokens or no positive time.
+        Uses non-negative least squares on relative errors; outliers get little weight. An earlier cost, the ``prior``,
+        is scaled to match and used for sizes without timings. Raise `UsageError` for fewer than three timings (one with
+        a prior), or one without tokens or positive time.
         """
         import numpy as np  # noqa: PLC0415  # only fitting needs it, and it loads slowly
 
@@ -180,9 +166,9 @@ class PrefillCost:
             anchors = np.maximum(prior.seconds_many(first, more), _MIN_S)
             apart = np.abs(np.log(np.concatenate([known, anchors])[:, None] / known))
             nearest = np.argsort(apart, axis=1, kind="stable")[:, :_NEAREST]
-            # The lower median: outliers are usually late, since other work only adds time.
+            # The lower median: outliers are usually late.
             ratios = np.quantile((seconds / known)[nearest], 0.5, axis=1, method="lower")
-            if not (known <= prior.floor_s).any():  # long calls do not show the floor
+            if not (known <= prior.floor_s).any():
                 ratios[len(rows) :][anchors <= prior.floor_s] = 1.0
             start = np.concatenate([known, anchors]) * ratios
             seconds = np.concatenate([seconds, start[len(rows) :]])
@@ -198,8 +184,6 @@ class PrefillCost:
 
 
 class _Fit:
-    """Finds the constants that best explain timings, and the calls limited by the floor."""
-
     def __init__(self, before: Array, new: Array, seconds: Array, weights: Array, start: Array) -> None:
         import numpy as np  # noqa: PLC0415
 
@@ -224,7 +208,6 @@ class _Fit:
         return found
 
     def _robust(self, floored: NDArray[np.bool_]) -> PrefillCost:
-        """Return the cost if the ``floored`` timings take the floor, reassigning them while the fit disagrees."""
         import numpy as np  # noqa: PLC0415
 
         expected = self._start
@@ -247,7 +230,7 @@ class _Fit:
         return found
 
     def _misfit(self, cost: PrefillCost) -> float:
-        """Return the misfit of a cost, approximately minus twice the log-likelihood of the timings."""
+        """Return approximately minus twice the log-likelihood of the timings."""
         import numpy as np  # noqa: PLC0415
 
         off = np.log(self._seconds / np.maximum(cost.seconds_many(self._before, self._new), _MIN_S)) / _MAX_TIMING_ERROR
@@ -255,7 +238,6 @@ class _Fit:
 
 
 def _least_squares(design: Array, target: Array) -> Array:
-    """Return the best non-negative solution for a few columns, over all subsets of them."""
     import numpy as np  # noqa: PLC0415
 
     norms = np.linalg.norm(design, axis=0)

@@ -1,9 +1,8 @@
 """Digests of groups: SHA-256, or BLAKE3 at less than half the CPU time.
 
-A SHA-256 is written as 64 hex digits, a BLAKE3 as ``b3-`` and 64 hex digits. All groups of an asset have digests of one
-kind. Prompts, specs, profiles and catalogs are always named by SHA-256.
-
-BLAKE3 needs the package ``blake3`` (extra ``fast``). Without it, catalogs with such digests are rejected.
+A SHA-256 is written as 64 hex digits, a BLAKE3 as ``b3-`` and 64 hex digits. An asset has one kind. Prompts, specs,
+profiles and catalogs are always named by SHA-256. BLAKE3 needs the package ``blake3`` (extra ``fast``); catalogs with
+it are rejected otherwise.
 """
 
 from __future__ import annotations
@@ -19,11 +18,8 @@ from kvabr.types.installing import WHERE, extra
 SHA256 = "sha256"
 BLAKE3 = "blake3"
 KINDS = (SHA256, BLAKE3)
-"""Default first."""
 RAW_BYTES = 32
-"""Bytes of a digest of either kind without its mark."""
 TITLES = {SHA256: "SHA-256", BLAKE3: "BLAKE3"}
-"""Names in messages."""
 _MARKS = {SHA256: "", BLAKE3: "b3-"}
 DIGEST = r"(?:b3-)?[0-9a-f]{64}"
 _DIGEST = re.compile(DIGEST)
@@ -42,17 +38,17 @@ def kind_of(digest: str) -> str:
 
 
 def digest_of(data: Buffer, kind: str = SHA256) -> str:
-    """Return the digest of a contiguous buffer; raise a `FormatError` if this kind cannot be computed here."""
+    """Return the digest of a contiguous buffer; raise `FormatError` if this kind cannot be computed here."""
     return _MARKS[kind] + _hasher(kind)(data)
 
 
 def has_digest(digest: str, data: Buffer) -> bool:
-    """Return whether ``data`` has a digest, which may be any text; raises as `digest_of`."""
+    """Return True if ``data`` has a digest, which may be any text; raises as `digest_of`."""
     return digest_of(data, kind_of(digest)) == digest
 
 
 def raw(digest: str) -> bytes:
-    """Return the 32 bytes of a digest without its mark; raise a `FormatError` for other text."""
+    """Return a digest's 32 bytes; raise `FormatError` for other text."""
     if not is_digest(digest):
         raise FormatError(f"a group's digest has 64 hex digits, perhaps after b3-, not {str(digest)[:80]!r}")
     return bytes.fromhex(digest[-2 * RAW_BYTES :])
@@ -69,12 +65,12 @@ def unknown(kind: str = SHA256) -> str:
 
 
 def require(kind: str) -> None:
-    """Raise a `FormatError` with the installation command if digests of this kind cannot be computed here."""
+    """Raise `FormatError` with the installation command if this kind cannot be computed here."""
     _hasher(kind)
 
 
 def check_kind(kind: str) -> str:
-    """Return a publisher's kind of digests; raise a `UsageError` if it does not exist or needs a package."""
+    """Return a publisher's kind of digests; raise `UsageError` if it does not exist or needs a package."""
     if kind not in KINDS:
         raise UsageError(f"no kind of digests is called {kind!r}{did_you_mean(kind, KINDS)}; use {' or '.join(KINDS)}")
     try:
@@ -86,7 +82,7 @@ def check_kind(kind: str) -> str:
 
 @cache
 def _hasher(kind: str) -> Callable[[Buffer], str]:
-    """Return a function that computes hex digits of a kind without the GIL for large buffers."""
+    """Return a function that computes hex digits, for large buffers without the GIL."""
     if kind == SHA256:
         return _sha256
     try:

@@ -1,4 +1,4 @@
-"""Protocols of serving engines: they compute the KV of tokens after a given cache. Imports no engine."""
+"""Protocols of serving engines, which compute the KV of tokens after a given cache. Imports no engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ EngineMode = Literal["hole", "suffix"]
 
 
 BUDGET_S = 2.0
-"""Time limit for timing long prefills, seconds."""
 SHORT, _LONG = 1024, (4096, 16384)
-"""Tokens of prefills that are always timed, and of those that reveal a GPU's rate."""
+"""Prefills that are always timed, and longer ones that reveal a GPU's rate."""
 
 AttentionReduction = Literal["sum", "max"]
-"""Reduction over heads and question tokens, see `BlendEngine.attention`."""
 
 
 @runtime_checkable
@@ -45,13 +43,13 @@ class Engine(Protocol):
         Args:
             tokens: ids of the new tokens.
             before: [layer, K/V, head, token, dim], any float dtype, read-only; None before the first token. Better
-                groups may be written into it during the call: each number is then of the old or the new track.
+                groups may be written into it during the call: each number is of the old or the new track.
 
         Returns:
-            KV of only the new tokens, [layer, K/V, head, token, dim], in the engine's dtype.
+            KV of the new tokens, [layer, K/V, head, token, dim], in the engine's dtype.
 
         Raises:
-            ModelError: the tokens do not fit the model, or ``before`` is not a cache of this model.
+            ModelError: the tokens do not fit the model, or ``before`` is not its cache.
         """
 
 
@@ -64,13 +62,13 @@ class ClassEngine(Engine, Protocol):
     ) -> tuple[torch.Tensor, ...]:
         """Compute as `prefill`, with one tensor per layer class, [layer, K/V, head, token, dim], of all tokens each.
 
-        A state's result, [layer, 1, head, row, column], is the snapshot after the tokens. In ``before``, a state may
-        have several snapshots concatenated along the rows; the last counts.
+        A state's result, [layer, 1, head, row, column], is the snapshot after the tokens. In ``before``, the last of a
+        state's snapshots, concatenated along the rows, counts.
         """
 
 
 class ResidentCache(Protocol):
-    """Memory on an engine's device for the cache of one prompt, freed with the last reference."""
+    """Memory on an engine's device for one prompt's cache, freed with the last reference."""
 
     def place(self, first: int, kv: torch.Tensor) -> None:
         """Copy the KV of tokens from ``first`` on, [layer, K/V, head, token, dim], any float dtype."""
@@ -78,7 +76,7 @@ class ResidentCache(Protocol):
     def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
         """Compute, keep and return the KV of ``tokens`` from ``first`` on, following the cache in place.
 
-        The result is on the device and may be unfinished: reading it synchronises.
+        The result is on the device, possibly unfinished: reading synchronises.
 
         Raises:
             ModelError: as `Engine.prefill`.
@@ -87,10 +85,10 @@ class ResidentCache(Protocol):
 
 @runtime_checkable
 class ResidentEngine(Engine, Protocol):
-    """An engine that keeps a play's cache on its device and so avoids a second copy."""
+    """An engine that keeps a play's cache on its device, without a second copy."""
 
     def reside(self, tokens: int) -> ResidentCache | None:
-        """Return memory for a prompt of ``tokens`` tokens; None if there is too little, or the model is unsupported."""
+        """Return memory for ``tokens`` tokens; None if there is too little, or the model is unsupported."""
 
 
 @runtime_checkable
@@ -102,8 +100,8 @@ class BlendEngine(Engine, Protocol):
     ) -> torch.Tensor:
         """Compute some tokens of a prompt over its cache.
 
-        Each computed token attends to all earlier tokens: computed keys and values for those in ``at``, cached ones for
-        the others. With all positions this is the full prefill.
+        Each attends to all earlier tokens: computed keys and values for those in ``at``, cached ones for the others.
+        With all positions this is the full prefill.
 
         Args:
             tokens: ids of the prompt, at least up to the last position.
@@ -132,11 +130,11 @@ class BlendEngine(Engine, Protocol):
             question: ids of the question, at least one.
             kv: [layer, K/V, head, token, dim], any float dtype, read-only; the cache before it.
             layers: layers to evaluate; the pass ends after the last. None: all.
-            reduce: sum over heads and question tokens, or return the maximum.
+            reduce: sum over heads and question tokens, or maximum.
 
         Returns:
-            [layer, token] float32 weights of the cached tokens. Each head of each question token distributes 1 over
-            the tokens it sees, including the question's.
+            [layer, token] float32 weights of cached tokens. Each head of each question token distributes 1 over the
+                tokens it sees, including the question's.
 
         Raises:
             ModelError: as for `recompute`.
@@ -149,7 +147,7 @@ def prefill_classes(
     """Compute the KV of ``tokens`` with any engine, as `ClassEngine.prefill_classes`."""
     if isinstance(engine, ClassEngine):
         return engine.prefill_classes(tokens, before)
-    _ = engine.spec.only  # raises if the engine needs classes but does not support them
+    _ = engine.spec.only
     return (engine.prefill(tokens, None if before is None else before[0]),)
 
 
@@ -158,15 +156,9 @@ def time_prefills(
 ) -> list[tuple[int, int, float]]:
     """Time a few real prefills; return tokens before, new tokens and seconds, for `PrefillCost.fit`.
 
-    Args:
-        engine: the engine to time.
-        tokens: ids of any real text, at least 128; longer texts allow longer prefills.
-        repeats: runs of each; the fastest counts, because other work only adds time.
-        budget_s: time limit for prefills of more than 1,024 tokens; shorter ones always run.
-
-    Raises:
-        UsageError: there are too few tokens.
-        ModelError: the tokens of a short prefill do not fit the model.
+    ``tokens`` are at least 128 ids of any real text; longer ones allow longer prefills. The fastest of ``repeats`` runs
+    counts; ``budget_s`` limits prefills of more than 1,024 tokens. Raise `UsageError` for too few tokens, `ModelError`
+    if those of a short prefill do not fit the model.
     """
     if len(tokens) < 128:
         raise UsageError(f"timing a prefill needs at least 128 tokens of text, not {len(tokens)}")
@@ -182,7 +174,7 @@ def time_prefills(
                 continue
             try:
                 timings += _timed(engine, tokens, [shape], repeats)
-            except ModelError:  # the context is too long
+            except ModelError:
                 return timings
     return timings
 
@@ -190,7 +182,7 @@ def time_prefills(
 def _timed(
     engine: Engine, tokens: Sequence[int], shapes: Sequence[tuple[int, int]], repeats: int
 ) -> list[tuple[int, int, float]]:
-    # Timing does not depend on the values, so zeros replace a real cache.
+    # Zeros replace a real cache; timing does not depend on values.
     probes, most = prefill_classes(engine, tokens[:1]), max(before for before, _ in shapes)
     parts = engine.spec.parts
     longest = [probe.new_zeros(computed_shape(part, most)) for probe, part in zip(probes, parts, strict=True)]

@@ -25,7 +25,6 @@ class ForkedError(UsageError):
     """An object with threads or sockets was used in a forked child, where they do not exist."""
 
     def __init__(self, message: str, *, made_in: int = 0, used_in: int = 0) -> None:
-        """Record the processes that made and used the object."""
         super().__init__(message)
         self.made_in, self.used_in = made_in, used_in
 
@@ -39,7 +38,7 @@ class VersionError(FormatError):
 
 
 class ForeignError(FormatError):
-    """A valid frame or profile that belongs to another model, prompt, group or track."""
+    """A valid frame or profile of another model, prompt, group or track."""
 
 
 class AssetError(KvabrError):
@@ -81,7 +80,7 @@ class TraceQuestionError(TraceError, UsageError):
     def __init__(self, problem: str, option: str = "") -> None:
         super().__init__(problem)
         self.option = option
-        """Option of ``kvabr traces`` that resolves the ambiguity."""
+        """Of ``kvabr traces``, to resolve the ambiguity."""
 
 
 class HoleError(KvabrError):
@@ -97,7 +96,7 @@ class PlayError(KvabrError):
 
 
 class BusyError(PlayError):
-    """The client is at its limit of plays and refused this one while there was time to do without the cache."""
+    """The client is at its limit of plays and refused this one in time to do without the cache."""
 
 
 class TransportError(KvabrError):
@@ -108,19 +107,15 @@ class Reason(Enum):
     """Why a request failed, on any transport."""
 
     INTERNAL = auto()
-    """An internal error, or cancellation."""
     UNAUTHORIZED = auto()
     MALFORMED_TOKEN = auto()
     EXPIRED_TOKEN = auto()
     TIMEOUT = auto()
     UNSUPPORTED = auto()
     AWAY = auto()
-    """The peer is shutting down."""
     BUSY = auto()
     MISSING = auto()
-    """The object does not exist, or this connection may not read it."""
     WRONG = auto()
-    """The response does not match the request."""
     OTHER = auto()
 
 
@@ -139,7 +134,7 @@ class NotFoundError(RequestError):
 
 
 class NoAnswerError(TransportError):
-    """No response from an address, or the host name does not resolve at the moment."""
+    """No response from an address, or the host name does not resolve now."""
 
 
 class ConnectionLostError(TransportError):
@@ -147,15 +142,15 @@ class ConnectionLostError(TransportError):
 
 
 class StoreError(TransportError):
-    """The object store does not exist, or lacks a feature that kvabr needs."""
+    """The object store does not exist, or lacks a required feature."""
 
 
 class UnauthorizedError(ConnectionLostError):
-    """The peer rejected our token: it is missing, wrong, or was revoked."""
+    """The peer rejected our token: missing, wrong, or revoked."""
 
 
 class ForbiddenError(UnauthorizedError):
-    """A store accepts our credentials, but not for this; many stores report the same for missing objects."""
+    """A store accepts our credentials, but not for this; many report the same for missing objects."""
 
 
 class ExhaustedError(PlayError, TransportError):
@@ -164,15 +159,14 @@ class ExhaustedError(PlayError, TransportError):
 
 _DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _CAUSES = 8
-"""Maximum length of the chain of causes to search."""
 codecs.lookup("idna")  # Python resolves names with this codec and, after one failed import, never tries again.
 _NO_THREAD, _NO_MEMORY = "can't start new thread", ("can't allocate memory", "not enough memory")
 
 
 def exhausted(error: BaseException) -> ExhaustedError | None:
-    """Return the `ExhaustedError` to raise for an error that reports an exhausted resource, or None.
+    """Return the `ExhaustedError` for an error that reports an exhausted resource, or None.
 
-    Libraries report this in many ways and places: any import or open file can fail.
+    Any import or open file can fail, so libraries report this in many ways.
     """
     seen: BaseException | None = error
     for _ in range(_CAUSES):
@@ -207,7 +201,7 @@ def told_if_exhausted(relieve: Callable[[], object] = lambda: None) -> Iterator[
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether a retry may succeed: a peer or store was unreachable or overloaded, not refusing."""
+    """Return True if a retry may succeed: a peer or store was unreachable or overloaded, not refusing."""
     if isinstance(error, AssetError) and error.__cause__ is not None:
         return may_pass(error.__cause__)
     if isinstance(error, ExhaustedError):

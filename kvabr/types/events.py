@@ -1,7 +1,6 @@
 """The events of a play, one dataclass each, for logs, reports and telemetry.
 
-To add an event, write its dataclass here and emit it. JSON lines, the page, Perfetto and telemetry handle new fields
-through `PlayEvent.to_json`.
+To add an event, write its dataclass here and emit it; all outputs handle new fields through `PlayEvent.to_json`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from typing import Any, ClassVar, Literal
 Limit = Literal["network", "publisher", "cpu", "kept"]
 """Limiting factor of a transfer: the path, a peer without data to send, or this process reading too slowly.
 
-``kept``: the bytes were already in the local store and do not describe the path."""
+``kept``: the bytes were already in the local store.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,13 @@ class PlayEvent:
     """An event of a play."""
 
     name: ClassVar[str] = ""
-    """JSON name of the event."""
     t: float
     """Seconds after the play began."""
     late: bool = field(default=False, kw_only=True)
-    """True after the cache was delivered, for upgrades."""
+    """True after delivery, for upgrades."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return ``t``, ``event`` (the name) and the fields; optional fields only if set."""
+        """Return ``t``, ``event`` (the name) and the fields; optional ones only if set."""
         values = [(one, getattr(self, one.name)) for one in fields(self)]
         needed = {one.name: value for one, value in values if one.default is MISSING}
         chosen = {one.name: value for one, value in values if one.default is not MISSING and value != one.default}
@@ -36,12 +35,11 @@ class PlayEvent:
 
 
 Log = Callable[[PlayEvent], None]
-"""Receives the events of one play, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayCalled(PlayEvent):
-    """A play was called and its lookup begins. The first event in telemetry."""
+    """A play was called and its lookup begins; the first event in telemetry."""
 
     name: ClassVar[str] = "called"
 
@@ -54,29 +52,27 @@ class PlayStarted(PlayEvent):
     trace: str
     """Trace of a replay; QUIC library of a real play."""
     start_s: float
-    """Start in the trace, seconds."""
     policy: str
     estimator: str
     deadline_s: float
-    """Seconds from ``t`` = 0 to the deadline."""
+    """From ``t`` = 0."""
     engine_mode: str
     groups: int
     asset: str
     tracks: tuple[str, ...]
-    """All tracks, smallest first."""
     track_bytes: tuple[int, ...]
     worth_playing: tuple[str, ...]
-    """Tracks on the Pareto front of bytes against loss."""
+    """On the Pareto front of bytes against loss."""
     fp16_bytes: int
-    """Bytes of the exact cache at 16 bits per element."""
+    """Of the exact cache at 16 bits per element."""
     rtt_s: float | None
-    """Round trip, seconds; None if unknown."""
+    """Round trip; None if unknown."""
     lookup_s: float | None = None
-    """Seconds of the deadline spent on the lookup; None in a replay."""
+    """Part of the deadline spent on the lookup; None in a replay."""
     tail: int = 0
     """Tokens that the engine computes after the cache, including the question; losses apply after them."""
     tail_s: float = 0.0
-    """Extra seconds of the engine call for those that are cached."""
+    """Extra seconds of the engine call for cached ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +89,6 @@ class SourceLeftOut(PlayEvent):
 
     name: ClassVar[str] = "source_left_out"
     source: int
-    """Index of the source."""
     reason: str
 
 
@@ -111,7 +106,6 @@ class GroupsPublished(PlayEvent):
 
     name: ClassVar[str] = "published"
     edge: int
-    """Number of existing groups."""
     ends_s: float
     """Expected time of the last group, seconds after the play began; the actual time once it exists."""
 
@@ -122,7 +116,6 @@ class ProducerStopped(PlayEvent):
 
     name: ClassVar[str] = "producer_stopped"
     edge: int
-    """Number of existing groups."""
     reason: str
 
 
@@ -143,9 +136,7 @@ class CacheDelivered(PlayEvent):
 
     name: ClassVar[str] = "deliver"
     met: bool
-    """Whether the deadline was met."""
     loss: float
-    """Expected loss of the cache, nats per generated token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +149,12 @@ class PlayGaveUp(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class PlayEnded(PlayEvent):
-    """The play returned or raised. The last event in telemetry."""
+    """The play returned or raised; the last event in telemetry."""
 
     name: ClassVar[str] = "ended"
     error: str | None
     """Exception class name; None if the play returned."""
     reason: str | None
-    """Exception message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +167,17 @@ class DecisionMade(PlayEvent):
     group: int | None
     track: str | None
     request: int | None
-    """Resulting request."""
     reason: str
     rate: float
-    """Expected rate, bytes per second; 0.0 if unknown."""
+    """Expected, bytes per second; 0.0 if unknown."""
     lower: float
-    """Lower bound of the rate, bytes per second."""
+    """Lower bound, bytes per second."""
     ttfb_s: float
-    """Expected time to the first byte of a request, seconds."""
+    """Expected seconds to the first byte of a request."""
     slack_s: float | None
-    """Seconds to the deadline minus the seconds needed for the rest; None if no rate is known."""
+    """Seconds to the deadline minus those needed for the rest; None if no rate is known."""
     alternatives: Mapping[str, float] | None
-    """Alternatives: track to bytes, or to the number that the policy compared."""
+    """Track to bytes, or to the number that the policy compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,19 +186,15 @@ class WorkDivided(PlayEvent):
 
     name: ClassVar[str] = "division"
     first: int
-    """First group for the engine."""
     last: int
-    """Group after the last one; equal to `first` if the engine computes none."""
+    """Group after the engine's last; equal to `first` if the engine computes none."""
     network_s: float
-    """Expected end of the network's part."""
     engine_s: float
-    """Expected end of the engine's part."""
     play_s: float
-    """Expected end if the network fetched everything."""
+    """If the network fetched everything."""
     compute_s: float
-    """Expected end if the engine computed everything."""
+    """If the engine computed everything."""
     known: bool
-    """Whether the link's rate was known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +203,9 @@ class ProgressMade(PlayEvent):
 
     name: ClassVar[str] = "progress"
     received: int
-    """Bytes received in all."""
     rate: float
-    """Expected rate, bytes per second."""
     lower: float
-    """Lower bound of the rate, bytes per second."""
     slack_s: float | None
-    """As in `DecisionMade`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +215,7 @@ class SampleLimited(PlayEvent):
     name: ClassVar[str] = "limited"
     by: Limit
     rate: float
-    """Rate of the sample, bytes per second."""
     fed: bool
-    """Whether the estimator received the sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +231,6 @@ class TransferEvent(PlayEvent):
     """An event of one request."""
 
     request: int
-    """Request number within the play."""
     group: int
     track: str
 
@@ -263,9 +241,7 @@ class RequestSent(TransferEvent):
 
     name: ClassVar[str] = "request"
     bytes: int
-    """Size of the group's frame in the catalog."""
     source: int = 0
-    """Index of the play's source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +258,6 @@ class RequestCancelled(TransferEvent):
 
     name: ClassVar[str] = "cancel"
     received: int
-    """Bytes received so far."""
     reason: str
 
 
@@ -292,7 +267,6 @@ class RequestFailed(TransferEvent):
 
     name: ClassVar[str] = "failed"
     received: int
-    """Bytes received so far."""
     reason: str
 
 
@@ -339,7 +313,6 @@ class PassageRefused(PlayEvent):
 
     name: ClassVar[str] = "passage_refused"
     passage: str
-    """Digest of the passage."""
     reason: str
 
 
@@ -357,7 +330,6 @@ class TokensStarted(PlayEvent):
     name: ClassVar[str] = "tokens_start"
     tokens: int
     share: float
-    """Share of the passages' tokens."""
     reason: str
 
 

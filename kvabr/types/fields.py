@@ -42,24 +42,23 @@ class Shown:
     """Shows a field on the command line, as part of an `Annotated` type."""
 
     words: str = ""
-    """Flags and metavar, ``-d --deadline S``; or a metavar, ``URL``, for a positional argument. Default: ``--`` and the
-    name."""
+    """Flags and metavar, ``-d --deadline S``; or only a metavar, ``URL``, if positional. Default: ``--`` and the name.
+    """
     doc: str = ""
-    """Help for types shared by several classes. Default: the first sentence of the field's docstring."""
+    """Help for types shared by several classes. Default: first sentence of the field's docstring."""
     alone: str = ""
     """Fields with the same word exclude each other."""
     needs: str = ""
-    """Another field that this one requires."""
     engines: bool = False
-    """Whether engine settings have this key, too."""
+    """Whether engine settings have this key."""
     repeated: bool = False
-    """Whether a tuple collects one value per use of the option instead of all at once."""
+    """Whether each use of the option adds one value to a tuple."""
     parse: Callable[[str], Any] | None = None
     """Parses the value, or raises `UsageError`. Default: the field's type."""
     written: bool = False
-    """Whether the command writes this file, so that it must be writable at the start."""
+    """Whether the command writes this file, which is checked at the start."""
     choices: tuple[str, ...] = ()
-    """Allowed values, if no `Literal` lists them."""
+    """Allowed values without a `Literal`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +71,15 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Marks a field that is itself a dataclass of options, in an `Annotated` type."""
+    """Marks a field that is a dataclass of options, in an `Annotated` type."""
 
     title: str = ""
-    """Title of its help group. Default: part of the surrounding group."""
+    """Title of its help group. Default: the surrounding group."""
     prefix: str = ""
-    """Prefix of its names, such as ``upstream-``."""
+    """Of its names, such as ``upstream-``."""
     only: tuple[str, ...] = ()
     """Fields that are options here. Default: all."""
     defaults: tuple[tuple[str, Any], ...] = ()
-    """Changed defaults of fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +90,9 @@ class OptionField:
     kind: Any
     """Type of one value without None: float, int, str, bool, Path, or a dataclass for a `Part`."""
     count: int | None
-    """Number of values of a tuple, None for any; 1 for other types."""
+    """Values of a tuple, None for any; 1 for other types."""
     choices: tuple[str, ...]
-    """Values of a `Literal`; empty: any."""
+    """Of a `Literal`; empty: any."""
     default: Any
     """`dataclasses.MISSING` for required fields."""
     bounds: tuple[Bound, ...]
@@ -153,7 +151,7 @@ def _read_fields(kind: type) -> dict[str, OptionField]:
 
 
 def check_fields(options: Any) -> None:
-    """Raise an `OptionError` unless all fields of a dataclass are within bounds; convert text to paths."""
+    """Raise `OptionError` unless all fields of a dataclass are within bounds; convert text to paths."""
     for name, field in option_fields(type(options)).items():
         value = getattr(options, name)
         if field.kind is Path and isinstance(value, str):
@@ -192,14 +190,14 @@ def _described(field: dataclasses.Field[Any], hint: Any, heading: Heading | None
 
 @functools.cache
 def docstrings(kind: type) -> dict[str, str]:
-    """Return the attribute docstrings of a class, by name, from its source."""
+    """Return a class's attribute docstrings by name, from its source."""
     found = {name: text for base in kind.__bases__ if base is not object for name, text in docstrings(base).items()}
-    # `inspect.getsource` parses the whole file, which takes longer than the rest of a command's start.
+    # `inspect.getsource` parses the whole file, which is slow at a command's start.
     lines = linecache.getlines(inspect.getfile(kind))
     first = next((at for at, line in enumerate(lines) if re.match(rf"class {kind.__name__}\b", line)), len(lines))
     rest = itertools.takewhile(lambda line: line[:1].isspace(), lines[first + 1 :])
     body = ast.parse("".join([*lines[first : first + 1], *rest])).body
-    members = body[0].body if body and isinstance(body[0], ast.ClassDef) else []  # empty without source
+    members = body[0].body if body and isinstance(body[0], ast.ClassDef) else []
     for member, second in itertools.pairwise(members):
         if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
             match second:

@@ -2,7 +2,7 @@
 
 A forked child inherits the object but not its threads: queued work is lost, waits never end, and writes to a shared
 socket reach the parent's peer. Objects with threads, sockets or files hold a `HomeProcess` and raise `ForkedError` in a
-child. Closing them there has no effect, because the parent owns them.
+child; closing them there has no effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class HomeProcess:
     __slots__ = ("_made_in", "_what")
 
     def __init__(self, what: str) -> None:
-        """Record the current process; ``what`` starts the error message: ``the publisher``."""
+        """Record this process; ``what`` starts the error message: ``the publisher``."""
         self._what, self._made_in = what, os.getpid()
 
     @property

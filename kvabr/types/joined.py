@@ -1,7 +1,7 @@
 """The catalog of a prompt joined from passages, playable like that of one asset.
 
-Its groups are those of the passages in prompt order, plus the texts between them, which only an engine can compute
-(`Catalog.computed`). They have unequal lengths. A passage's group is published under the passage's name
+Its groups, of unequal lengths, are those of the passages in prompt order, plus the texts between them, which only an
+engine can compute (`Catalog.computed`). A passage's group is published under the passage's name
 (`Catalog.namespace_of`, `Catalog.address`), encoded at `Unit.free` and placed at `Unit.first`. The tracks are those
 common to all passages. The catalog ends with the last passage.
 
@@ -31,7 +31,7 @@ from kvabr.types.tails import losses_behind
 from kvabr.types.units import COMPUTED, Unit
 
 _NO_BYTES = 1
-"""Size of a group without frames: sizes must be positive, and one byte is negligible."""
+"""Of a group without frames: sizes must be positive."""
 _NO_COMMON_TRACK = (
     "it has no track, or another codec profile, in common with most of this prompt's passages; publish it as they are"
 )
@@ -42,13 +42,9 @@ class Joined(NamedTuple):
     """A passage at its place in a prompt."""
 
     first: int
-    """First token in the prompt."""
     end: int
-    """Token after the last one."""
     notes: PassageNotes | None
-    """The publisher's notes."""
     groups: range
-    """Groups in the joined catalog."""
 
 
 def joinable(
@@ -75,15 +71,8 @@ def joinable(
 def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) -> Catalog | None:
     """Return the catalog of a prompt up to the end of its last passage in ``found``; None if there is none.
 
-    A passage that begins the prompt is computed: it would have no attention sink before it, and prefill is exact.
-
-    Args:
-        parts: the prompt.
-        found: catalogs of passages with the same spec and at most one codec profile.
-        spec: of the model.
-
-    Raises:
-        FormatError: the passages have no track in common, or several codec profiles.
+    A passage that begins the prompt is computed: it would lack an attention sink before it, and prefill is exact. Raise
+    `FormatError` if the passages have no track in common, or several codec profiles.
     """
     units: list[Unit] = []
     sources: list[Catalog] = []
@@ -131,10 +120,10 @@ def last_groups(catalog: Catalog) -> range:
 
 
 def joined_behind(catalog: Catalog, groups: int, tail: int) -> Catalog:
-    """Return the catalog of the first groups of a joined catalog, after which the engine computes ``tail`` tokens.
+    """Return the catalog of a joined catalog's first groups, followed by ``tail`` computed tokens.
 
-    The groups end in the last passage (`last_groups`). Only its losses change, since tails were measured per passage.
-    See `Catalog.behind`.
+    They end in the last passage (`last_groups`); only its losses change, since tails were measured per passage. See
+    `Catalog.behind`.
     """
     made = catalog.prefix(groups)
     if not tail or not last_groups(catalog):
@@ -146,13 +135,12 @@ def joined_behind(catalog: Catalog, groups: int, tail: int) -> Catalog:
         tracks.append(replace(track, loss=losses + (0.0,) * (len(track.loss) - len(losses))))
     sources = list(catalog.sources)
     sources[end.source] = replace(source, tracks=tuple(tracks))
-    # Some tracks of the passages may have been removed.
     common = tuple(track for track in _common(made.units, sources, 0.0) if track.name in made.by_name)
     return replace(made, tracks=common, sources=tuple(sources), tail=catalog.tail + tail)
 
 
 def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
-    """Return the passages of a joined catalog in prompt order; empty for any other catalog."""
+    """Return the passages of a joined catalog in prompt order; empty for any other."""
     places: dict[int, list[int]] = {}
     for group, unit in enumerate(catalog.units if catalog.sources else ()):
         if unit.source != COMPUTED and unit.free is not None:
@@ -169,9 +157,9 @@ def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
 
 
 def is_joined(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> bool:
-    """Return whether a cache assembled in these steps contains a passage or KV computed after one.
+    """Return True if a cache assembled in these steps contains a passage or KV computed after one.
 
-    Steps are as in `PlayRecord.steps`. Computed groups are exact only if every group before them is exact at that time.
+    Steps are as in `PlayRecord.steps`. Computed groups are exact only if all groups before them are exact at that time.
     """
     foreign = [False] * catalog.groups
     for _, first, what in steps:
@@ -183,12 +171,8 @@ def is_joined(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> 
 def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -> float | None:
     """Return the fusion loss of a cache, nats per generated token; None if that of a passage was not measured.
 
-    Args:
-        catalog: joined, see `join`.
-        coverage: track of each group, or `RECOMPUTED` for a group without fusion loss.
-        share: share of each passage's tokens that was computed again.
-
-    A partly played passage counts in proportion.
+    ``coverage`` has the track of each group, or `RECOMPUTED` for a group without fusion loss; ``share`` of each
+    passage's tokens was computed again. A partly played passage counts in proportion.
     """
     total = 0.0
     for passage in joined_passages(catalog):
@@ -202,7 +186,6 @@ def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -
 
 
 def _alike(found: Mapping[Passage, Catalog]) -> dict[Passage, Catalog]:
-    """Return the passages with a common profile and base track that cover the most tokens."""
     best: dict[Passage, Catalog] = {}
     profiles = dict.fromkeys(one.profile for one in found.values())
     bases = dict.fromkeys(track.name for one in found.values() for track in one.tracks if track.refines is None)
@@ -223,7 +206,6 @@ def _tokens(found: Iterable[Passage]) -> int:
 
 
 def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> tuple[Track, ...]:
-    """Return the tracks common to all passages, with group sizes, digests and losses including fusion loss."""
     whole = sum(one.tokens for one in sources)
     parts = [one.tokens / whole for one in sources]
     fusion = [0.0 if one.passage is None else one.passage.fusion_loss(share) or 0.0 for one in sources]
@@ -247,7 +229,6 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> 
         ]
         sizes, losses, digests = zip(*listed, strict=True)
         slowest = max(track.decode_s for track in every)
-        # Tails were measured without other passages before.
         tracks[first.name] = replace(
             first, bytes=sizes, loss=losses, digests=digests, decode_s=slowest, measured=None, tails=()
         )
@@ -257,6 +238,6 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> 
 
 
 def _name(spec: KVSpec, units: Sequence[Unit], chunks: Sequence[str]) -> str:
-    """Return a digest that distinguishes joined prompts in logs; it is never published."""
+    """Return a digest that distinguishes joined prompts in logs; never published."""
     places = "".join(f"{chunk} {unit.first} {unit.tokens}\n" for unit, chunk in zip(units, chunks, strict=True))
     return hashlib.sha256(b"kvabr.joined/1\0" + spec.digest() + places.encode()).hexdigest()

@@ -1,10 +1,9 @@
 """The shape of a KV cache: its layer classes with their rotary embeddings, and its division into groups.
 
-Shapes only: no bytes, names or networks. Layers of a model with the same kind of cache form a *layer class*, and the
-cache of a class is one tensor ``[layer, K/V, head, token, dim]``. Index 0 of the second axis holds keys (with rotary
-embedding applied), index 1 values. If keys and values differ in size, or only one exists, that axis has length 1 and
-the last axis holds keys, then values (`LayerClass.split`). Most models have one class; codecs and profiles always
-handle one (`KVSpec.parts`).
+Layers with the same kind of cache form a *layer class*; its cache is one tensor ``[layer, K/V, head, token, dim]``.
+Index 0 of the second axis holds keys (with rotary embedding), index 1 values. If keys and values differ in size, or
+only one exists, that axis has length 1 and the last axis holds keys, then values (`LayerClass.split`). Codecs and
+profiles handle one class (`KVSpec.parts`).
 """
 
 from __future__ import annotations
@@ -26,21 +25,18 @@ if TYPE_CHECKING:
     import torch
 
 GROUP_TOKENS = 128
-"""Tokens in a group (draft-shi-moq-kvcache-00, section 3)."""
 FP16_MAX = 65504.0
 MAX_MODELS_BYTES = 1 << 20
 _MAX_CLASSES = 16
 MAX_GROUP_TOKENS = 65536
 DTYPES = ("float16", "bfloat16", "float32")
-"""Element types of unquantised caches."""
 QUANTISED = ("float8_e4m3fn", "float8_e5m2")
-"""Element types that require `LayerClass.scales`."""
+"""Types that require `LayerClass.scales`."""
 ITEM_BYTES = dict(zip((*DTYPES, *QUANTISED), (2, 2, 4, 1, 1), strict=True))
-"""Bytes per element of every allowed element type."""
 MAX_LAYERS, MAX_HEADS, MAX_DIM = 1024, 1024, 4096
 _ROLE = re.compile(r"[a-z]{0,16}")
 _MAX_FREQUENCY = 1024.0
-"""Maximum radians per token and maximum factor of a rotation; the minimum is the inverse. Real models are near 1."""
+"""Maximum radians per token and factor of a rotation; the minimum is the inverse. Real models are near 1."""
 _MAX_THETA = 1e30
 _MAX_SCALE = 2.0**32
 """Maximum scale of quantised numbers; the minimum is the inverse. Real scales are near 1."""
@@ -57,24 +53,22 @@ class RopeSpec:
     theta: float
     """Base of the frequencies, before scaling."""
     rotary_dim: int
-    """Consecutive rotating dimensions of a head; the others pass through (partial RoPE)."""
+    """Consecutive rotating dimensions of a head (partial RoPE)."""
     layout: Literal["half", "interleaved"] = "half"
-    """Pairing of dimensions: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` pairs 2i with 2i+1, both
-    counted from `first`."""
+    """Pairs: ``half`` is d with d + rotary_dim/2 (Llama), ``interleaved`` 2i with 2i+1, counted from `first`."""
     frequencies: tuple[float, ...] | None = None
     """Radians per token of the rotary_dim/2 pairs; None for powers of theta."""
     factor: float = 1.0
-    """Multiplier of cosines and sines (YaRN's attention factor), which scales the length of a pair."""
+    """Multiplier of cosines and sines (YaRN's attention factor)."""
     first: int = 0
-    """First rotating dimension on the tensor's last axis: latent attention (MLA) rotates the last dimensions of a key.
-    """
+    """First rotating dimension on the last axis: latent attention (MLA) rotates the last dimensions of a key."""
 
     def check(self, head_dim: int) -> None:
-        """Raise a `FormatError` unless the embedding is valid for heads of ``head_dim``."""
+        """Raise `FormatError` unless the embedding is valid for heads of ``head_dim``."""
         rotary, frequencies = self.rotary_dim, self.frequencies
         if type(rotary) is not int or not 0 < rotary <= head_dim or rotary % 2:
             raise FormatError(f"KV spec: rotary_dim is {rotary!r}, must be even and at most {head_dim}")
-        # The lower bound keeps powers of theta within the limit for explicit frequencies, so angles stay finite.
+        # The lower bound keeps powers of theta within the limit for frequencies, so angles stay finite.
         if not _is_number(self.theta) or not 1 / _MAX_FREQUENCY <= self.theta <= _MAX_THETA:
             raise FormatError(f"KV spec: rope theta must be a number from 1/{_MAX_FREQUENCY:g} to {_MAX_THETA:g}")
         if self.layout not in ("half", "interleaved"):
@@ -90,7 +84,7 @@ class RopeSpec:
             raise FormatError(f"KV spec: rope factor must be a number from 1/{_MAX_FREQUENCY:g} to {_MAX_FREQUENCY:g}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values. Defaults are omitted, so digests of plain embeddings never change."""
+        """Return plain JSON values without defaults, so that digests of plain embeddings never change."""
         value: dict[str, Any] = {"theta": self.theta, "rotary_dim": self.rotary_dim, "layout": self.layout}
         if self.frequencies is not None:
             value["frequencies"] = [float(each) for each in self.frequencies]
@@ -102,7 +96,7 @@ class RopeSpec:
 
     @classmethod
     def from_json(cls, value: Any) -> RopeSpec:
-        """Parse the output of `to_json`; `KVSpec` checks the values and handles errors."""
+        """Parse `to_json`; `KVSpec` checks the values and handles errors."""
         fields = dict(value)
         if isinstance(fields.get("frequencies"), list):
             fields["frequencies"] = tuple(fields["frequencies"])
@@ -125,29 +119,30 @@ class LayerClass:
 
     ``full``: keys and values of every token. ``window``: of the last `window` tokens. ``chunked``: of the tokens in the
     query's own chunk of `window` tokens. ``latent``: one vector per token that yields keys and values (MLA). ``state``:
-    one recurrent matrix per head, stored as snapshots."""
+    one recurrent matrix per head, stored as snapshots.
+    """
     layers: tuple[int, ...]
-    """Ascending layer numbers in the model."""
     heads: int
     k_dim: int
-    """Dimensions of a key or latent; rows of a state."""
+    """Of a key or latent; rows of a state."""
     v_dim: int
-    """Dimensions of a value: 0 with only one vector per token (K = V, or a latent). Columns of a state."""
+    """Of a value: 0 with one vector per token (K = V, or a latent). Columns of a state."""
     dtype: str
-    """Element type of the publisher's cache, from `DTYPES` or `QUANTISED`."""
+    """From `DTYPES` or `QUANTISED`."""
     rope: RopeSpec | None = None
-    """Rotation of the keys; None if they are not rotated, or differently in some layers."""
+    """Rotation of the keys; None if there is none, or it differs between layers."""
     window: int | None = None
     """Tokens of a window, including the query's own, or of a chunk."""
     interval: int | None = None
-    """Tokens between snapshots of a state, a multiple of the group size; None: one snapshot, at the end of the prompt.
-    """
+    """Tokens between snapshots of a state, a multiple of the group size; None: only one, at the end of the prompt."""
     scales: tuple[float, ...] | None = None
-    """Multipliers of a quantised cache (`QUANTISED`): one, or one per [layer, K/V], or one per [layer, K/V, head]; no
-    K/V axis for latents. None for other types."""
+    """Multipliers of a quantised cache: one, or one per [layer, K/V], or one per [layer, K/V, head]; no K/V axis for
+    latents.
+    """
     role: str = ""
     """Purpose of a secondary cache of the layers, such as ``indexer``: lowercase letters. A layer may be in several
-    classes with different roles."""
+    classes with different roles.
+    """
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -219,8 +214,8 @@ class LayerClass:
     def split(self) -> tuple[int, int]:
         """Channels of a head scaled like keys, then those scaled like values.
 
-        They are concatenated on the last axis, or stacked on the second axis if equal in number. A state counts as
-        values: its rows, on the token axis, differ more than its columns.
+        They are concatenated on the last axis, or stacked on the second if equal in number. A state counts as values:
+        its rows, on the token axis, differ more than its columns.
         """
         return (0, self.v_dim) if self.kind == "state" else (self.k_dim, self.v_dim)
 
@@ -232,7 +227,7 @@ class LayerClass:
 
     @property
     def vectors(self) -> int:
-        """Vectors per token and head: a key and a value, or only one."""
+        """Per token and head: a key and a value, or only one."""
         return 2 if all(self.split) else 1
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
@@ -249,10 +244,7 @@ class LayerClass:
         return replace(self, heads=len(heads), scales=scales)
 
     def of_layers(self, layers: range) -> LayerClass | None:
-        """Return the class restricted to some consecutive layers of the model, renumbered from 0; None if it has none.
-
-        The layers kept are consecutive in this class.
-        """
+        """Return the class restricted to consecutive model layers, renumbered from 0; None if it has none."""
         own = [place for place, layer in enumerate(self.layers) if layer in layers]
         if not own:
             return None
@@ -265,8 +257,7 @@ class LayerClass:
     def first_needed(self, tokens: int) -> int:
         """Return the first token needed by a prompt that continues after ``tokens`` tokens.
 
-        One token more than a query sees is kept, so that the last one can be computed again: engines need at least one
-        token to start with.
+        One token more than a query sees is kept to be computed again: engines need a token to start with.
         """
         if self.kind == "window":
             return max(0, tokens - (self.window or 0))
@@ -275,7 +266,7 @@ class LayerClass:
         return 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values. Defaults are omitted."""
+        """Return plain JSON values without defaults."""
         value: dict[str, Any] = {"kind": self.kind, "layers": list(self.layers), "heads": self.heads}
         value |= {"k_dim": self.k_dim, "v_dim": self.v_dim, "dtype": self.dtype}
         if self.rope is not None:
@@ -285,10 +276,10 @@ class LayerClass:
 
     @classmethod
     def from_json(cls, value: Any) -> LayerClass:
-        """Parse the output of `to_json`; `KVSpec` handles errors."""
+        """Parse `to_json`; `KVSpec` handles errors."""
         fields = dict(value)
         if fields.get("kind") not in KINDS:
-            cls(str(fields.get("kind"))[:80], (), 0, 0, 0, "")  # raises the error for an unknown kind first
+            cls(str(fields.get("kind"))[:80], (), 0, 0, 0, "")
         rope = fields.pop("rope", None)
         layers, scales = fields.pop("layers"), fields.pop("scales", None)
         if not isinstance(layers, list) or not isinstance(scales, list | None):
@@ -303,7 +294,7 @@ def _counted(count: int, word: str) -> str:
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> None:
-    """Raise a `FormatError` unless a field is a whole number within bounds."""
+    """Raise `FormatError` unless a field is a whole number within bounds."""
     if type(value) is not int or not least <= value <= most:
         raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from {least} to {most}")
 
@@ -314,12 +305,12 @@ class KVSpec:
 
     model: str
     tokenizer: str
-    """Digest or name of the tokenizer: equal token ids must mean equal text."""
+    """Digest or name: equal token ids must mean equal text."""
     classes: tuple[LayerClass, ...]
-    """The layer classes. Each layer is in one, or in several with different roles."""
+    """Each layer is in one, or in several with different roles."""
     group_tokens: int = GROUP_TOKENS
     part_of: tuple[str, str] | None = None
-    """For one class of several (`parts`): digest of the whole spec in hex, and the name of the class."""
+    """For one class of several (`parts`): digest of the whole spec in hex, and name of the class."""
 
     def __post_init__(self) -> None:
         check_whole("group_tokens", self.group_tokens, 1, MAX_GROUP_TOKENS)
@@ -371,7 +362,7 @@ class KVSpec:
 
     @property
     def only(self) -> LayerClass:
-        """The only layer class; raises a `FormatError` if there are several."""
+        """The only layer class; raises `FormatError` if there are several."""
         if len(self.classes) > 1:
             raise FormatError(f"{self.model} has several layer classes ({', '.join(self.names)}), which differ in this")
         return self.classes[0]
@@ -388,7 +379,7 @@ class KVSpec:
 
     @property
     def head_dim(self) -> int:
-        """Dimensions of keys and values; raises a `FormatError` if their shapes differ."""
+        """Dimensions of keys and values; raises `FormatError` if their shapes differ."""
         if self.only.halves != 2:
             raise FormatError(f"{self.model}: keys and values of the class {self.only.title} differ in shape")
         return self.only.k_dim
@@ -446,7 +437,7 @@ class KVSpec:
         return f"{of}{self.model} ({self.summary}, {turned})"
 
     def changed(self, **fields: Any) -> KVSpec:
-        """Return this spec with changed fields of its only class, see `LayerClass`."""
+        """Return this spec with changed fields of its only class."""
         return replace(self, classes=(replace(self.only, **fields),))
 
     # ------------------------------------------------------------ any spec
@@ -486,11 +477,11 @@ class KVSpec:
         return max(self.parts, key=lambda part: part.rows * part.elements_per_token)
 
     def track_name(self, level: str) -> str:
-        """Return the track name of a level for this part: the level, then the class if there are several."""
+        """Return a level's track name for this part: the level, then the class if there are several."""
         return level if self.part_of is None else f"{level}.{self.part_of[1]}"
 
     def level_of(self, track: str) -> tuple[str, int]:
-        """Return the level and the class index of a track; raise a `FormatError` if there is no such class."""
+        """Return the level and class index of a track; raise `FormatError` if there is no such class."""
         if len(self.classes) == 1:
             return track, 0
         level, _, name = track.rpartition(".")
@@ -504,7 +495,7 @@ class KVSpec:
         return sum(2 * count * each.elements_per_token for count, each in zip(rows, self.parts, strict=True))
 
     def groups(self, tokens: int) -> int:
-        """Return the number of groups in ``tokens`` tokens; the last may be short."""
+        """Return the groups in ``tokens`` tokens; the last may be short."""
         return -(-tokens // self.group_tokens)
 
     def group_range(self, group: int, tokens: int) -> tuple[int, int]:
@@ -515,7 +506,7 @@ class KVSpec:
         return first, min(first + self.group_tokens, tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; `from_json` reads them back."""
+        """Return plain JSON values for `from_json`."""
         value: dict[str, Any] = {"model": self.model, "tokenizer": self.tokenizer}
         only = self.classes[0]
         alike = (only.kind, only.v_dim, only.role, only.scales) == ("full", only.k_dim, "", None)
@@ -529,7 +520,7 @@ class KVSpec:
 
     @classmethod
     def from_json(cls, value: Any) -> KVSpec:
-        """Parse the output of `to_json` from an untrusted source; raise a `FormatError` if a field is wrong."""
+        """Parse untrusted `to_json`; raise `FormatError` if a field is wrong."""
         try:
             fields = dict(value)
             if "classes" not in fields:
@@ -547,7 +538,7 @@ class KVSpec:
             raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
 
     def same_cache(self, other: KVSpec) -> bool:
-        """Return whether both describe the same cache, ignoring group size and snapshot interval."""
+        """Return True if both describe the same cache, ignoring group size and snapshot interval."""
         # The digest in part_of covers the group size, so compare only the class name.
         mine, theirs = (
             (one.model, one.tokenizer, len(one.classes), one.part_of and one.part_of[1]) for one in (self, other)
@@ -560,7 +551,7 @@ class KVSpec:
     def with_dtypes(self, other: KVSpec) -> KVSpec:
         """Return this spec with the element types of another with as many classes; otherwise itself.
 
-        Quantised classes keep theirs: an engine with such a cache accepts no other type.
+        Quantised classes keep theirs, the only type that their engine accepts.
         """
         if len(other.classes) != len(self.classes):
             return self
@@ -588,9 +579,6 @@ class _Models(Struct):
 
 
 def specs_from_json(data: bytes) -> list[KVSpec]:
-    """Parse ``{"models": [...]}`` from an untrusted source; raise a `FormatError` if it is malformed.
-
-    Other threads can run meanwhile.
-    """
+    """Parse untrusted ``{"models": [...]}``; raise `FormatError`. Other threads can run meanwhile."""
     found = decode(data, _Models, "list of models").models
     return [KVSpec.from_json(decode(each, dict[str, Any], "list of models")) for each in found]

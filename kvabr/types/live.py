@@ -1,10 +1,9 @@
 """Caches published during their prefill: the live catalog and the news of each group.
 
-A *live catalog* has expected sizes and losses, unknown digests, and the expected publication time of each group. *Edge
-messages* follow: the first news of each group of tokens, in order, gives the sizes and digests of the frames that ended
-with it. If only the base is encoded, the message says so, and later news adds the other tracks. The last message
-reports completion or the reason for stopping. Every message carries the key of the live catalog, so productions never
-mix.
+A *live catalog* has expected sizes, losses and publication times, and unknown digests. *Edge messages* follow: the
+first news of each group of tokens, in order, gives sizes and digests of the frames that ended with it. If only the base
+is encoded, the message says so, and later news adds the other tracks. The last message reports completion or the reason
+for stopping. Every message carries the live catalog's key, so productions never mix.
 """
 
 from __future__ import annotations
@@ -27,19 +26,17 @@ from kvabr.types.units import Unit, prefix_units, units_by_chunk, units_of
 
 LIVE_SCHEMA = "kvabr.live/1"
 MAX_EDGE_BYTES = 256 << 10
-"""Maximum size of an edge message, which lists at most a thousand tracks."""
+"""Of an edge message, which lists at most a thousand tracks."""
 MAX_LIVE_BYTES = MAX_CATALOG_BYTES
 UNKNOWN = unknown()
-"""Placeholder for an unknown SHA-256; see `kvabr.types.digests.unknown` for other kinds."""
 _SPARE_VALUES = 64
-"""Values in the first line of a live catalog other than times."""
+"""Values in a live catalog's first line other than times."""
 _NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
-"""Maximum size of news without frames, and of each frame in it."""
+"""Maximum size of news without frames, and per frame."""
 _MAX_FRAME = 1 << 40
 _MAX_BEGUN_SHARE = 0.25
 """Share of published groups that a shorter asset may omit because only their base was encoded."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-"""16 hex digits, unique per production."""
 _Frame = tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME)], Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")]]
 _DECODER = json.JSONDecoder()
 
@@ -76,7 +73,7 @@ class LiveCatalog:
 
     @classmethod
     def loads(cls, text: bytes) -> LiveCatalog:
-        """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if anything is wrong."""
+        """Parse untrusted `dumps`; raise `FormatError` if anything is wrong."""
         if len(text) > MAX_LIVE_BYTES:
             raise FormatError(f"live catalog: {len(text)} bytes, more than the {MAX_LIVE_BYTES} allowed")
         head, newline, rest = text.partition(b"\n")
@@ -92,16 +89,15 @@ class LiveCatalog:
 
 @dataclass(frozen=True, slots=True)
 class PublishedFrames:
-    """News that a group of tokens is published, or further frames of an earlier group."""
+    """News of a published group of tokens, or of further frames of an earlier group."""
 
     key: Key
     group: Annotated[int, Meta(ge=0)]
     ready_s: Positive
-    """Publication time, seconds after the producer began."""
     frames: Mapping[str, _Frame]
-    """Size and digest of its frames by published track name. Some tracks may be missing."""
+    """Size and digest by published track name; some tracks may be missing."""
     rest_s: Positive | None = None
-    """Seconds until the remaining tracks of the group should follow; None if they will not."""
+    """Seconds until the group's remaining tracks should follow; None if they will not."""
 
     def dumps(self) -> bytes:
         """Return one line of JSON."""
@@ -114,11 +110,10 @@ class PublishedFrames:
 
 @dataclass(frozen=True, slots=True)
 class LiveEnd:
-    """News that the production has ended."""
+    """News of the production's end."""
 
     key: Key
     reason: str = ""
-    """Why the producer stopped; empty if the cache is complete."""
 
     def dumps(self) -> bytes:
         """Return one line of JSON."""
@@ -134,7 +129,7 @@ def news_bytes(tracks: int) -> int:
 
 
 def parse_edge(data: bytes) -> EdgeMessage:
-    """Parse an edge message from an untrusted source; raise a `FormatError` if anything is wrong."""
+    """Parse an untrusted edge message; raise `FormatError` if anything is wrong."""
     messages = parse_edges(data)
     if len(messages) != 1:
         raise FormatError(f"edge message: {len(messages)} messages, must be 1")
@@ -164,7 +159,7 @@ def _message(value: Any) -> EdgeMessage:
 
 
 def check_kind(news: PublishedFrames, kind: str) -> None:
-    """Raise a `FormatError` if a digest differs in kind from those of the live catalog."""
+    """Raise `FormatError` if a digest differs in kind from the live catalog's."""
     if any(kind_of(digest) != kind for _, digest in news.frames.values()):
         raise FormatError(f"edge message: group {news.group} has digests of another kind than {kind}")
 
@@ -182,12 +177,9 @@ def merged(news: Iterable[PublishedFrames]) -> list[PublishedFrames]:
 def published_catalog(live: LiveCatalog, news: Sequence[PublishedFrames]) -> Catalog | None:
     """Return the ordinary catalog of the published frames; None if it cannot be played.
 
-    It covers the whole prompt or a prefix, keeps the expected losses, and has the tracks that no group lacks. A few
-    groups at the end that were still being encoded are dropped in favour of the tracks they lack.
-
-    Args:
-        live: the live catalog.
-        news: one per group of tokens, from the first on, see `merged`.
+    It covers the whole prompt or a prefix, keeps the expected losses, and has the tracks that no group lacks; a few
+    last groups are dropped in favour of tracks that they lack. ``news`` has one message per group, from the first on,
+    see `merged`.
     """
     catalog = live.catalog
     many = min(len(news), len(catalog.chunks))
@@ -215,7 +207,7 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
         frames = [frame for unit in units if (frame := news[unit.chunk].frames.get(name[unit.part])) is not None]
         if len(frames) == len(units) and (track.refines is None or track.refines in tracks):
             sizes, digests = zip(*frames, strict=True)
-            if catalog.even:  # a group's loss depends on its distance from the end
+            if catalog.even:
                 loss = losses_behind(track.loss, track.tails, groups, 0, spec.group_tokens)
             else:
                 loss = tuple(track.loss[alike.get(index, index)] for index in own)
@@ -235,7 +227,6 @@ class NewsOrder:
         self._key, self._catalog = live.key, live.catalog
         self._units = None if live.catalog.every_token else units_by_chunk(live.catalog.units, len(live.catalog.chunks))
         self.groups = 0
-        """Groups of tokens announced."""
         self.messages = 0
         self.coming: dict[int, set[str]] = {}
         """Published tracks still to follow, by group of tokens."""
@@ -245,17 +236,17 @@ class NewsOrder:
         return (self._catalog.unit(group),) if self._units is None else self._units[group]
 
     def tracks(self, group: int) -> set[str]:
-        """Return the names of the published tracks with a frame for a group of tokens."""
+        """Return the published tracks with a frame for a group of tokens."""
         parts = self._catalog.spec.parts
         return {parts[unit.part].track_name(track) for unit in self.units(group) for track in self._catalog.by_name}
 
     def check_key(self, message: EdgeMessage) -> None:
-        """Raise a `FormatError` for a message of another production."""
+        """Raise `FormatError` for another production's message."""
         if message.key != self._key:
             raise FormatError("a message of another production")
 
     def take(self, news: PublishedFrames) -> set[str]:
-        """Process the next message; return the names of the tracks that have a frame of its group now, or never will.
+        """Process the next message; return the tracks that have a frame of its group now, or never will.
 
         Raises:
             FormatError: the message is from another production; its group is out of range, out of order or complete; a
@@ -301,34 +292,29 @@ class GrowingCatalog:
     def __init__(self, live: LiveCatalog, wanted: Catalog, most_bytes: int = _MAX_FRAME) -> None:
         """Begin with no group published.
 
-        Args:
-            live: the live catalog of the asset.
-            wanted: the played part of its catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`).
-            most_bytes: the largest frame accepted.
+        ``wanted`` is the played part of the catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`); larger
+        frames than ``most_bytes`` are refused.
         """
         self.key, self._most_bytes = live.key, most_bytes
         self.order = NewsOrder(live)
-        """All news so far, including groups outside the play."""
         self.seconds = live.seconds[wanted.offset : wanted.offset + len(wanted.chunks)]
         """Expected publication time of each played group of tokens, seconds after the producer began."""
         self._sizes = {track.name: list(track.bytes) for track in wanted.tracks}
         self._digests = {track.name: [unknown(wanted.digest_kind)] * len(track.digests) for track in wanted.tracks}
-        # Only this class modifies these lists, and only for groups that cannot be requested yet.
+        # Only this class modifies these lists, for groups that cannot be requested yet.
         tracks = tuple(self._growing(track) for track in wanted.tracks)
         self.catalog = replace(wanted, tracks=tracks)
         """Sizes are expected and digests unknown for groups from `edge` on and those in `left_out`."""
         self.edge = 0
-        """Number of published groups (units)."""
+        """Published groups (units)."""
         self.chunks = 0
-        """Number of published groups of tokens in the play."""
+        """Published groups of tokens in the play."""
         self.left_out: set[tuple[int, str]] = set()
         """Published groups (units) that lack a track, perhaps only for now."""
         self.coming: dict[int, float] = {}
         """Seconds until further tracks of a group (unit) should follow."""
         self._changed: set[int] = set()
-        """Groups (units) with a changed entry in `coming`."""
         self._begun: dict[int, range] = {}
-        """Units of incomplete groups of tokens."""
         self.known: dict[str, list[str]] = {}
         """Group digests by published track name; "" if unknown."""
         for group in range(self.catalog.groups):
@@ -358,8 +344,6 @@ class GrowingCatalog:
 
     def publish(self, news: PublishedFrames) -> list[tuple[int, str]]:
         """Process news; return the (group, track) pairs added to groups (units) that were already published.
-
-        Groups outside the play change nothing.
 
         Raises:
             FormatError: as `NewsOrder.take`; or a frame is too large, or no played track stands alone.
@@ -401,7 +385,6 @@ class GrowingCatalog:
         self.coming.clear()
 
     def _publish(self, group: int, track: str, news: PublishedFrames) -> bool:
-        """Store a frame; return False if there is none."""
         name, number = self.catalog.address(group, track)
         frame = news.frames.get(name)
         if frame is None:

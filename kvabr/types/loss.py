@@ -1,16 +1,16 @@
 """The expected loss of a played cache: of its groups on their tracks, and inherited by recomputed groups.
 
 A recomputed group is exact if all earlier groups are. After lossy groups it inherits 5 % to 30 % of its loss on their
-tracks, for any track (SmolLM2-135M, 8 groups of three texts; 4, 3 and 2 bits, and the draft's seven levels). The model
-is `INHERITED` times the weighted mean of that loss; near groups weigh more, by the shape of the track's own losses. (21
-recomputed groups after 42 lossy ones, 8,064 tokens: measured 0.00042; a plain mean predicts 0.0031, this model without
-tails 0.0005.)
+tracks (SmolLM2-135M, 8 groups of three texts; 4, 3 and 2 bits, and the draft's seven levels). The model is `INHERITED`
+times the weighted mean of that loss; near groups weigh more, by the shape of the track's own losses. (21 recomputed
+groups after 42 lossy ones, 8,064 tokens: measured 0.00042; a plain mean predicts 0.0031, this model without tails
+0.0005.)
 
 Groups recomputed at the end are a tail. If the catalog has the losses left after tails (`kvabr.types.tails`), the
 groups before the tail lose that amount, including the loss inherited by the tail.
 
-Decisions add up losses, one group at a time. The loss promised for a cache of mixed tracks is less (`promised_loss`),
-since a few groups on a coarse track lose less than their share of the loss on all groups.
+Decisions add up losses group by group. A cache of mixed tracks promises less (`promised_loss`), since a few groups on a
+coarse track lose less than their share of the loss on all groups.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 INHERITED = 0.2
-"""Share of the loss on earlier tracks that a recomputed group inherits."""
+"""Share of its loss on earlier tracks that a recomputed group inherits."""
 ALONE = 0.3
-"""Share of its loss that a group has independently of the others; the rest depends on other groups that are as coarse
-(SmolLM2-135M, mixed caches of three texts; see `promised_loss`)."""
+"""Share of a group's loss that is independent of others; the rest depends on groups that are as coarse (SmolLM2-135M,
+mixed caches of three texts; see `promised_loss`).
+"""
 
 
 def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
     """Return the expected loss of a cache with group g on ``tracks[g]``, in nats per generated token.
 
-    ``tracks`` has one name per group: its highest track, or `RECOMPUTED`.
+    ``tracks`` has each group's highest track, or `RECOMPUTED`.
     """
     if len(tracks) != catalog.groups:
         raise FormatError(f"{len(tracks)} tracks for an asset of {catalog.groups} groups")
@@ -52,16 +53,15 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
 def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> float:
     """Return the expected loss of a cache assembled in these steps, in nats per generated token.
 
-    A recomputed group inherits the errors of earlier groups at that time; upgrading them later does not improve it.
-    Steps are as in `PlayRecord.steps`: ("fetch", group, track) and ("compute", first, last). Raises `FormatError` for
-    an invalid step or a group without any.
+    A recomputed group inherits the errors of earlier groups at that time. Steps are as in `PlayRecord.steps`: ("fetch",
+    group, track) and ("compute", first, last). Raises `FormatError` for an invalid step or a group without any.
     """
     tracks = [""] * catalog.groups
     inherited: dict[int, float] = {}
     fresh: list[int] = []
     """Computed groups with no fetch since."""
     outdated: set[int] = set()
-    """The other computed groups; the groups they were computed on may have improved since."""
+    """Other computed groups; groups before them may have improved since."""
     lossy = _LossyGroups(catalog)
     for kind, where, what in steps:
         last = what if isinstance(what, int) else where + 1
@@ -79,13 +79,12 @@ def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -
     if "" in tracks:
         raise FormatError(f"group {tracks.index('')} is neither fetched nor computed")
     total, tail = _total(catalog, tracks, inherited), _tail(catalog, tracks)
-    # The measured loss after a tail assumes that the tail was computed on the present groups.
+    # The measured loss after a tail assumes that it was computed on the present groups.
     late = sorted(group for group in outdated if group >= tail and tracks[group] == RECOMPUTED)
     return total + sum(max(0.0, inherited[group] - lossy.inherited(group)) for group in late)
 
 
 def _tail(catalog: Catalog, tracks: Sequence[str]) -> int:
-    """Return the first group of a computed tail with known losses, or the number of groups."""
     end = len(tracks)
     while end and tracks[end - 1] == RECOMPUTED:
         end -= 1
@@ -94,7 +93,6 @@ def _tail(catalog: Catalog, tracks: Sequence[str]) -> int:
 
 
 def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, float]) -> float:
-    """Sum the losses; ``inherited`` maps computed groups outside the tail to their inherited loss."""
     tail = _tail(catalog, tracks)
     losses = _losses(catalog, set(tracks) - {RECOMPUTED}, tail, len(tracks))
     return sum(
@@ -103,7 +101,6 @@ def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, floa
 
 
 def _losses(catalog: Catalog, names: Iterable[str], tail: int, groups: int) -> dict[str, Sequence[float]]:
-    """Return the losses of the first ``tail`` groups if the others are computed after them, by track."""
     tracks = [catalog.track(name) for name in names]
     if tail == groups:
         return {track.name: track.loss for track in tracks}
@@ -117,14 +114,11 @@ def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> floa
     A group loses more next to others that are as coarse. Let W be the total loss of a track beyond the next finer one,
     and s the share of W in groups on this track or a coarser one. They lose W (`ALONE` s + (1 - `ALONE`) s^2) instead
     of W s. So a cache on one track loses the sum, an exact one 0, and a lower loss in a group never raises the promise.
-    The loss inherited by computed groups is in ``added`` and stays.
+    The loss inherited by computed groups is in ``added`` and stays. The sum is returned unless the units are all groups
+    of one prompt, as this is unmeasured.
 
-    If the units are not all groups of one prompt, this is unmeasured, and the sum is returned.
-
-    Args:
-        catalog: catalog of the cache, with the losses left after any tail.
-        tracks: tracks of its (first) groups, as for `predicted_loss`.
-        added: `predicted_loss`, or `played_loss`.
+    ``catalog`` has the losses left after any tail; ``tracks`` is as for `predicted_loss`; ``added`` is that, or
+    `played_loss`.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -136,8 +130,7 @@ def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> floa
     place = {name: number for number, name in enumerate(levels)}
     on = np.array([place.get(name, len(levels)) for name in tracks[:tail]])
     lost = np.array([losses[name][:tail] for name in levels])
-    # A finer track may lose more in single groups, so a step is at most the excess of any coarser track over any finer
-    # one.
+    # A finer track may lose more in single groups, so a step is at most any coarser track's excess over any finer one.
     most = np.append(np.maximum.accumulate(lost[::-1])[::-1][1:], np.zeros((1, tail)), axis=0)
     more = np.maximum(0.0, np.minimum.accumulate(lost) - most)
     own, whole = np.where(on <= np.arange(len(levels))[:, None], more, 0.0).sum(axis=1), more.sum(axis=1)
@@ -148,8 +141,8 @@ def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> floa
 def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return the loss of each of the first n groups if the engine computes all later ones, for n from 0 to all.
 
-    The groups are on one track. The first array is a factor on their usual loss, the second is added; see
-    `losses_behind`. If the catalog has no tails, the second is the loss inherited by the computed groups.
+    The groups are on one track. The first array is a factor on their usual loss, the second is added: see
+    `losses_behind`, or without tails the loss inherited by computed groups.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -175,7 +168,7 @@ def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64]
 def inherited_behind(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
     """Return the loss inherited by all groups after the first n, if those are on one track, for n from 0 to all.
 
-    0.0 if groups do not attend to all earlier ones, since the loss is then unknown.
+    0.0 if groups do not attend to all earlier ones, as the loss is then unknown.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -184,7 +177,7 @@ def inherited_behind(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
         return np.zeros(len(losses) + 1)
     near, size = np.append(0.0, np.cumsum(losses[::-1])), 2 * len(losses) + 2
     each = np.divide(losses, near[:-1], out=np.zeros(len(losses)), where=near[:-1] > 0)
-    # Subtract the part inherited from groups after the first n; all these sums are one correlation.
+    # Subtract the part inherited from groups after the first n, in one correlation.
     kept = np.fft.irfft(np.fft.rfft(each, size) * np.fft.rfft(near, size).conj(), size)[: len(near)]
     every = np.append(np.cumsum((each * near[:-1])[::-1])[::-1], 0.0)
     found: npt.NDArray[np.float64] = INHERITED * np.maximum(0.0, every - kept)
@@ -197,7 +190,6 @@ class _LossyGroups:
         self._on: dict[str, npt.NDArray[np.float64]] = {}
         self._name: list[str] = [""] * catalog.groups
         self._losses: dict[str, npt.NDArray[np.float64]] = {}
-        """Per track, the loss of each group, then 0.0."""
 
     def set(self, group: int, name: str) -> None:
         before, self._name[group] = self._name[group], name
@@ -212,19 +204,17 @@ class _LossyGroups:
             self._on[name][group] = 1.0
 
     def inherited(self, group: int) -> float:
-        """Return the loss inherited by a recomputed group from the present earlier groups."""
+        """Return a recomputed group's inherited loss from the present earlier groups."""
         total = 0.0
         for name in sorted(self._on):
             total += self._handed_on(name, group)
         return INHERITED * total
 
     def _handed_on(self, name: str, group: int) -> float:
-        """Return the loss inherited from earlier groups on one track, before `INHERITED`."""
         losses, on = self._losses[name], self._on[name][:group]
         if not on.any():
             return 0.0
-        # Weights: losses of the last groups, each as far from the end of the prompt as an earlier group is from this
-        # one.
+        # Weights: losses of the last groups, as far from the end of the prompt as earlier groups are from this one.
         catalog = self._catalog
         nearness = losses[-1 - group : -1] if catalog.every_token else losses[_as_far(catalog, group)]
         everything = float(nearness.sum())
@@ -234,7 +224,7 @@ class _LossyGroups:
 def _as_far(catalog: Catalog, group: int) -> list[int]:
     """Map each earlier group to the group as far from the end of the prompt as it is from ``group``.
 
-    -1 (the last position, with loss 0.0) if there is none: the group is outside the attention window.
+    If there is none, -1 (the last position, with loss 0.0): the group is outside the attention window.
     """
     units = catalog.units
     places = {(unit.part, unit.chunk): index for index, unit in enumerate(units)}

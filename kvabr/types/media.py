@@ -1,8 +1,7 @@
 """Prompts with pictures, sound or films.
 
 In token ids, every picture is the same few placeholder tokens. `MediaTokens` adds a digest of each medium and can
-replace the ids wherever a prompt is named (`kvabr.types.naming.chain`): the digest changes the name of every group from
-the medium on.
+replace the ids wherever a prompt is named (`kvabr.types.naming.chain`), so that media change the names of groups.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ class Medium:
     first: int
     """Position of its first placeholder token; negative in a piece of a prompt that begins inside it."""
     tokens: int
-    """Number of placeholder tokens."""
     digest: str
-    """Digest of the model's input after cropping and scaling, 64 hex digits."""
+    """Of the model's input after cropping and scaling, 64 hex digits."""
 
 
 class MediaTokens(Sequence[int]):
@@ -41,7 +39,6 @@ class MediaTokens(Sequence[int]):
     __slots__ = ("ids", "media")
 
     def __init__(self, ids: Sequence[int], media: Sequence[Medium]) -> None:
-        """Take ids and media; raise a `UsageError` unless the media are in order and overlap the ids."""
         try:
             self.ids, self.media = tuple(map(index, ids)), tuple(media)
         except TypeError as error:
@@ -68,7 +65,6 @@ class MediaTokens(Sequence[int]):
     @overload
     def __getitem__(self, at: slice) -> Sequence[int]: ...
     def __getitem__(self, at: int | slice) -> int | Sequence[int]:
-        """Return a token, or a contiguous piece of the prompt."""
         if not isinstance(at, slice):
             return self.ids[at]
         first, end, step = at.indices(len(self.ids))
@@ -100,6 +96,6 @@ def _whole(value: object) -> bool:
 
 
 def media_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the media's contribution to a group's name: their positions and digests."""
+    """Return positions and digests of media for a group's name."""
     media = getattr(tokens, "media", ())
     return b"".join(struct.pack("<qQ", each.first, each.tokens) + bytes.fromhex(each.digest) for each in media)

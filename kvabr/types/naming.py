@@ -6,7 +6,7 @@ chained group by group: equal prefixes have equal digests, and one lookup finds 
 A model's name identifies its caches: anything that changes KV is part of it, defaults add nothing. If the readable part
 is not sufficient, a tilde and 16 hex digits follow: a digest of the raw name if characters were replaced, or of facts
 such as adapters, quantisation and ranks. See `docs/guides/engines.md` for the contents of a name and
-`kvabr.engines.weights` for the digest of a model's weights.
+`kvabr.engines.weights` for the digest of weights.
 """
 
 from __future__ import annotations
@@ -26,32 +26,31 @@ from kvabr.types.kv import GROUP_TOKENS
 from kvabr.types.media import media_bytes
 
 ROOT = "moq://kvcache.moq.arpa/v1/"
-"""First field of every track namespace (draft-shi-moq-kvcache-00)."""
+"""First field of every track namespace."""
 LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")
-"""Compression levels of the draft, used as track names."""
+"""The draft's compression levels, used as track names."""
 LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
-"""The layers, base first; each refines its predecessor."""
+"""Base first; each refines its predecessor."""
 CATALOG_TRACK = "kvabr.catalog"
-"""Track with one group: the catalog of the namespace's prompt. Not ``catalog``: moq-rs servers reserve that name in
-every namespace for media."""
+"""Track with one group: the catalog of the namespace's prompt. Not ``catalog``, which moq-rs servers reserve."""
 PROFILE_TRACK = "profile"
 """Track with one group: a codec profile. The prompt field of its namespace is the profile's SHA-256."""
 MAX_FULL_TRACK_NAME = 4096
-"""Maximum bytes of namespace fields and track name together (moq-transport, section 2.4.1)."""
+"""Bytes of namespace fields and track name together (moq-transport, section 2.4.1)."""
 PREFIX_TRACK = "prefix."
-"""Prefix of a lookup's track name, see `prefix_track`."""
+"""Of a lookup's track name, see `prefix_track`."""
 LIVE_TRACK = "kvabr.live"
 """Track with one group: the live catalog of a cache during prefill, see `kvabr.types.live`."""
 EDGE_TRACK = "kvabr.edge"
-"""Track of the edge messages of such a cache, one per group."""
+"""Track of its edge messages, one per group."""
 LIVE_PREFIX_TRACK = "live."
-"""Prefix of a lookup among caches during prefill; the rest is as in `prefix_track`."""
+"""Of a lookup among caches during prefill; the rest is as in `prefix_track`."""
 MAX_PREFIX_DIGESTS = 320
-"""Maximum digests in one lookup's name; leaves 584 bytes for the model's name."""
+"""In one lookup's name; leaves 584 bytes for the model's name."""
 LOOKUP_RUN = 16
 """Groups per page in a store. Lookups of long prompts name the last group of each page."""
 PROPERTY_GROUP_BYTES = 0x38
-"""Object property of a group's first object: bytes of the whole group (an application code point, moq-transport)."""
+"""Object property of a group's first object: bytes of the group (an application code point, moq-transport)."""
 PROPERTY_GROUP_DIGEST = 0x39
 """Object property of a group's first object: SHA-256 of the whole group."""
 PROPERTY_GROUP_BLAKE3 = 0x3B
@@ -80,7 +79,7 @@ class TrackNamespace:
 
     model: str
     prompt: str
-    """Last chained digest of the prompt, hex; see `chain`."""
+    """Last chained digest, hex; see `chain`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model or "\0" in self.model:
@@ -93,7 +92,7 @@ class TrackNamespace:
             raise FormatError(f"track namespace: the prompt field must be 64 hex digits, not {str(self.prompt)[:80]!r}")
 
     def fields(self) -> tuple[bytes, ...]:
-        """Return the namespace tuple as in the draft: (root, model, prompt)."""
+        """Return the draft's namespace tuple: (root, model, prompt)."""
         return (ROOT.encode(), self.model.encode(), self.prompt.encode())
 
     def split_fields(self) -> tuple[bytes, ...]:
@@ -103,14 +102,14 @@ class TrackNamespace:
 
     @classmethod
     def from_fields(cls, fields: Sequence[bytes]) -> TrackNamespace:
-        """Parse either form; raise a `FormatError` if the fields are not a namespace of this draft."""
+        """Parse either form; raise `FormatError` if the fields are not a namespace of this draft."""
         try:
             text = [bytes(field).decode() for field in fields]
         except UnicodeDecodeError as error:
             raise FormatError("track namespace: a field is not UTF-8") from error
         if len(text) == 3 and text[0] == ROOT:
             return cls(text[1], text[2])
-        # Some peers join fields with slashes and split them again, or drop empty fields: compare the parts.
+        # Some peers join and split fields at slashes, or drop empty fields: compare the parts.
         root = [part for part in ROOT.split("/") if part]
         parts = [part for part in "/".join(text).split("/") if part]
         if len(parts) > len(root) + 1 and parts[: len(root)] == root:
@@ -118,7 +117,7 @@ class TrackNamespace:
         raise FormatError(f"track namespace: {text[:4]} does not start with {ROOT}")
 
     def full_name_bytes(self, track: str) -> int:
-        """Return the size of the full track name; peers reject more than `MAX_FULL_TRACK_NAME`."""
+        """Return the bytes of the full track name; peers reject more than `MAX_FULL_TRACK_NAME`."""
         return sum(map(len, self.fields())) + len(track.encode())
 
 
@@ -126,11 +125,12 @@ MODELS_TRACK = "kvabr.models"
 """Track with one group: the specs of the models readable by a player, JSON ``{"models": [...]}``."""
 
 MODELS_NAMESPACE = TrackNamespace("kvabr", "0" * 64)
-"""Namespace of `MODELS_TRACK` and `CHANGES_TRACK`; no prompt has this digest."""
+"""Of `MODELS_TRACK` and `CHANGES_TRACK`; no prompt has this digest."""
 
 CHANGES_TRACK = "kvabr.changes."
-"""Prefix of a track that answers with withdrawn assets once there are some; a position follows. Relays keep such a
-request open, see `kvabr.server.changes`."""
+"""Prefix, before a position, of a track that answers once there are withdrawn assets. Relays keep such a request open,
+see `kvabr.server.changes`.
+"""
 
 
 def chain(
@@ -143,9 +143,9 @@ def chain(
 ) -> list[str]:
     """Return the chained digest, 64 hex digits, of every group of a prompt; the last names the prompt.
 
-    Each digest covers model, tokenizer, salt and all tokens (ids from 0 to 2**32 - 1) up to the end of its group. A
-    short last group has another digest than the full group. The salt is a tenant secret that prevents tenants from
-    guessing each other's digests. With `MediaTokens`, a digest also covers the media up to its group.
+    Each digest covers model, tokenizer, salt and all tokens (ids from 0 to 2**32 - 1) up to the end of its group; a
+    short last group differs from the full group. The salt is a tenant secret against guessed digests. With
+    `MediaTokens`, a digest also covers the media up to its group.
     """
     return chained(b"kvabr.chain/1", tokens, model, tokenizer, group_tokens, salt)
 
@@ -153,10 +153,7 @@ def chain(
 def chained(
     domain: bytes, tokens: Sequence[int], model: str, tokenizer: str, group_tokens: int, salt: bytes
 ) -> list[str]:
-    """Return chained digests as `chain`, in a domain: a prompt, or a passage (`kvabr.types.passage`).
-
-    Digests of different domains never agree.
-    """
+    """Return chained digests as `chain`, in a separate domain: a prompt, or a passage (`kvabr.types.passage`)."""
     head = [model.encode(), tokenizer.encode(), salt, struct.pack("<I", group_tokens)]
     state = hashlib.sha256(domain + b"\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
     digests = []
@@ -167,7 +164,7 @@ def chained(
 
 
 def next_digest(digest: str, tokens: Sequence[int]) -> str:
-    """Return the chained digest of the group that follows ``digest`` and has these tokens."""
+    """Return the chained digest of the group of these tokens that follows ``digest``."""
     return _link(bytes.fromhex(digest), tokens).hex()
 
 
@@ -180,7 +177,7 @@ def _link(state: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def prefix_key(digest: str) -> bytes:
-    """Return the part of a digest in a lookup's name: its first 8 bytes."""
+    """Return a digest's first 8 bytes, its part in a lookup's name."""
     if not _DIGEST.fullmatch(digest):
         raise FormatError(f"a prompt digest has 64 hex digits, not {digest[:80]!r}")
     return bytes.fromhex(digest[: 2 * _KEY_BYTES])
@@ -214,7 +211,7 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None,
     A name fits `MAX_PREFIX_DIGESTS`. Digests of longer prompts are thinned (`prefix_positions`), and a second lookup,
     ``prefix_track(digests, gap.start, gap.stop)``, settles the groups between two named ones (`prefix_gap`). One round
     trip serves prompts of up to 321 groups, two up to 102,400 (4,880 over object stores). For recurrent states they are
-    thinned ``evenly``: a longer match may lack a playable snapshot, so the first lookup must distinguish more lengths.
+    thinned ``evenly``: a longer match may lack a playable snapshot.
     """
     end = len(digests) if end is None else end
     keys = b"".join(prefix_key(digests[group]) for group in prefix_positions(first, end, evenly=evenly))
@@ -224,14 +221,14 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None,
 def prefix_gap(shared: int, groups: int, *, evenly: bool = False) -> range:
     """Return the groups left open by a first lookup, given how many (at least 1) the returned asset shares.
 
-    They lie after the last shared group, so a second answer is never worse. Empty if no longer prefix is possible.
+    They follow the last shared group, so a second answer is never worse. Empty if no longer prefix is possible.
     """
     refused = next((group for group in prefix_positions(1, groups, evenly=evenly) if group >= shared), groups)
     return range(shared - 1, refused) if refused > shared else range(0)
 
 
 def is_lookup(track: str) -> bool:
-    """Return whether a track is a prefix lookup, live or not."""
+    """Return True for a prefix lookup, live or not."""
     return track.startswith((PREFIX_TRACK, LIVE_PREFIX_TRACK))
 
 
@@ -251,7 +248,7 @@ def parse_prefix_track(name: str) -> list[bytes]:
     if text == name or len(text) > MAX_FULL_TRACK_NAME:
         raise FormatError(f"not the name of a prefix lookup: {name[:80]!r}")
     try:
-        # Accept only the canonical form: one name per lookup lets relays cache its answer.
+        # Only the canonical form, so that relays can cache a lookup's answer by name.
         keys = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
         raise FormatError(f"prefix lookup: not base64 ({error})") from error
@@ -263,24 +260,19 @@ def parse_prefix_track(name: str) -> list[bytes]:
 
 
 MARK = "~"
-"""Precedes a digest in a name."""
 DIGITS = 16
-"""Hex digits of a digest in a name: 64 bits."""
 MAX_READABLE = 180
 """Characters of the readable part; with digests and ranks a name has at most 256."""
 STRICT = re.compile(r"[^A-Za-z0-9._/-]")
-"""Characters not allowed in names from an engine."""
+"""Not allowed in names from an engine."""
 LOOSE = re.compile(r"[\x00-\x1f\x7f~\ud800-\udfff]")
-"""Characters not allowed in names from a folder: only unprintable ones and the mark."""
+"""Not allowed in names from a folder: unprintable characters and the mark."""
 
 _DIGESTS = re.compile(r"(-[0-9a-f]{16})?(~[0-9a-f]{16})*$")
 
 
 def safe_name(raw: str, unsafe: re.Pattern[str] = STRICT) -> str:
-    """Return ``raw`` if it is safe in a track namespace, otherwise its readable part and a digest.
-
-    Different inputs have different names.
-    """
+    """Return ``raw`` if it is safe in a track namespace, otherwise its readable part and a distinguishing digest."""
     readable = re.sub("/+", "/", unsafe.sub("-", raw)).strip("/")[-MAX_READABLE:].strip("/") or "model"
     return raw if readable == raw else _marked(readable, b"kvabr.raw-name/1", raw)
 
@@ -288,12 +280,7 @@ def safe_name(raw: str, unsafe: re.Pattern[str] = STRICT) -> str:
 def with_facts(name: str, facts: Mapping[str, Any]) -> str:
     """Return a model's name with a digest of further facts; ``name`` itself if all facts are empty.
 
-    Args:
-        name: the model's name.
-        facts: JSON values by name. None, "", and empty lists or tables are defaults and are ignored.
-
-    Raises:
-        UsageError: a fact is not valid JSON.
+    Facts are JSON values by name; None, "", and empty lists or tables are ignored. Raise `UsageError` for other values.
     """
     given = {key: value for key, value in facts.items() if value is not None and value not in ("", [], {}, ())}
     if not given:
@@ -306,7 +293,7 @@ def with_facts(name: str, facts: Mapping[str, Any]) -> str:
 
 
 def akin(one: str, other: str) -> bool:
-    """Return whether two names may belong to fine-tuned versions of one model: their readable parts are equal.
+    """Return True if two names may belong to fine-tuned versions of one model: their readable parts are equal.
 
     Such models never share caches, but may share codec profiles and measured losses.
     """

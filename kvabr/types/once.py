@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 F = TypeVar("F", bound=Callable[..., object])
 
 _BUILDING = threading.RLock()
-"""Held while an object is built and while the process forks, so that a child never inherits half-built objects."""
+"""Also held while the process forks, so that a child never inherits half-built objects."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_BUILDING.acquire, after_in_parent=_BUILDING.release, after_in_child=_BUILDING.release)
 
@@ -22,7 +22,7 @@ if hasattr(os, "register_at_fork"):
 def once(work: F) -> F:
     """Return ``work`` cached by positional arguments, running in one thread at a time.
 
-    The function must not wait for another thread. Errors are raised, not cached.
+    It must not wait for another thread. Errors are not cached.
     """
     first = cache(work)
 

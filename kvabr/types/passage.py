@@ -1,12 +1,10 @@
 """Passages: texts with a cache that can be used anywhere in a prompt, and prompts made of them.
 
-A prompt of a retrieval assistant has exact text (`Exact`) and passages (`Passage`), each an asset of its own. A
-passage's cache was computed without the rest of the prompt, so a joined cache is an approximation. Its *fusion loss* is
-the KL divergence against a full prefill, in nats per generated token, without codec losses. Recomputing a *share* of
-the passages' tokens lowers it.
-
-Passages are named like prompts, by a digest chain in a separate domain (`passage_chain`). Their groups hold keys before
-rotation (`kvabr.codec.base.GroupContext.free`).
+A prompt of a retrieval assistant has exact text (`Exact`) and passages (`Passage`), each an asset. A passage's cache
+was computed without the rest of the prompt, so a joined cache is an approximation. Its *fusion loss* is the KL
+divergence against a full prefill, in nats per generated token, without codec losses. Recomputing a *share* of the
+passages' tokens lowers it. Passages are named by a digest chain in a separate domain (`passage_chain`), and their
+groups hold keys before rotation (`kvabr.codec.base.GroupContext.free`).
 """
 
 from __future__ import annotations
@@ -27,14 +25,12 @@ from kvabr.types.naming import TrackNamespace, chained
 from kvabr.types.records import check, convert
 
 MAX_PASSAGE_TOKENS = 1 << 17
-"""Split longer texts into several passages."""
+"""Longer texts must be split."""
 MAX_PARTS = 4096
 MAX_CONTEXTS = 1 << 16
-"""Maximum number of averaged contexts."""
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _FusionLoss = Annotated[float, Meta(ge=0, le=1e6)]
 _ORDER_BYTES = 1536
-"""Bytes of `PassageNotes.order` per JSON string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ Part = Exact | Passage
 
 
 def check_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Return the parts of a prompt; raise a `UsageError` unless there are 1 to 4,096."""
+    """Return the parts of a prompt; raise `UsageError` unless there are 1 to 4,096."""
     found = tuple(parts)
     if not 0 < len(found) <= MAX_PARTS or not all(isinstance(part, Exact | Passage) for part in found):
         raise UsageError(f"a prompt is made of 1 to {MAX_PARTS} parts, each an Exact or a Passage")
@@ -86,13 +82,13 @@ def passage_chain(
 ) -> list[str]:
     """Return the chained digest of every group of a passage; the last names it. See `kvabr.types.naming.chain`.
 
-    The last group may be short: passages are neither padded nor aligned with the groups of a prompt.
+    The last group may be short: passages are neither padded nor aligned with a prompt's groups.
     """
     return chained(b"kvabr.passage/1", tokens, model, tokenizer, group_tokens, salt)
 
 
 def check_movable(spec: KVSpec) -> None:
-    """Raise a `FormatError` unless caches of this model can be moved to other positions.
+    """Raise `FormatError` unless this model's caches can be moved to other positions.
 
     This requires a single layer class with full attention or latents, and keys with a known rotation.
     """
@@ -104,19 +100,18 @@ def check_movable(spec: KVSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PassageNotes:
-    """A catalog's additional facts about a passage."""
+    """A catalog's facts about a passage."""
 
     base: Annotated[str, Meta(min_length=1, max_length=256)]
     """Context of the computation: ``alone``; ``behind``, after another text; or ``mean``, averaged over contexts."""
     contexts: Annotated[int, Meta(ge=0, le=MAX_CONTEXTS)] = 0
-    """Number of averaged contexts."""
     order: Annotated[bytes, Meta(max_length=MAX_PASSAGE_TOKENS)] = b""
     """Rank per token, 255 for tokens that gain most from recomputation; empty if unknown."""
     fusion: Annotated[tuple[tuple[_Share, _FusionLoss], ...], Meta(max_length=64)] = ()
     """Pairs (recomputed share of tokens, fusion loss of the prompt), shares ascending, measured after contexts outside
-    the base. Empty if not measured."""
+    the base. Empty if not measured.
+    """
     method: Annotated[str, Meta(max_length=4096)] = ""
-    """Method of measurement, as text."""
 
     def __post_init__(self) -> None:
         check(self, "passage")
@@ -124,7 +119,7 @@ class PassageNotes:
             raise FormatError("passage: the shares of its fusion losses must ascend")
 
     def check(self, spec: KVSpec, tokens: int) -> None:
-        """Raise a `FormatError` if these notes do not fit an asset."""
+        """Raise `FormatError` if these notes do not fit an asset."""
         check_movable(spec)
         if tokens > MAX_PASSAGE_TOKENS:
             raise FormatError(f"passage: {tokens} tokens, at most {MAX_PASSAGE_TOKENS} are allowed")
@@ -134,8 +129,7 @@ class PassageNotes:
     def fusion_loss(self, share: float) -> float | None:
         """Return the expected fusion loss if a share of the tokens is recomputed; None if not measured.
 
-        Interpolates between measured shares, and from the highest to 0 at 1.0. Below the lowest share, its loss
-        applies.
+        Interpolates between measured shares, and from the highest to 0 at 1.0; constant below the lowest.
         """
         if not self.fusion:
             return None
@@ -157,7 +151,7 @@ class PassageNotes:
 
     @classmethod
     def from_json(cls, value: Any) -> PassageNotes:
-        """Parse the output of `to_json` from an untrusted source; raise a `FormatError` if a field is wrong."""
+        """Parse untrusted `to_json`; raise `FormatError` if a field is wrong."""
         fields = convert(value, dict[str, Any], "catalog", ".passage")
         listed = convert(fields.get("order", []), list[str], "catalog", ".passage.order")
         try:

@@ -1,15 +1,14 @@
 """Records: dataclasses transferred as JSON, defined entirely by their annotations.
 
-`msgspec.Meta` gives the bounds of a field. `check` validates a record created here; `decode` and `read` validate input
-from a peer or store. Fields with metadata `IN_MEMORY` are not part of the JSON.
+`msgspec.Meta` gives the bounds of a field. `check` validates a record created here; `decode` and `read` validate
+untrusted input. Fields with metadata `IN_MEMORY` are not part of the JSON.
 
-A msgspec decoder holds the GIL, so a long call would stop the event loop of any thread. `read` therefore first finds
-the members of an object (1 to 2 ns per byte), then decodes them one by one, and long lists of records by element. JSON
-with too many tiny values is rejected first (`_check_dense`), as is too much unknown data.
+A msgspec decoder holds the GIL, so a long call would stop the event loop. `read` therefore first finds the members of
+an object (1 to 2 ns per byte), then decodes them one by one, and long lists of records by element. JSON with too many
+tiny values is rejected first (`_check_dense`), as is too much unknown data.
 
 msgspec resolves the types of a class at first use without a lock; a thread that meets a half-built class crashes the
-process. All work on annotations therefore happens here under one lock (`once`), and no other module of kvabr passes
-msgspec a type.
+process. So all work on annotations happens here under one lock (`once`), and no other module passes msgspec a type.
 """
 
 from __future__ import annotations
@@ -32,35 +31,26 @@ T = TypeVar("T")
 IN_MEMORY = {"in memory": True}
 """Metadata of a field outside the JSON."""
 MAX_SKIPPED_BYTES = 32 << 10
-"""Maximum bytes of unknown members, white space and names in a record."""
+"""Unknown members, white space and names in a record."""
 _VALUE_BYTES = 8
 """Minimum average bytes per value; tokens, sizes, losses, digests and track names are longer."""
 _SPARE_VALUES, MAX_OBJECTS = 4096, 4096
-"""Number of values that may be smaller, and maximum objects per text."""
+"""Values that may be smaller; objects per text."""
 _SMALL_BYTES = 1 << 20
 MAX_FLOAT = sys.float_info.max
 
 Number = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
-"""A finite number."""
 Positive = Annotated[float, Meta(ge=0, le=MAX_FLOAT)]
-"""A finite number of at least 0."""
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-"""SHA-256 in hex."""
 
 _REFUSED = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError)
 
 
 def decode(data: bytes | memoryview | Raw, kind: type[T], what: str, where: str = "") -> T:
-    """Decode JSON from an untrusted source as a type, checking its bounds.
+    """Decode untrusted JSON as a type, checking its bounds.
 
-    Args:
-        data: the JSON.
-        kind: the type.
-        what: start of the error message.
-        where: place of the data in a larger text, for the error message: ``.tracks[0]``.
-
-    Raises:
-        FormatError: the data does not match; the message names the place.
+    ``what`` begins the error message; ``where`` is the place in a larger text: ``.tracks[0]``. Raise `FormatError`,
+    which names the place, if the data does not match.
     """
     try:
         found: T = _decoder(kind).decode(data)
@@ -78,27 +68,22 @@ def convert(value: Any, kind: type[T], what: str, where: str = "") -> T:
 
 
 def check(record: object, what: str) -> None:
-    """Raise a `FormatError` unless every field of a record is within its bounds; for ``__post_init__``."""
+    """Raise `FormatError` unless every field of a record is within its bounds; for ``__post_init__``."""
     kinds, values, every = _bounded(type(record))
     try:
         msgspec.convert(values(record), every)
     except _REFUSED:
-        for name, kind in kinds.items():  # find the wrong field
+        for name, kind in kinds.items():
             convert(getattr(record, name), kind, what, f".{name}")
         raise
 
 
 def read(data: bytes, kind: type[T], what: str, schema: str | None = None) -> T:
-    """Read a record from untrusted JSON without blocking other threads for long.
+    """Read a record, a dataclass, from untrusted JSON without blocking other threads for long.
 
-    Args:
-        data: the JSON.
-        kind: the dataclass. A field type's ``from_json`` method is used if it exists.
-        what: start of the error message.
-        schema: expected value of the ``schema`` member, which is not a field; None: not checked.
-
-    Raises:
-        FormatError: as `decode`; `VersionError` if another version of kvabr wrote it.
+    A field type's ``from_json`` method is used if it exists. ``what`` begins the error message; ``schema`` is the
+    required ``schema`` member, which is not a field. Raise `FormatError` as `decode`, `VersionError` if another version
+    of kvabr wrote it.
     """
     _check_dense(data, what)
     parts = decode(data, _parts(kind), what)
@@ -125,12 +110,7 @@ def read_schema(data: bytes, what: str, known: str) -> None:
 
 
 def check_schema(found: object, what: str, known: str) -> None:
-    """Raise unless this version reads a schema.
-
-    Raises:
-        VersionError: the schema is from another version.
-        FormatError: it is not a kvabr schema.
-    """
+    """Raise `VersionError` for another version's schema, `FormatError` for one that is not kvabr's."""
     if found == known:
         return
     shown = repr(str(found)[:80])
@@ -143,10 +123,7 @@ def check_schema(found: object, what: str, known: str) -> None:
 def to_json(record: object, *always: str, last: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the fields of a record as plain JSON values, without defaults.
 
-    Args:
-        record: the record.
-        always: fields to include even at their default.
-        last: fields to put last, in this order.
+    ``always`` are included even at their default; ``last`` go last, in this order.
     """
     value = {}
     for each in _fields(type(record)):
@@ -162,7 +139,7 @@ def fields_of(record: object, kind: type) -> dict[str, Any]:
 
 
 def own_state(record: object) -> dict[str, Any]:
-    """Return all fields of a dataclass for pickling, without cached properties."""
+    """Return all fields for pickling, without cached properties."""
     return {each.name: getattr(record, each.name) for each in fields(cast("Any", record))}
 
 
@@ -203,7 +180,6 @@ def _published(kind: Any) -> dict[str, Any]:
 
 @once
 def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any]:
-    """Return the types of the fields that are not records, a getter of their values, and the tuple type."""
     kinds = {name: one for name, one in _published(kind).items() if not _is_record(one)}
     every = GenericAlias(tuple, tuple(kinds.values())) if len(kinds) > 1 else next(iter(kinds.values()))
     return kinds, attrgetter(*kinds), built(cast("type[Any]", every))
@@ -211,13 +187,11 @@ def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any
 
 @once
 def _parts(kind: Any) -> type[Any]:
-    """Return a struct type with the undecoded bytes of each member; None if missing."""
     kinds = {name: list[Raw] if _element(one) else Raw for name, one in _published(kind).items()}
     return msgspec.defstruct(kind.__name__, [(name, one, None) for name, one in {**kinds, "schema": Raw}.items()])
 
 
 def _element(kind: Any) -> Any:
-    """Return the element type of a field that is a list of records, otherwise None."""
     inner = get_args(_only(kind))
     return inner[0] if get_origin(_only(kind)) is tuple and _is_record(inner[0]) else None
 
@@ -231,7 +205,6 @@ def _is_record(kind: Any) -> bool:
 
 
 def _only(kind: Any) -> Any:
-    """Return the class of a field without bounds and None."""
     if get_origin(kind) is Annotated:
         return get_args(kind)[0]
     either = get_origin(kind) in (Union, UnionType)
@@ -258,7 +231,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _check_dense(data: bytes, what: str) -> None:
-    """Raise a `FormatError` for JSON with values too small for a record, or with too many objects."""
+    """Raise `FormatError` for JSON with values too small for a record, or too many objects."""
     objects = at = 0
     while objects <= MAX_OBJECTS and (at := data.find(b"{", at) + 1):
         objects += 1

@@ -1,10 +1,8 @@
 """Loss of a coded prefix after a tail: the tokens that an engine computes next, including the question.
 
-Most of the loss of a coded prefix sits in its last tokens, since the next tokens attend to them most. Computing some of
-them on the coded cache reduces the loss (SmolLM2-135M, six texts, AC-L0: to a third with 16 tokens, a fifth with 128, a
-sixteenth with 512). A question is such a tail, too.
-
-A track lists its remaining loss after a few tail lengths; log(share) is interpolated linearly in log(1 + tokens).
+Most of a coded prefix's loss sits in its last tokens, since the next tokens attend to them most. Computing some on the
+coded cache reduces it (SmolLM2-135M, six texts, AC-L0: to a third with 16 tokens, a fifth with 128, a sixteenth with
+512). A track lists its remaining loss after a few tail lengths; log(share) is interpolated linearly in log(1 + tokens).
 Without a list, computed groups lose 0 and the others keep their loss.
 """
 
@@ -20,14 +18,12 @@ from msgspec import Meta
 from kvabr.types.errors import FormatError
 
 TAILS = (16, 128, 512)
-"""Tail lengths at which losses are measured, tokens."""
 _EVEN_SHARE = 0.15
-"""Share of a loss spread evenly after a question, if the distribution of questions over groups was not measured."""
+"""Share of a loss spread evenly after a question, if the distribution over groups was not measured."""
 _ASKED_SHARE = 0.7
-"""Share of a loss distributed as after other questions, if that distribution was measured."""
+"""Share of a loss distributed as after other questions, if measured."""
 _MIN_SHARE = 1e-6
 MAX_LOSS = 1e6
-"""Maximum loss of a group, nats per generated token."""
 Loss = Annotated[float, Meta(ge=0, le=MAX_LOSS)]
 
 
@@ -35,18 +31,17 @@ class TailLoss(NamedTuple):
     """Remaining loss of a whole cache on one track after a tail."""
 
     tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
-    """Length of the computed tail, tokens."""
     share: Loss
-    """Loss after the tail relative to the loss without a tail (`Track.total_loss`)."""
+    """Loss after the tail relative to that without (`Track.total_loss`)."""
     spread: Annotated[float, Meta(ge=0, le=20)] = 0.0
-    """Standard deviation of the log of that loss over possible continuations; 0.0 if not measured."""
+    """Standard deviation of the log of that loss over continuations; 0.0 if not measured."""
 
 
 Tails = Annotated[tuple[TailLoss, ...], Meta(max_length=16)]
 
 
 def check_tails(tails: Sequence[TailLoss], what: str) -> None:
-    """Raise a `FormatError` about ``what`` unless tail lengths ascend.
+    """Raise `FormatError` about ``what`` unless tail lengths ascend.
 
     Measured losses may grow with the tail; `share_behind` uses the minimum over the shorter tails.
     """
@@ -67,7 +62,7 @@ def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:
 
 
 def share_points(tails: Sequence[TailLoss]) -> tuple[list[float], list[float]]:
-    """Return the points of the interpolation: log(1 + tokens), and the logs of the shares."""
+    """Return the interpolation's points: log(1 + tokens), and logs of shares."""
     places = [0.0, *(math.log1p(tail.tokens) for tail in tails)]
     return places, [0.0, *accumulate((math.log(max(_MIN_SHARE, tail.share)) for tail in tails), min)]
 
@@ -88,8 +83,8 @@ def even_share(tail: float, even: float = _EVEN_SHARE) -> float:
 def spread_out(losses: Sequence[float], tail: float, asked: Sequence[float] = ()) -> tuple[float, ...]:
     """Return group losses redistributed as after a tail of ``tail`` tokens.
 
-    The groups that a question concerns depend on the text and hardly on the question. Part of the loss is therefore
-    distributed by ``asked``, the shares measured with other questions, or evenly if those are missing.
+    The groups that a question concerns depend on the text and hardly on the question. So part of the loss is
+    distributed by ``asked``, the shares measured with other questions, or evenly without them.
     """
     moved = even_share(tail, _ASKED_SHARE) if any(asked) else even_share(tail)
     shares = asked if any(asked) else (1.0,) * len(losses)
@@ -109,19 +104,13 @@ def losses_behind(
 ) -> tuple[float, ...]:
     """Return the losses of the first ``groups`` groups on a track after a tail.
 
-    Their sum is the remaining share of the whole loss, distributed over the groups by their losses without a tail and
-    by the losses after questions (`spread_out`). Shifting the losses by the length of the question is worse: SmolLM2
-    lost 7 % more with one or two of eight groups on a finer layer. In a shorter prefix, a group's loss depends on its
-    distance from the end; the last group takes any remainder, and the first group, an attention sink, keeps its own
-    loss.
+    Their sum is the remaining share of the whole loss, distributed by the groups' losses without a tail and after
+    questions (`spread_out`). Shifting the losses by the length of the question is worse: SmolLM2 lost 7 % more with one
+    or two of eight groups on a finer layer. In a shorter prefix, a group's loss depends on its distance from the end;
+    the last group takes any remainder, and the first group, an attention sink, keeps its own loss.
 
-    Args:
-        losses: of all groups of the cache, without a tail.
-        tails: measured tails; if empty, the losses are returned unchanged.
-        groups: number of groups fetched.
-        tail: tokens computed after them.
-        group_tokens: tokens per group.
-        asked: share of each group in the loss after questions; empty if not measured.
+    ``losses`` are of all groups, without a tail, and unchanged if ``tails`` is empty; ``asked`` is each group's share
+    of the loss after questions, if measured.
     """
     if not tails or not (tail or groups < len(losses)):
         return tuple(losses[:groups])

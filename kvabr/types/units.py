@@ -2,7 +2,7 @@
 
 A cache of one class has one unit per group of tokens, with the same number. With several classes, units are ordered by
 group of tokens, then by class. A class of kind ``state`` has one unit per snapshot, in the group at whose end it was
-taken. Players treat units as groups: each has bytes, loss and a track.
+taken. Players treat units as groups.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ class Unit(NamedTuple):
     part: int
     """Class index in `KVSpec.parts`."""
     group: int
-    """Number in the tracks of its class: the group ID of its objects."""
+    """Number in its class's tracks: the group ID of its objects."""
     chunk: int
-    """Group of tokens that it ends with; that group's digest names its input."""
+    """Group of tokens that it ends with, named by that group's digest."""
     first: int
-    """First token's position in the prompt; for a snapshot, the number of tokens before it."""
+    """First token's position in the prompt; for a snapshot, the tokens before it."""
     tokens: int
-    """Tokens, or rows of a snapshot."""
+    """Or rows of a snapshot."""
     free: int | None = None
-    """First token's position within a passage, which may be placed anywhere; None if the position in the prompt is
-    fixed."""
+    """First token's position within a passage; None if the position in the prompt is fixed."""
     source: int = 0
-    """Asset index in `Catalog.sources` for a joined cache, or `COMPUTED`."""
+    """Index in `Catalog.sources` for a joined cache, or `COMPUTED`."""
 
 
 class Span(NamedTuple):
     """A run of tokens of one layer class that a play needs."""
 
     first: int
-    """First position; for a snapshot, the number of tokens before it."""
+    """Position; for a snapshot, the tokens before it."""
     tokens: int
-    """Number of tokens, possibly 0; rows of a snapshot."""
+    """Possibly 0; rows of a snapshot."""
 
 
 def units_of(spec: KVSpec, tokens: int) -> tuple[Unit, ...]:
@@ -53,12 +52,12 @@ def units_of(spec: KVSpec, tokens: int) -> tuple[Unit, ...]:
 
 
 def count_of(spec: KVSpec, tokens: int) -> int:
-    """Return the number of units of a published cache without creating them."""
+    """Return the number of a published cache's units without creating them."""
     return sum(-(-tokens // _apart(spec, part, tokens)) for part in range(len(spec.classes)))
 
 
 def unit_of(spec: KVSpec, part: int, group: int, tokens: int) -> Unit:
-    """Return a unit by its class and number; raise an `IndexError` if there is none."""
+    """Return a unit by class and number; raise `IndexError` if there is none."""
     only, size = spec.parts[part].only, spec.group_tokens
     if only.kind != "state":
         first, last = spec.group_range(group, tokens)
@@ -88,7 +87,7 @@ def units_by_chunk(units: Iterable[Unit], chunks: int) -> list[list[Unit]]:
 
 
 def computed_shape(part: KVSpec, tokens: int) -> tuple[int, int, int, int, int]:
-    """Return the shape of computed KV of one class for ``tokens`` tokens; for a state, of one snapshot."""
+    """Return the shape of one class's computed KV for ``tokens`` tokens; for a state, of one snapshot."""
     return part.shape(part.rows if part.only.kind == "state" else tokens)
 
 
@@ -96,7 +95,7 @@ def needed(spec: KVSpec, units: Sequence[Unit], tokens: int, end: int | None = N
     """Return the indices of the units needed by a prompt that continues after its first ``tokens`` tokens.
 
     These are all groups of full attention and latents, the groups still visible in a window or the last chunk, and the
-    snapshot at the end. ``end``, a token in the last group, adds the units needed to continue from there.
+    snapshot at the end. ``end``, a token in the last group, adds the units needed to continue there.
     """
     first = [part.only.first_needed(end or tokens) for part in spec.parts]
     state = [part.only.kind == "state" for part in spec.parts]
@@ -110,9 +109,8 @@ def needed(spec: KVSpec, units: Sequence[Unit], tokens: int, end: int | None = N
 def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int, end: int) -> list[tuple[int, int]]:
     """Return the units needed by a prompt that continues after the first ``prefix`` of a cache's ``tokens`` tokens.
 
-    Each is a pair of indices in ``units``, which are all of the cache's units: the unit, and the unit with the same
-    loss. Window losses depend on the distance from the end and were measured at the cache's own end. For ``end`` see
-    `needed`.
+    Each is a pair of indices in ``units``, all of the cache's: the unit, and the unit with the same loss, as window
+    losses were measured at the cache's own end. For ``end`` see `needed`.
     """
     places = {(unit.part, unit.group): index for index, unit in enumerate(units)}
     shorter = units_of(spec, prefix)
@@ -130,7 +128,7 @@ def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int, 
 def groups_needed(spec: KVSpec, part: int, end: int, first: int, total: int) -> range | None:
     """Return the groups of a class needed by a prompt that continues after its first ``end`` tokens.
 
-    The first ``first`` tokens, whole groups, are skipped; the cache has ``total`` tokens. None: no snapshot at ``end``.
+    The first ``first`` tokens, whole groups, are skipped; the cache has ``total``. None: no snapshot at ``end``.
     """
     only, size = spec.classes[part], spec.group_tokens
     if only.kind != "state":
@@ -141,10 +139,10 @@ def groups_needed(spec: KVSpec, part: int, end: int, first: int, total: int) -> 
 
 
 def cuts(spec: KVSpec, units: Sequence[Unit], offset: int, total: int) -> Iterator[int]:
-    """Yield the indices from which an engine can compute the rest if all earlier units are in place.
+    """Yield the indices where an engine can compute the rest if all earlier units are in place.
 
-    These are 0 and the starts of groups of tokens before which every needed unit is present. ``units`` has all groups
-    of full attention and latents. The engine already has ``offset`` groups of tokens; `Unit.chunk` counts from there.
+    These are 0 and the starts of groups of tokens after all needed units. ``units`` has all groups of full attention
+    and latents. The engine already has ``offset`` groups of tokens; `Unit.chunk` counts from there.
     """
     size, there = spec.group_tokens, {(unit.part, unit.group) for unit in units}
     partial = [part for part, only in enumerate(spec.classes) if only.kind not in ("full", "latent")]
@@ -160,7 +158,7 @@ def cuts(spec: KVSpec, units: Sequence[Unit], offset: int, total: int) -> Iterat
 def hit(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str | None]:
     """Return how many of the first ``groups`` groups every class can play, in an asset of ``tokens`` tokens.
 
-    States can only be played from a snapshot. The second value is the limiting class, or None.
+    States need a snapshot. The second value is the limiting class, or None.
     """
     limit: str | None = None
     while groups and (bound := _shortest(spec, groups, tokens)) is not None:
@@ -178,10 +176,7 @@ def _shortest(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str] | None:
 
 
 def snapshot_ends(part: KVSpec, tokens: int) -> list[int]:
-    """Return the number of tokens before each snapshot of a state in a cache of ``tokens`` tokens.
-
-    ``part`` is the spec of one class; other classes have no snapshots.
-    """
+    """Return the tokens before each snapshot of a state; none for other classes."""
     if part.only.kind != "state":
         return []
     return [unit.first for unit in _of_part(part, 0, tokens)]
@@ -190,13 +185,13 @@ def snapshot_ends(part: KVSpec, tokens: int) -> list[int]:
 def cache_length(part: KVSpec, tokens: int) -> int:
     """Return the token axis length of one class's tensor in a published cache of ``tokens`` tokens.
 
-    Snapshots of a state are concatenated on that axis, with rows as tokens.
+    Snapshots of a state are concatenated on it, with rows as tokens.
     """
     return tokens if part.only.kind != "state" else len(snapshot_ends(part, tokens)) * part.rows
 
 
 def with_snapshots_of(spec: KVSpec, other: KVSpec) -> KVSpec:
-    """Return ``spec`` with another spec's snapshot intervals, which a publisher chooses, if the classes match."""
+    """Return ``spec`` with another spec's snapshot intervals, chosen by a publisher, if the classes match."""
     if len(spec.classes) != len(other.classes) or spec.group_tokens != other.group_tokens:
         return spec
     pairs = zip(spec.classes, other.classes, strict=True)

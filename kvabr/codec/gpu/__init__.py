@@ -1,10 +1,7 @@
-"""AC on CUDA devices: payloads are copied to the device, and decoded to 16- or 32-bit elements there.
+"""AC on CUDA devices: decodes copied payloads to 16- or 32-bit elements; encodes there and copies only payloads back.
 
-The encoder also transforms, quantises and codes on the device, and copies only payloads to the processor.
-
-Needs Triton (the extra ``gpu``). Without it, a GPU's cache is copied and coded on the processor, which is slower.
-Results equal `kvabr.codec.native.coder` to the bit: tests verify it in Triton's interpreter, ``tools/bench-gpu`` on a
-GPU.
+Needs Triton (the extra ``gpu``); otherwise a GPU's cache is coded on the processor, which is slower. Results equal
+`kvabr.codec.native.coder` to the bit: tests verify it in Triton's interpreter, ``tools/bench-gpu`` on a GPU.
 """
 
 from __future__ import annotations
@@ -48,20 +45,20 @@ def available() -> bool:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Return whether the kernels run where tensors of this device are."""
+    """Return True if the kernels run on tensors of this device."""
     return device.type == "cuda" and available()
 
 
 def decode_to_blocks(jobs: Sequence[DecodeJob | LevelJob], blocks: Sequence[BlockSlots]) -> list[Exception | None]:
     """Decode groups straight to the blocks of a paged cache, as `decode_many`; return each one's error, if any.
 
-    Only the shape of the jobs' ``out`` counts. Blocks are written completely, or partly on error; see `runs_on`.
+    Only the shape of the jobs' ``out`` counts. Blocks may be written partly on error; see `runs_on`.
     """
     return together.decode([together.PlacedJob(job, there) for job, there in zip(jobs, blocks, strict=True)])
 
 
 def trying(device: torch.device) -> AbstractContextManager[None]:
-    """Compile and compare kernels in this thread, while others go without; see `kvabr.codec.gpu.together.trying`."""
+    """Compile and compare kernels in this thread; see `kvabr.codec.gpu.together.trying`."""
     return together.trying(device)
 
 
@@ -79,14 +76,14 @@ def analyse(
     group: torch.Tensor,
     first_token: int | None,
 ) -> encoder.Analysed:
-    """Transform a group on its own device; see `encoder.analyse`, and `runs_on`."""
+    """Transform a group on its own device; see `encoder.analyse` and `runs_on`."""
     from kvabr.codec.gpu import encoder  # noqa: PLC0415  # needs Triton
 
     return encoder.analyse(transform, inverses, scale, group, first_token)
 
 
 def expand(job: LevelJob) -> None:
-    """Expand a group of a cast or integer level, as `decode_many` decodes others; see `runs_on`."""
+    """Expand a group of a cast or integer level; see `runs_on`."""
     (error,) = together.decode([together.PlacedJob(job, None)])
     if error is not None:
         raise error
@@ -96,7 +93,7 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
     """Decode groups in parallel, as `coder.decode_many`, together with other threads' groups.
 
     A single group does not fill a GPU, so groups that arrive meanwhile are decoded together next. The first group of
-    each kind is also decoded on the processor, and compared (`kvabr.codec.gpu.together`).
+    each kind is compared with the processor's result (`kvabr.codec.gpu.together`).
     """
     if not available():
         coder.decode_many(jobs)

@@ -2,17 +2,15 @@
 """The kernels of the encoder's transform: bit for bit `kvabr.codec.analysis`.
 
 Importing this module needs Triton. Products of 16 bits by 16 use int8 tensor cores. A number is 256 * high + low + 128,
-with high and low signed bytes, so a sum of products is that of four sums over bytes, and of the sums of both factors
-less
-128. Each sum over bytes is exact in int32 (at most 2^14 terms of at most 2^14); they are joined in int64, and the
-   result, which fits 32 bits, is exact.
+with high and low signed bytes, so a sum of products is that of four sums over bytes, and of the sums of both factors,
+less 128. Each sum over bytes is exact in int32 (at most 2^14 terms of at most 2^14); they are joined in int64, and the
+result, which fits 32 bits, is exact.
 """
 
 import triton
 import triton.language as tl
 
 MAX_ELEMENT: tl.constexpr = tl.constexpr(2.0**64)
-"""`kvabr.codec.inverse.MAX_ELEMENT`; the numbers below are those of that module, too."""
 SCALED: tl.constexpr = tl.constexpr(268)
 FINEST: tl.constexpr = tl.constexpr(227)
 TOP: tl.constexpr = tl.constexpr(32767.0)
@@ -29,7 +27,7 @@ def centre(
     mean,  # float32 [layer, K/V, head, dim]
     cos,  # float32 [token, pair]: of the rotation backwards
     sin,
-    channels,  # float32 [layer, K/V, head, dim, token]: set to the elements, without rotation and mean
+    channels,  # float32 [layer, K/V, head, dim, token], set: elements without rotation and mean
     tokens,
     stride,  # tokens in whole tiles
     stride_layer,
@@ -39,8 +37,8 @@ def centre(
     stride_dim,
     heads,
     dim,
-    pairs,  # that rotate
-    begin,  # first dimension that rotates
+    pairs,
+    begin,  # first rotating dimension
     HALVES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -108,7 +106,6 @@ def powers(
 
 @triton.jit
 def _even(source, scale, columns, at, component, there, stride, token, SCALES: tl.constexpr):
-    """Return some components of vectors, limited, before and after multiplying with the factors of their columns."""
     value = tl.load(source + (at + component)[:, None] * stride + token[None, :], mask=there[:, None], other=0.0)
     if SCALES:
         value = value * scale
@@ -119,8 +116,7 @@ def _even(source, scale, columns, at, component, there, stride, token, SCALES: t
 
 @triton.jit
 def _word(value, unit):
-    """Return numbers in a unit, rounded to 16 bits, as int32."""
-    # The limits first: rounding does not exceed them, as they are whole, and the sum is exact below 2^22.
+    # Limits first: rounding keeps them, as they are whole, and the sum is exact below 2^22.
     whole = tl.minimum(tl.maximum(value * unit[None, :], -TOP), TOP)
     return ((whole + MAGIC) - MAGIC).to(tl.int32)
 
@@ -130,11 +126,11 @@ def to_words(
     source,  # float32 [component of any vector, token]
     scales,  # float32 [vector / per_scale]
     columns,  # float32 [component of any vector]: powers of two
-    high,  # int8 [component of any vector, token]: set to the upper bytes
-    low,  # int8: to the lower ones, less 128
-    totals,  # int64 [vector, token]: to the sums of the numbers, less 128 each
-    units,  # float32 [vector, token]: to what sums must be multiplied with
-    largest,  # float32 [vector, token]: to the largest magnitudes
+    high,  # int8 [component of any vector, token], set: upper bytes
+    low,  # int8, set: lower bytes, less 128
+    totals,  # int64 [vector, token], set: sums of the numbers, less 128 each
+    units,  # float32 [vector, token], set: factors of sums
+    largest,  # float32 [vector, token], set: largest magnitudes
     size,
     per_scale,
     stride,
@@ -142,7 +138,7 @@ def to_words(
     COMPONENTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Round vectors to 16 bits, each in a unit of its own; a program handles one vector of some tokens."""
+    """Round vectors to 16 bits, each in its own unit; a program handles one vector of some tokens."""
     vector = tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     at = vector.to(tl.int64) * size
@@ -190,11 +186,11 @@ def product(
     matrix_low,
     matrix_totals,  # int64 [matrix, row]: sums of the numbers, less 128 each
     factors,  # float32 [matrix, row]: powers of two
-    high,  # int8 [component of any vector, token]
+    high,
     low,
-    totals,  # int64 [vector, token]
-    units,  # float32 [vector, token]
-    places,  # int32 [matrix, 3]: how many rows go to `across`, from which of its rows on; from which row on the others
+    totals,
+    units,
+    places,  # int32 [matrix, 3]: number of rows for `across`, their start there; start of the others
     across,  # float32 [component, token]
     out,  # float32 [row, token]
     size,
@@ -203,7 +199,7 @@ def product(
     TOKENS: tl.constexpr,
     COMPONENTS: tl.constexpr,
 ):
-    """Multiply vectors by matrices of integers; a program handles a tile of outputs and tokens of one matrix."""
+    """Multiply vectors by integer matrices; a program handles a tile of outputs and tokens of one matrix."""
     which = tl.program_id(2)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)

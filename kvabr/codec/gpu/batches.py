@@ -1,4 +1,4 @@
-"""Batches of several threads' jobs: a single group fills a small part of a GPU."""
+"""Batches of several threads' jobs: a single group does not fill a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Asked(Generic[Job, Result]):
         self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def await_memory(self, device: torch.device) -> None:
-        """Make this thread's stream wait for the other thread's use of the memory."""
+        """Make this thread's stream wait until the other thread's has finished with the memory."""
         if self._ready is not None:
             torch.cuda.current_stream(device).wait_event(self._ready)
 
@@ -32,7 +32,7 @@ class Batches(Generic[Job, Result]):
     """Runs several threads' jobs on one device together, in the first thread that arrives."""
 
     def __init__(self, device: torch.device, work: Callable[[Sequence[Job]], Sequence[Result | Exception]]) -> None:
-        """``work`` runs some jobs, and returns each one's result or error when all are done."""
+        """``work`` returns each job's result or error when all are done."""
         self._device, self._work = device, work
         self._changed = threading.Condition()
         self._waiting: list[_Asked[Job, Result]] = []
@@ -49,7 +49,7 @@ class Batches(Generic[Job, Result]):
                     asked, self._waiting = self._waiting, []
                     self._working = True
             self._run(asked)
-        finally:  # for instance Ctrl-C: release other threads, and drop work of threads that have left
+        finally:  # on Ctrl-C, release other threads, and drop work of threads that have left
             with self._changed:
                 for each in asked:
                     if not each.done:
@@ -70,7 +70,7 @@ class Batches(Generic[Job, Result]):
 
 
 def warn_of(done: str, error: Exception) -> None:
-    """Warn, once per error, that a group was ``done`` on the processor because the GPU could not."""
+    """Warn, once per error, that a group was ``done`` on the processor."""
     _warn(done, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
 
 

@@ -1,8 +1,7 @@
 """The host's part of decoding on a CUDA device.
 
-Groups of any tracks are decoded together. Each step of the format is one launch for all of them, and entropy decoding
-one per layer's tables. A step's inputs are checked and copied while the device works on an earlier one, and errors are
-checked at the end.
+Each step of the format is one launch for groups of any tracks, and entropy decoding one per layer's tables. A step's
+inputs are checked and copied while the device works on an earlier one; errors are checked at the end.
 """
 
 from __future__ import annotations
@@ -44,33 +43,23 @@ from kvabr.types.naming import LAYERS
 
 
 class _Tile(NamedTuple):
-    """Tile of a program."""
-
     rows: int
-    """Rows, outputs, or pairs of channels; at least 16 for products."""
     tokens: int
-    """A divisor of `TILE`."""
     warps: int
     stages: int = 3
-    """Stages of the loading pipeline."""
 
 
 _PREPARE, _UNSTACK, _FINISH = _Tile(64, 64, 4), _Tile(OUTPUTS, 128, 4, 4), _Tile(64, 64, 4)
 DEPTHS = len(LAYERS)
-"""Maximum depths of a track."""
 _MIN_COARSE_STREAMS = 512
-"""Minimum streams for the coarse table: it is faster if many programs share a cache."""
 _MAX_WORDS = (1 << 31) - 1
-"""Maximum of a stream, and of escapes."""
 _WGMMA_ROWS = 64
 """Rows of the smallest tile that Triton multiplies with wgmma, in four warps."""
 _MAX_POSITIONS = 1 << 17
-"""Positions up to which rotary turns stay on the device."""
+"""Maximum positions of rotary turns kept on the device."""
 
 
 class _Task(NamedTuple):
-    """A group to decode, and its destination."""
-
     job: DecodeJob
     into: WriteTarget
 
@@ -91,10 +80,9 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
 
 
 def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) -> None:
-    """Decode groups straight to the blocks of a paged cache, on the current stream; return when all are verified.
+    """Decode groups to the blocks of a paged cache on the current stream; return when all are verified.
 
-    They are written completely, or partly on error. Only the shape of `DecodeJob.out` counts: it may be on the device
-    ``meta``.
+    They may be written partly on error. Only the shape of `DecodeJob.out` counts, which may be on device ``meta``.
     """
     for job, there in zip(jobs, blocks, strict=True):
         check_blocks(job.out.shape, there)
@@ -116,7 +104,6 @@ def _decode_all(tasks: Sequence[_Task]) -> None:
 
 
 def _judge(verdicts: Sequence[_Verdict], tasks: Sequence[_Task]) -> None:
-    """Wait for decoded streams; raise `FormatError` with the group of a bad one."""
     found = [verdict.status for verdict in verdicts]
     status = (torch.cat(found) if len(found) > 1 else found[0]).cpu().numpy()
     bad = np.concatenate([verdict.groups for verdict in verdicts])[status != 0]
@@ -128,13 +115,11 @@ def _judge(verdicts: Sequence[_Verdict], tasks: Sequence[_Task]) -> None:
 
 
 def _alike(task: _Task) -> Hashable:
-    """Return the key of groups that share launches."""
     job, into = task
     return id(job.transform), into.device, into.dtype, into.strides, _stride(job)
 
 
 def _stride(job: DecodeJob) -> int:
-    """Return the number of tokens, rounded up to whole tiles."""
     return -(-job.out.shape[3] // TILE) * TILE
 
 
@@ -150,12 +135,9 @@ def _at_once(batch: Sequence[_Task]) -> int:
 
 
 class _Verdict(NamedTuple):
-    """Status of decoded streams."""
-
     status: torch.Tensor
-    """int32 [stream], on the device: 0 for a good one."""
+    """int32 [stream] on the device: 0 is good."""
     groups: NDArray[np.int64]
-    """[stream]: its group."""
 
 
 def _decode(tasks: Sequence[_Task]) -> list[_Verdict]:
@@ -164,13 +146,12 @@ def _decode(tasks: Sequence[_Task]) -> list[_Verdict]:
     if rows * stride >= 1 << 31:
         raise FormatError(f"a group of {rows} x {job.out.shape[3]} coefficients is too large for the kernels")
     depths = max(len(task.job.models) for task in tasks)
-    # In Triton's interpreter, tensors are on the CPU.
+    # Triton's interpreter has tensors on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         index = torch.empty((count, rows, stride), dtype=torch.int16, device=device)
         levels = torch.empty((count, stride // TILE, rows), dtype=torch.int8, device=device)
         verdicts: list[_Verdict] = []
         order: _Order | None = None
-        # Later steps' inputs are prepared and copied while the device works on an earlier one.
         for depth in range(depths):
             level = _Level.load(tasks, depth, order)
             order = level.order
@@ -182,12 +163,8 @@ def _decode(tasks: Sequence[_Task]) -> list[_Verdict]:
 
 
 class _Order(NamedTuple):
-    """Coding order of groups' tokens, on the device."""
-
     tokens: torch.Tensor
-    """int32 [group]."""
     refers: torch.Tensor
-    """int32 [group]: whether tokens have references."""
     lanes: torch.Tensor
     """uint8 [group, place]: see `References.lane`, in the order of places."""
     any_refers: bool
@@ -204,17 +181,12 @@ def _order_of(tasks: Sequence[_Task]) -> tuple[NDArray[np.int32], NDArray[np.int
 
 
 class _Reading(NamedTuple):
-    """Streams of one depth that are decoded with the same tables."""
-
     model: CoderModel
     data: torch.Tensor
-    """int16: the payloads."""
     parts: torch.Tensor
     """int64 [stream, 8]: see `kernels.read_rows`."""
     groups: NDArray[np.int64]
-    """[stream]: its group."""
     most: int
-    """Maximum rows of a stream."""
 
 
 class _Level(NamedTuple):
@@ -223,7 +195,7 @@ class _Level(NamedTuple):
 
     @classmethod
     def load(cls, tasks: Sequence[_Task], depth: int, order: _Order | None) -> _Level:
-        """Check the payloads' heads, and begin to copy them, and the order if not known yet."""
+        """Check the payloads' heads, and begin to copy them, and the order if unknown."""
         device, rows = tasks[0].into.device, tasks[0].job.transform.structure.rows
         by_model: dict[int, list[int]] = {}
         for group, task in enumerate(tasks):
@@ -250,8 +222,6 @@ class _Level(NamedTuple):
 
 
 class _Gathered:
-    """Payloads that are decoded with the same tables: checked, and copied to the device."""
-
     def __init__(self, jobs: Sequence[DecodeJob], depth: int, groups: Sequence[int], rows: int) -> None:
         self._model, self._rows = jobs[0].models[depth], rows
         self._payloads = [job.payloads[depth] for job in jobs]
@@ -262,11 +232,10 @@ class _Gathered:
             raise FormatError("entropy coded part: more words than a group can have; the payload is corrupt")
 
     def room(self, staging: Staging) -> Staged | None:
-        """Return the memory to gather them in; None if they are better copied directly."""
+        """Return memory to gather them in; None if a direct copy is better."""
         return None if lie_apart(self._payloads) else staging.room(self._places[-1])
 
     def copy(self, here: NDArray[np.uint8]) -> None:
-        """Gather them."""
         coder.gather(self._payloads, self._tokens, self._groups, self._rows, here)
 
     def apart(self, device: torch.device) -> torch.Tensor:
@@ -274,35 +243,31 @@ class _Gathered:
         return sent_apart(self._payloads, self._places, device)
 
     def reading(self, data: torch.Tensor, parts: torch.Tensor) -> _Reading:
-        """Return the kernel's inputs."""
         most = int(rows_of_streams(self._rows, int(self.parts[:, 7].min()))[0])
         return _Reading(self._model, data.view(torch.int16), parts, self.parts[:, 0], most)
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """The inputs for turning indices of groups into elements, on the device."""
-
     transform: Transform
     stride: int
     depth_of: torch.Tensor
-    """int32 [group]: its highest depth, from 0 on."""
+    """int32 [group]: highest depth, from 0 on."""
     track_of: torch.Tensor
-    """int32 [group]: its row in the next two."""
+    """int32 [group]: row in the next two."""
     delta: torch.Tensor
     """int8 [track, row]."""
     scale: torch.Tensor
     """float32 [track, layer, K/V]."""
     mean_of: torch.Tensor
-    """int32 [group]: its row in the next."""
+    """int32 [group]: row in the next."""
     mean: torch.Tensor
     """float32 [mean, layer, K/V, head, dim]."""
     outs: torch.Tensor
-    """int64 [group, layer and K/V]: addresses."""
     offsets: torch.Tensor
     """int64 [group, place]: see `WriteTarget.offsets`."""
     apart: int
-    """A power of two that divides the addresses, in elements, and the offsets."""
+    """A power of two that divides addresses, in elements, and offsets."""
     positions: torch.Tensor
     """int32 [group, place]: rows in the next; -1: not turned."""
     turns: tuple[torch.Tensor, torch.Tensor]
@@ -314,7 +279,6 @@ class _Batch:
 
     @classmethod
     def load(cls, tasks: Sequence[_Task]) -> _Batch:
-        """Begin to copy all to the device."""
         jobs, device = [task.job for task in tasks], tasks[0].into.device
         transform, stride = jobs[0].transform, _stride(jobs[0])
         staging = Staging(device)
@@ -369,7 +333,7 @@ def _means(jobs: Sequence[DecodeJob], device: torch.device) -> tuple[torch.Tenso
 
 
 def _shifted(transform: Transform, step: float, shifts: Sequence[Shift], device: torch.device) -> torch.Tensor:
-    """Return the means of groups, [group, layer, K/V, head, dim], synthesised as a token each."""
+    """Return channel means of groups, [group, layer, K/V, head, dim], synthesised like tokens."""
     structure, count = transform.structure, len(shifts)
     stride = -(-count // TILE) * TILE
     layers, halves, heads, _, dim = structure.coded.shape(1)
@@ -432,12 +396,10 @@ def _places(
 
 
 _turned: dict[tuple[RopeSpec | None, torch.device], _Turns] = {}
-"""Rotary turns on a device, from position 0 on."""
 _turning = threading.Lock()
 
 
 def _turns(rope: RopeSpec | None, positions: int, device: torch.device) -> _Turns:
-    """Return cosines and sines of at least ``positions`` positions; they stay on the device."""
     with _turning:
         known = _turned.get((rope, device))
         have = 0 if known is None else len(known[0])
@@ -446,13 +408,13 @@ def _turns(rope: RopeSpec | None, positions: int, device: torch.device) -> _Turn
             cos, sin = (on_device(table, device) for table in more)
             known = (cos, sin) if known is None else (torch.cat((known[0], cos)), torch.cat((known[1], sin)))
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # also used by other streams
+                torch.cuda.current_stream(device).synchronize()  # other streams use them too
             _turned[rope, device] = known
         return known
 
 
 def _read(order: _Order, reading: _Reading, depth: int, index: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """Entropy decode streams on top of the depths below; return int32 [stream], 0 for a good one."""
+    """Decode streams on top of the depths below; return int32 [stream], 0 for a good one."""
     model, device = reading.model, index.device
     tables, streams = coder_tables(model, device), len(reading.parts)
     status = torch.empty(streams, dtype=torch.int32, device=device)
@@ -482,7 +444,7 @@ def _read(order: _Order, reading: _Reading, depth: int, index: torch.Tensor, lev
         NEAR=order.any_refers and model.near is not None,
         VOTES=device.type == "cuda",
         COARSE=coarse,
-        num_warps=1,  # the votes are those of one warp, and need no barriers
+        num_warps=1,  # votes of one warp need no barriers
         num_stages=1,
         enable_fp_fusion=False,
     )
@@ -498,12 +460,12 @@ def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: WriteT
 
 
 def _wraps(device: torch.device, outputs: int) -> bool:
-    """Return True if a tile of ``outputs`` rows uses wgmma, with wrapping sums; mma's saturate."""
+    """Return True if a tile of ``outputs`` rows uses wgmma, with wrapping sums; mma saturates."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and outputs >= _WGMMA_ROWS
 
 
 def _tokens(tile: _Tile, *, wraps: bool) -> int:
-    """Return the tokens of a tile of products; twice as many without wrapping sums."""
+    """Return the tokens of a tile of products, doubled without wrapping sums."""
     return tile.tokens if wraps else tile.tokens // 2
 
 
@@ -602,5 +564,5 @@ def _synthesise(
         WRAPS=wraps,
         num_warps=_FINISH.warps,
         num_stages=min(_FINISH.stages, tables.padded // COMPONENTS),
-        enable_fp_fusion=False,  # each product and sum is rounded by itself
+        enable_fp_fusion=False,  # rounds each product and sum separately
     )

@@ -1,7 +1,4 @@
-"""Destinations of kernels: a tensor of any strides, or the blocks of an engine's paged cache.
-
-Both are addresses, one for each layer's keys and values, and offsets from these, one for each token.
-"""
+"""Destinations of kernels: addresses of layers' keys and values, and token offsets from these."""
 
 from __future__ import annotations
 
@@ -20,10 +17,9 @@ from kvabr.types.errors import FormatError
 
 @dataclass(frozen=True, eq=False)
 class WriteTarget:
-    """A destination as kernels need it."""
+    """A tensor of any strides, or the blocks of a paged cache, for kernels."""
 
     address: int
-    """Base address of the following ones."""
     addresses: NDArray[np.int64]
     """[layer, K/V], flattened: in bytes."""
     offsets: NDArray[np.int64]
@@ -54,11 +50,11 @@ class WriteTarget:
 
 @lru_cache(maxsize=256)
 def _grid(rows: int, by_row: int, columns: int, by_column: int) -> NDArray[np.int64]:
-    """Return the offsets of a matrix's elements, row by row; not to be modified. Groups of a cache share them."""
+    """Return the offsets of a matrix's elements, row by row; read-only and shared by groups."""
     return (np.arange(rows)[:, None] * by_row + np.arange(columns) * by_column).reshape(-1)
 
 
 def check_blocks(shape: Sequence[int], blocks: BlockSlots) -> None:
-    """Raise a `FormatError` unless kernels can write a group of this shape to these blocks."""
+    """Raise `FormatError` unless kernels can write a group of this shape to these blocks."""
     if not blocks.fits(shape) or blocks.dtype not in DTYPES or blocks.direct is None:
         raise FormatError(f"{tuple(shape)} cannot be decoded to blocks {tuple(blocks.first.shape)}")

@@ -17,23 +17,20 @@ from kvabr.codec.rope import backwards, rope_first, rope_shape
 from kvabr.codec.transform import Structure, Transform
 
 _CHANNELS, _OUTPUTS, _TOKENS, _COMPONENTS = 32, 64, 64, 64
-"""Tile sizes of the kernels."""
 _FEW_TOKENS = 16
-"""Tokens of kernels that process whole vectors."""
 _WARPS = 8
 Inverses = tuple[Sequence[Inverse], Sequence[Inverse]]
-"""Inverses of all blocks, none if components are channels, and of all stacks."""
+"""Of all blocks, none if components are channels, and of all stacks."""
 
 
 class Analysed(NamedTuple):
-    """A transformed group, on its device; see `kvabr.codec.analysis.Coefficients`."""
+    """A transformed group on its device; see `kvabr.codec.analysis.Coefficients`."""
 
     rows: torch.Tensor
-    """[row, token] float32."""
     largest: torch.Tensor
     """[3, token] float32: magnitudes of elements over the norm, of stacks' components, and of rows."""
     power: torch.Tensor
-    """[K/V, layer, token] float32: squared distances of keys and values from their means."""
+    """[K/V, layer, token] float32: squared distances from means."""
 
 
 def analyse(
@@ -41,23 +38,15 @@ def analyse(
 ) -> Analysed:
     """Transform a group on its device, see `kvabr.codec.analysis.Analysis.analyse`.
 
-    Args:
-        transform: of the profile.
-        inverses: of its matrices.
-        scale: [layer, K/V]: factors from elements to units of the norm.
-        group: [layer, K/V, head, token, dim] of finite floats, any dtype and strides.
-        first_token: first position for rotating keys; None: not rotated.
+    ``scale`` has the factors from elements to units of the norm, [layer, K/V].
     """
     device = group.device
-    # In Triton's interpreter, tensors are on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         group = group.detach() if group.dtype in DTYPES else group.detach().float()
         return _Analysis(transform, _tables(transform, inverses, scale, device), group).run(first_token)
 
 
 class _Matrix(NamedTuple):
-    """Matrices of equal size, and the destinations of their products."""
-
     size: int
     high: torch.Tensor
     """int8 [matrix, row, column]: upper bytes."""
@@ -74,15 +63,10 @@ class _Matrix(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """The arrays of a transform, on the device."""
-
     mean: torch.Tensor
-    """float32 [layer, K/V, head, dim]."""
     scale: torch.Tensor
-    """float32 [layer, K/V]."""
     blocks: _Matrix | None
     stacks: list[_Matrix | None]
-    """None: no transform."""
     places: NDArray[np.int64]
     """[block, 3]: see `analysis_kernels.product`."""
     firsts: list[int]
@@ -140,7 +124,7 @@ class _Analysis:
             CHANNELS=_CHANNELS,
             TOKENS=_TOKENS,
             num_warps=_WARPS,
-            enable_fp_fusion=False,  # each product and sum is rounded by itself
+            enable_fp_fusion=False,  # rounds each product and sum separately
         )
         return channels
 
@@ -162,7 +146,6 @@ class _Analysis:
         return power
 
     def _copied(self, channels: torch.Tensor, rows: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
-        """Write the elements, in units of the norm, as inputs of products; return their largest magnitudes."""
         structure, tables = self._transform.structure, self._tables
         scale = tables.scale.reshape(-1).repeat_interleave(structure.per_layer)[:, None, None]
         elements = channels.reshape(structure.blocks, structure.width, -1) * scale
@@ -182,7 +165,6 @@ class _Analysis:
         across: torch.Tensor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Multiply vectors by matrices; return the vectors' largest magnitudes, [token]."""
         count = len(matrix.places)
         high, low = (self._empty(count * matrix.size, dtype=torch.int8) for _ in range(2))
         totals = self._empty(count, dtype=torch.int64)
@@ -272,5 +254,5 @@ def _matrix(inverses: Sequence[Inverse], places: NDArray[np.int64], device: torc
 
 
 def _there(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    # Copy: torch rejects read-only arrays.
+    # Torch rejects read-only arrays.
     return torch.from_numpy(np.array(array, order="C")).to(device)

@@ -1,7 +1,7 @@
-"""Encodes groups with coefficients on a device, many at once, and checked.
+"""Encodes many groups with coefficients on a device.
 
-The first group of each depth is also coded on the processor, and compared. If kernels fail, the processor takes over,
-with one warning.
+The first group of each depth is compared with the processor's result. If kernels fail, the processor takes over, with
+one warning.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvabr.types.errors import FormatError, UsageError
 
 
 def encode(jobs: Sequence[EncodeJob]) -> list[bytes | Exception]:
-    """As `coder.encode_rows` for each group, or a `FormatError` if an index is out of reach."""
-    with suppress(Exception):  # find the failing one
+    """Return `coder.encode_rows` of each group, or a `FormatError` if an index is out of reach."""
+    with suppress(Exception):
         return list(map(bytes, _by_kernels(jobs)))
     return [_alone(job) for job in jobs]
 
@@ -60,7 +60,7 @@ def _by_processor(job: EncodeJob) -> bytes:
 
 
 def _checked(job: EncodeJob) -> dict[Hashable, bool]:
-    """Return True if groups of a depth, by `_kind`, have the same bytes as on the processor."""
+    """Return True for depths, by `_kind`, with the processor's bytes."""
     return derived(job.model, "checked", dict)
 
 
@@ -74,10 +74,10 @@ def error_sums(
     gains: NDArray[np.float32],
     quantiser: Quantiser,
 ) -> list[NDArray[np.int64]]:
-    """As `kvabr.codec.native.coder.error_sums`: sums of integers in any order."""
+    """See `kvabr.codec.native.coder.error_sums`."""
     device = groups[0][0].device
     at, factor = (torch.from_numpy(each).to(device) for each in (which, gains))
-    # A tensor on the device as divisor: for a number, torch multiplies by its inverse, which rounds differently.
+    # For a divisor that is a number, torch multiplies by its inverse, which rounds differently.
     step, sums = torch.tensor(quantiser.step, device=device), []
     every = torch.from_numpy(np.concatenate([coded for _, coded in groups])).to(device)
     for (rows, _), coded in zip(groups, torch.split(every, [len(coded) for _, coded in groups]), strict=True):

@@ -1,17 +1,17 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, C901, PLR0915  # Triton reads annotations; its constants are in capitals
-"""The kernels: entropy decoding and integer synthesis, bit for bit as in `kvabr.codec.native.coder`.
+"""Entropy decoding and integer synthesis, bit for bit as in `kvabr.codec.native.coder`.
 
-Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths checked by the host,
-writes depend only on the model's shapes, which also bound the time. Corrupt payloads are reported in ``status``.
+Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths checked by the host, and
+writes and time depend only on the model's shapes. Corrupt payloads are reported in ``status``.
 
 `read_rows` decodes a stream per program, and writes only the rows that a depth changes. With many programs, a step
 looks its states up in a coarse table first (32 times as many fit a multiprocessor's cache), and in the whole one only
-if a symbol ends within a slot of the coarse one. `prepare` turns indices into vectors; `unstack` and `finish` multiply.
-Sums of int16 products use int8 tensor cores. A matrix entry is mantissa * gain[component], and gain * vector fits 24
-bits, i.e. three signed int8 limbs, split when the vector is made. Their planes lie component by component, as tensor
-cores need. The products with a limb are added up, and shifted by 8 bits before those of the next lower one: all in
-int32 with wrapping, as only the low bits count. Most tensor cores saturate instead (mma has ``satfinite``; wgmma
-wraps): unless they wrap, sums begin at 0 for each limb, so that they cannot overflow.
+if a symbol ends within a coarse slot. `prepare` turns indices into vectors; `unstack` and `finish` multiply. Sums of
+int16 products use int8 tensor cores: a matrix entry is mantissa * gain[component], and gain * vector fits 24 bits, i.e.
+three signed int8 limbs, split when the vector is made. Their planes lie component by component, as tensor cores need.
+The products with a limb are added up, and shifted by 8 bits before those of the next lower one: all in int32 with
+wrapping, as only the low bits count. Most tensor cores saturate instead (mma has ``satfinite``; wgmma wraps): unless
+they wrap, sums begin at 0 for each limb, so that they cannot overflow.
 """
 
 import triton
@@ -21,7 +21,7 @@ ROW_BITS: tl.constexpr = tl.constexpr(22)
 """A row and its class share an int32 (`kvabr.codec.transform.MAX_ROWS`)."""
 ROW_MASK: tl.constexpr = tl.constexpr((1 << 22) - 1)
 ESCAPED: tl.constexpr = tl.constexpr(255)
-"""Escape mark in the low byte of a table's entry; other symbols are stored plus 128."""
+"""In the low byte of a table's entry; other symbols are stored plus 128."""
 
 _RANKS: tl.constexpr = tl.constexpr(
     """{
@@ -51,14 +51,13 @@ _RANKS: tl.constexpr = tl.constexpr(
     mov.b32 $3, c;
     }"""
 )
-"""Number of marked lanes before each of a thread's two, and in all: 64 lanes in a warp, two per thread, either
-neighbours or half of them apart, as the compiler has laid them out.
+"""Number of marked lanes before each of a thread's two, and in all: 64 lanes in a warp, two per thread, neighbours or
+half of them apart, as the compiler has laid them out.
 """
 
 
 @triton.jit
 def _ranks(marked, lanes, VOTES: tl.constexpr):
-    """Return for each of 64 lanes the number of marked lanes before it, and in all, both [64]."""
     if VOTES:
         return tl.inline_asm_elementwise(
             _RANKS,
@@ -83,7 +82,6 @@ _ANY: tl.constexpr = tl.constexpr(
     mov.b32 $1, $0;
     }"""
 )
-"""Whether any of a warp's 64 lanes is marked."""
 
 
 _AHEAD: tl.constexpr = tl.constexpr(192)
@@ -92,7 +90,6 @@ _PREFETCH: tl.constexpr = tl.constexpr("prefetch.global.L2 [$2]; mov.b32 $0, 0; 
 
 @triton.jit
 def _any(marked, VOTES: tl.constexpr):
-    """Return whether any of 64 lanes is marked, int32 [64]."""
     if VOTES:
         return tl.inline_asm_elementwise(
             _ANY, "=&r,=&r,r,r", [marked.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=2
@@ -102,9 +99,9 @@ def _any(marked, VOTES: tl.constexpr):
 
 @triton.jit
 def _advance(state, freq, place, active, lanes, words, word, word_end, VOTES: tl.constexpr):
-    """Advance all lanes by one rANS step; return states, words read, which lanes read, and words used.
+    """Advance all lanes by one rANS step; return states, words read, the reading lanes, and words used.
 
-    The words become the lower half of a state in `_filled`; until they arrive, other work is done.
+    The words become the lower half of a state in `_filled`; other work hides their latency.
     """
     state = tl.where(active, freq.to(tl.uint32) * (state >> 12) + place.to(tl.uint32), state)
     low = active & (state < 65536)
@@ -116,19 +113,16 @@ def _advance(state, freq, place, active, lanes, words, word, word_end, VOTES: tl
 
 @triton.jit
 def _filled(state, more, low):
-    """Return states with what was read."""
     return tl.where(low, (state << 16) | more.to(tl.uint16, bitcast=True).to(tl.uint32), state)
 
 
 @triton.jit
 def _tripled(value, times):
-    """Return ``times`` some indices, saturating in 16 bits."""
     return tl.minimum(tl.maximum(value * times, -32768), 32767)
 
 
 @triton.jit
 def _stored(index, level, code, stride, token_0, token_1, tokens, REFINES: tl.constexpr):
-    """Load the last depth that a row was decoded at, and its first 64 indices and the next, if any. Used later."""
     at = tl.zeros((), tl.int8)
     first = tl.zeros((64,), tl.int16)
     second = tl.zeros((64,), tl.int16)
@@ -145,27 +139,27 @@ def read_rows(
     data,  # int16: all payloads
     parts,  # int64 [program, 8]: see `kvabr.codec.native.coder.gather`
     tokens_of,  # int32 [group]
-    coding_order,  # int32 [row]: row | class << 22, in coding order
-    chances,  # int32 [1 or 2, row]: of a set flag, in coding order
-    entries,  # int32 [class, context, slot]: symbol, frequency << 8, first slot << 20; then those of near tables
-    coarse,  # int32 [class, context, slot >> COARSE]: the same, or 0 if a symbol ends within; then those of near tables
+    coding_order,  # int32 [row]: row | class << 22
+    chances,  # int32 [1 or 2, row]: chances of a set flag, in coding order
+    entries,  # int32 [class, context, slot]: symbol, frequency << 8, first slot << 20; then near tables
+    coarse,  # int32 [class, context, slot >> COARSE]: the same, or 0 if a symbol ends within; then near tables
     bucket,  # int32 [1 or 3, 16]: contexts of near tables
     refers,  # int32 [group]: whether tokens refer to others
     lane_of,  # uint8 [group, place]: the referenced place of the tile, below 64
-    level,  # int8 [group, tile, row]: the last depth with a nonzero index of the row, or negative
-    index,  # int16 [group, row, token]: the indices at that depth; those at higher ones are three times as large, each
+    level,  # int8 [group, tile, row]: last depth with a nonzero index, or negative
+    index,  # int16 [group, row, token]: indices at that depth; three times as large at each higher one
     listed,  # int32 [program, most]: scratch
-    status,  # int32 [program]: set to 1 for a corrupt stream
+    status,  # int32 [program]: 1 for a corrupt stream
     rows,
-    most,  # rows of a stream
+    most,
     depth,
     stride,  # of a row of `index`: tokens in whole tiles; a group has fewer than 2^31 indices
-    near_first,  # where in `entries` the near tables begin
-    near_count,  # their contexts
+    near_first,  # start of near tables in `entries`
+    near_count,  # near contexts
     REFINES: tl.constexpr,
     NEAR: tl.constexpr,
     VOTES: tl.constexpr,
-    COARSE: tl.constexpr,  # 0: there is no coarse table
+    COARSE: tl.constexpr,  # 0: no coarse table
 ):
     """Entropy decode one depth; a program handles a stream of a group, with tokens in coding order."""
     program = tl.program_id(0).to(tl.int64)
@@ -215,8 +209,7 @@ def read_rows(
         tl.debug_barrier()  # other threads read the list
 
         # A live row takes two steps, the second without tokens if the tile has at most 64. Rows are known three ahead,
-        # and indices
-        # below two ahead, since neither depends on the states.
+        # indices below two ahead, independently of states.
         first = tile * 128
         live_rows = tl.max(live, 0)
         code = tl.load(listed, mask=live_rows > 0, other=0)
@@ -230,7 +223,7 @@ def read_rows(
         at, lower_0, lower_1 = _stored(index, level, code, stride, token_0, token_1, tokens, REFINES)
         at_1, next_0, next_1 = _stored(index, level, code_1, stride, token_0, token_1, tokens, REFINES)
         for row in range(live_rows):
-            if VOTES:  # loading the next words on demand would stall every few rows
+            if VOTES:  # loading on demand would stall every few rows
                 ahead = (words + tl.minimum(word + _AHEAD, word_end)).to(tl.int64)
                 tl.inline_asm_elementwise(_PREFETCH, "=r,=r,l,l", [ahead], dtype=tl.int32, is_pure=False, pack=2)
             at_2, later_0, later_1 = _stored(index, level, code_2, stride, token_0, token_1, tokens, REFINES)
@@ -246,7 +239,7 @@ def read_rows(
                 for _ in range(1, tl.where(at >= 0, depth - at, 0)):
                     below_0 = _tripled(below_0, 3)
                     below_1 = _tripled(below_1, 3)
-            earlier = below_0  # indices of the first step
+            earlier = below_0  # of the first step
             some = lanes < 0
             for half in tl.static_range(2):
                 token = token_0 if half == 0 else token_1
@@ -255,7 +248,7 @@ def read_rows(
                 low = (state & 4095).to(tl.int32)
                 slot = table * 4096 + low
                 if REFINES:
-                    # `lower` is three times the index below: 3 for 1, 6 or more for larger ones.
+                    # `lower`: 3 for an index of 1, 6 or more for larger ones.
                     context = (lower != 0).to(tl.int32) + (tl.abs(lower) > 3).to(tl.int32)
                     slot = (table * 3 + context) * 4096 + low
                 minus = lower < 0
@@ -281,7 +274,7 @@ def read_rows(
                 state, more, low_now, word = _advance(state, freq, place, active, lanes, words, word, word_end, VOTES)
                 value = symbol - 128
                 escaped = active & (symbol == ESCAPED)
-                if tl.max(escaped.to(tl.int32), 0) != 0:  # few rows have one
+                if tl.max(escaped.to(tl.int32), 0) != 0:
                     before, count = _ranks(escaped, lanes, VOTES)
                     nth = escape + before
                     far = tl.load(escapes + nth, mask=escaped & (nth < escape_end), other=0).to(tl.int32)
@@ -316,7 +309,6 @@ def read_rows(
 
 @triton.jit
 def _store_limbs(planes, plane, at, value, mask):
-    """Split signed 24-bit numbers into three signed int8 limbs, and store these in their planes, highest first."""
     rest = (value + 128) >> 8
     low = value - (rest << 8)
     high = (rest + 128) >> 8
@@ -327,24 +319,24 @@ def _store_limbs(planes, plane, at, value, mask):
 
 @triton.jit
 def prepare(
-    index,  # int16 [group, row, token]: see `read_rows`, and ``level``
+    index,  # see `read_rows`
     level,
-    depth_of,  # int32 [group]: its highest depth
+    depth_of,
     delta,  # int8 [track, row]
-    track_of,  # int32 [group]: its row of `delta`
-    gain,  # uint8 [row]: of the matrix that the row is multiplied with first
-    places,  # int32 [row]: its place in a token's planes
-    planes,  # int8 [limb, group, token, place]: set
+    track_of,
+    gain,  # uint8 [row]: gain of its first matrix
+    places,  # int32 [row]: place in a token's planes
+    planes,  # int8 [limb, group, token, place], set
     plane,  # numbers in a plane
-    tokens_of,  # int32 [group]
+    tokens_of,
     rows,
     stride,
-    width,  # places of a token
+    width,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    RUN: tl.constexpr,  # places are neighbours in runs of as many
-    WHOLE: tl.constexpr,  # indices; otherwise they are coefficients
-    DEPTHS: tl.constexpr,  # of any group
+    RUN: tl.constexpr,  # run length of neighbouring places
+    WHOLE: tl.constexpr,  # indices; otherwise coefficients
+    DEPTHS: tl.constexpr,
 ):
     """Turn indices into coefficients, times their gains, in limbs; a program handles a tile of rows and tokens."""
     group = tl.program_id(2).to(tl.int64)
@@ -387,10 +379,10 @@ def _multiplied(
     COMPONENTS: tl.constexpr,
     WRAPS: tl.constexpr,
 ):
-    """Return the products of the rows of a matrix with vectors in limbs, int32 [row, token], wrapping.
+    """Return products of matrix rows with vectors in limbs, int32 [row, token], wrapping.
 
-    ``matrix`` are pointers to the first components of its rows, [row, component], and ``planes`` those of the vectors,
-    [component, token]. Components come in whole tiles.
+    ``matrix`` points to the first components of rows, [row, component], ``planes`` to those of vectors, [component,
+    token]. Components fill whole tiles.
     """
     total = tl.zeros((OUTPUTS, TOKENS), tl.int32)
     for limb in tl.static_range(3):
@@ -404,21 +396,21 @@ def _multiplied(
 
 @triton.jit
 def unstack(
-    planes,  # int8 [limb, group, token, place]: of what `prepare` wrote, products are set
-    plane,  # numbers in a plane
+    planes,  # see `prepare`; products are set
+    plane,
     tiles,  # int64 [program, 5]: offset in `mantissa` of a tile's rows, components padded to whole tiles, the
     # place of the first one; the tile's first output, and the end of those of its stack, both among those of all stacks
-    mantissa,  # int8: [output, component] of each stack, padded with zeros
-    gain,  # uint8 [output]: of its next matrix
-    places,  # int32 [output]: its destination
-    tokens_of,  # int32 [group]
+    mantissa,  # int8 [output, component] of each stack, zero-padded
+    gain,  # uint8 [output]: gain of its next matrix
+    places,  # int32 [output]: destination
+    tokens_of,
     stride,
     width,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     COMPONENTS: tl.constexpr,
-    RUN: tl.constexpr,  # see `prepare`
-    WRAPS: tl.constexpr,  # whether sums of products wrap
+    RUN: tl.constexpr,
+    WRAPS: tl.constexpr,  # sums of products wrap
 ):
     """Apply the inverse transforms of the stacks; a program handles a tile of outputs and tokens."""
     group = tl.program_id(2).to(tl.int64)
@@ -455,7 +447,7 @@ def _joined(planes, plane, at):
 
 @triton.jit
 def store(out, at, value, mask, KIND: tl.constexpr, RUN: tl.constexpr):
-    """Round and store for the output type: 0 is float32, 1 float16, 2 bfloat16; addresses are multiples of ``RUN``."""
+    """Round and store; KIND 0 is float32, 1 float16, 2 bfloat16; addresses are multiples of ``RUN``."""
     if KIND == 0:
         out = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 4 * RUN)
         tl.store(out + at, value, mask=mask)
@@ -464,7 +456,7 @@ def store(out, at, value, mask, KIND: tl.constexpr, RUN: tl.constexpr):
         value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
         tl.store(out + at, value.to(tl.float16), mask=mask)
     else:
-        # Round to nearest even in integers; values are never infinite or NaN.
+        # Round to nearest even in integers; values are finite.
         bits = value.to(tl.uint32, bitcast=True)
         bits = (bits + (32767 + ((bits >> 16) & 1))) >> 16
         out = tl.multiple_of(out.to(tl.pointer_type(tl.int16)), 2 * RUN)
@@ -473,20 +465,20 @@ def store(out, at, value, mask, KIND: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def finish(
-    planes,  # int8 [limb, group, token, place]
-    plane,  # numbers in a plane
-    first_place,  # of the first block; those of each fill whole tiles of components
-    mantissa,  # int8 [layer, K/V, block, channel, component], components padded to whole tiles
+    planes,
+    plane,
+    first_place,  # of the first block
+    mantissa,  # int8 [layer, K/V, block, channel, component], padded to whole tiles
     scale,  # float32 [track, layer, K/V]
-    track_of,  # int32 [group]: its row of the scales
+    track_of,  # int32 [group]: row of scales
     mean,  # float32 [group, layer, K/V, head, dim]
-    mean_of,  # int32 [group]: its row of the means
+    mean_of,  # int32 [group]: row of means
     cos,  # float32 [position, pair]
     sin,
-    position_of,  # int32 [group, place]: of the token; negative: it is not turned
+    position_of,  # int32 [group, place]: token position; negative: not turned
     outs,  # int64 [group, layer, K/V]: addresses
-    offset_of,  # int64 [group, place]: offset of the token, in elements; negative: not written
-    tokens_of,  # int32 [group]
+    offset_of,  # int64 [group, place]: token offset, in elements; negative: not written
+    tokens_of,
     stride_head,
     stride_dim,
     stride,
@@ -496,8 +488,8 @@ def finish(
     dim,
     block_heads,
     padded,  # components of a block
-    turned,  # pairs that the rotary embedding turns
-    begin,  # first dimension that it turns
+    turned,  # pairs turned by the rotary embedding
+    begin,  # first turned dimension
     HALVES: tl.constexpr,
     KIND: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -505,13 +497,13 @@ def finish(
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
     COMPONENTS: tl.constexpr,
-    WHOLE: tl.constexpr,  # all pairs of every tile have two channels
-    RUN: tl.constexpr,  # channels of pairs are neighbours in memory in runs of as many, at multiples of it
-    WRAPS: tl.constexpr,  # whether sums of products wrap
+    WHOLE: tl.constexpr,
+    RUN: tl.constexpr,  # run length of channels of pairs that are neighbours in memory
+    WRAPS: tl.constexpr,
 ):
     """Inverse block transform, scale, mean, rotation, rounding; a program handles some pairs of channels of a head.
 
-    Pairs of keys are those of the rotary embedding. Channels that do not rotate, and values, are paired as well.
+    Pairs of keys are those of the rotary embedding. Other channels, and values, are paired as well.
     """
     group = tl.program_id(1).to(tl.int64)
     tokens = tl.load(tokens_of + group)
@@ -531,7 +523,7 @@ def finish(
     turned_here = tl.where(kv == 1, 0, turned)
     blocks = heads // block_heads
     block = layer_kv * blocks + head // block_heads
-    # Positions of a pair's two channels within a head.
+    # Positions within a head.
     rest = pair - turned_here
     halves = (dim - 2 * turned_here + 1) // 2
     if INTERLEAVED:
@@ -594,7 +586,7 @@ def finish(
     within = offset >= 0
     offset = tl.multiple_of(offset, RUN)
     to = head.to(tl.int64) * stride_head + offset[None, :]
-    # A mask that is equal for neighbouring channels lets them be written together.
+    # An equal mask for neighbouring channels lets them be written together.
     mask_one = within[None, :] if WHOLE else has_one[:, None] & within[None, :]
     mask_two = within[None, :] if WHOLE else has_two[:, None] & within[None, :]
     store(out, to + one[:, None].to(tl.int64) * stride_dim, x, mask_one, KIND, RUN)

@@ -12,23 +12,19 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 
 LEVELS = {"FP16": 0, "BF16": 1, "FP8": 2, "Int8": 3, "Int4": 4, "FP4": 5}
-"""Levels that kernels expand, with their numbers there."""
 
 
 @dataclass(frozen=True, eq=False)
 class LevelJob:
-    """A payload of a level, and its destination."""
+    """A payload of a cast or integer level, and its destination."""
 
     level: str
-    """One of `LEVELS`."""
     payload: memoryview
-    """Untrusted."""
     spec: KVSpec
-    """Of the group's layer class."""
     out: torch.Tensor
     """[layer, K/V, head, token, dim]."""
     decode: Callable[[torch.Tensor], None]
-    """Decodes the payload on the processor, into a tensor of that shape; may raise `FormatError`."""
+    """Decodes the payload on the processor to a tensor of that shape; may raise `FormatError`."""
 
     @property
     def layout(self) -> PayloadLayout:

@@ -1,8 +1,8 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, C901, PLR0915  # Triton reads annotations; its constants are in capitals
 """The kernel that expands the cast and integer levels (`kvabr.codec.floats`, `affine`, `fp4`), bit for bit.
 
-Importing this module needs Triton. Payloads are read within lengths checked by the host; numbers that are not finite
-are reported in ``status``.
+Importing this module needs Triton. Reads stay within lengths checked by the host; ``status`` reports numbers that are
+not finite.
 """
 
 import triton
@@ -13,7 +13,6 @@ from kvabr.codec.gpu.kernels import store
 
 @triton.jit
 def _half(at, mask):
-    """Read numbers in half precision at any addresses of bytes, as float32, and return whether any is not finite."""
     low = tl.load(at, mask=mask, other=0).to(tl.int32)
     bits = low | tl.load(at + 1, mask=mask, other=0).to(tl.int32) << 8
     special = (bits & 0x7C00) == 0x7C00
@@ -22,7 +21,6 @@ def _half(at, mask):
 
 @triton.jit
 def _small(code, SHIFT: tl.constexpr, MASK: tl.constexpr, SIGN: tl.constexpr):
-    """Return codes of fewer bits as float32, via half precision, whose exponents have another bias."""
     bits = ((code << SHIFT) & MASK) | ((code << SIGN) & 0x8000)
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -30,30 +28,30 @@ def _small(code, SHIFT: tl.constexpr, MASK: tl.constexpr, SIGN: tl.constexpr):
 @triton.jit
 def expand(
     data,  # uint8: all payloads
-    begins,  # int64 [group]: its offset, a multiple of 16
+    begins,  # int64 [group]: offset, a multiple of 16
     tokens_of,  # int32 [group]
     outs,  # int64 [group, layer and K/V]: addresses
     offset_of,  # int64 [group, token]: see `WriteTarget.offsets`
-    status,  # int32 [group]: set to 1 if a number is not finite
+    status,  # int32 [group]: 1 if a number is not finite
     stride_head,
     stride_dim,
-    stride,  # tokens of `offset_of`
+    stride,
     layers,
     heads,
-    keys,  # dims of a head that are coded as keys, and as values
+    keys,  # dims of a head coded as keys, and as values
     values,
-    head_bytes,  # of a payload
+    head_bytes,
     unit_tokens,
     unit_bytes,
-    head_blocks,  # heads whose values share a scale
-    HALVES: tl.constexpr,  # keys and values, or one vector that may have parts of both
+    head_blocks,  # heads that share a value scale
+    HALVES: tl.constexpr,  # keys and values, or one vector
     LEVEL: tl.constexpr,  # number in `levels.LEVELS`
     KIND: tl.constexpr,
     PARTS: tl.constexpr,  # 0: keys alone, 1: values alone, 2: both
     TOKENS: tl.constexpr,
-    DIMS: tl.constexpr,  # at least as many as a head has
-    RUN: tl.constexpr,  # offsets and strides are multiples of it
-    WHOLE: tl.constexpr,  # a head has just as many
+    DIMS: tl.constexpr,  # at least those of a head
+    RUN: tl.constexpr,  # divides offsets and strides
+    WHOLE: tl.constexpr,  # exactly those of a head
 ):
     """Expand a tile of tokens of a head of keys or values."""
     group = tl.program_id(2).to(tl.int64)
@@ -100,12 +98,12 @@ def expand(
     else:
         unit = token // unit_tokens
         nth = token - unit * unit_tokens
-        own = tl.minimum(unit_tokens, tokens - unit * unit_tokens)  # tokens of the unit, which may be a short last one
+        own = tl.minimum(unit_tokens, tokens - unit * unit_tokens)  # tokens of the unit
         units = payload + head_bytes + unit.to(tl.int64) * unit_bytes
         channel = head * dims + dim
         count = own * heads * (keys + values)
         if HALVES == 2 and LEVEL != 3:
-            # As many values as keys: a byte has a key, and the value in the same place.
+            # A byte has a key, and the value in the same place.
             each = count // 2
             at = (nth * heads * dims)[:, None] + channel[None, :]
             shift = 4 * part

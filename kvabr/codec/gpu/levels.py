@@ -1,7 +1,7 @@
 """The host's part of expanding the cast and integer levels on a CUDA device.
 
-Payloads are copied as they are, and become elements at their destinations: a tensor, or the blocks of a paged cache.
-While some are expanded, the next are copied, and those after them gathered in pinned memory.
+Payloads are copied as they are. While some are expanded, the next are copied, and those after them gathered in pinned
+memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvabr.codec.native.streams import gathered_places
 from kvabr.types.errors import FormatError
 
 _FIRST_BYTES, _MAX_BYTES = 16 << 20, 128 << 20
-"""Bytes of payloads copied at once: few at first, so that the copy begins soon."""
+"""Payload bytes per copy: few at first, to begin soon."""
 _TOKENS, _WARPS = 16, 4
 
 
@@ -54,7 +54,7 @@ def expand_many(jobs: Sequence[LevelJob]) -> None:
 def expand_to_blocks(jobs: Sequence[LevelJob], blocks: Sequence[BlockSlots]) -> None:
     """Expand groups straight to the blocks of a paged cache; see `expand_many`.
 
-    Only the shape of `LevelJob.out` counts: it may be on the device ``meta``.
+    Only the shape of `LevelJob.out` counts, which may be on device ``meta``.
     """
     for job, there in zip(jobs, blocks, strict=True):
         check_blocks(job.out.shape, there)
@@ -88,7 +88,6 @@ def _judge(found: Sequence[torch.Tensor], tasks: Sequence[_Task]) -> None:
 
 
 def _alike(task: _Task) -> Hashable:
-    """Return the key of groups that share launches."""
     spec, into = task.job.spec, task.into
     shape = spec.layers, spec.only.halves, spec.kv_heads, spec.only.split
     return task.job.level, shape, into.device, into.dtype, into.strides
@@ -106,12 +105,11 @@ def _pieces(batch: Sequence[_Task]) -> Iterator[list[_Task]]:
 
 
 def _expand(tasks: Sequence[_Task]) -> torch.Tensor:
-    """Start expanding groups that share a launch; return int32 [group], on the device: 0 for a good one."""
+    """Start expanding groups that share a launch; return int32 [group] on the device, 0 for good ones."""
     job, into = tasks[0].job, tasks[0].into
     spec, layout, device = job.spec, job.layout, into.device
     tokens = np.array([task.job.out.shape[3] for task in tasks], np.int32)
     stride, (keys, values) = int(tokens.max()), spec.only.split
-    # In Triton's interpreter, tensors are on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         payloads = [task.job.payload for task in tasks]
         places = gathered_places(payloads)
@@ -159,6 +157,6 @@ def _expand(tasks: Sequence[_Task]) -> torch.Tensor:
             RUN=run,
             WHOLE=keys in (0, wide) and values in (0, wide),
             num_warps=_WARPS,
-            enable_fp_fusion=False,  # each product and sum is rounded by itself
+            enable_fp_fusion=False,  # rounds each product and sum separately
         )
     return status

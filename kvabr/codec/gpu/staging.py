@@ -1,7 +1,4 @@
-"""Copies to a device through pinned memory, on a separate stream, during kernels, without waiting.
-
-Memory is from torch's pools, which reuse it as soon as it is free.
-"""
+"""Copies to a device through pinned memory, on a separate stream, without waiting; memory is from torch's pools."""
 
 from __future__ import annotations
 
@@ -27,20 +24,17 @@ _TYPES = {
     "float32": torch.float32,
 }
 _ALIGN = 16
-"""Of every array and payload, in bytes."""
 _MIN_APART = 512 << 10
-"""Minimum bytes of a payload in pinned memory that is copied directly; gathering smaller ones costs less than a copy
-each.
-"""
+"""Minimum bytes of a pinned payload to copy directly; gathering smaller ones costs less than a copy each."""
 
 
 SCRATCH_BYTES = 4 << 30
-"""Maximum scratch memory for groups coded at once, see `scratch_room`. One group is always allowed."""
+"""Maximum scratch memory for groups coded at once; one group is always allowed."""
 
 
 @cache
 def scratch_room(device: torch.device) -> int:
-    """Return the scratch memory: a quarter of the free memory at the first call, or less."""
+    """Return the scratch memory: up to a quarter of the free memory at the first call."""
     if device.type != "cuda":
         return SCRATCH_BYTES
     return min(SCRATCH_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
@@ -50,13 +44,12 @@ class Staged(NamedTuple):
     """Place of an array on the device."""
 
     at: int
-    """In bytes, a multiple of 16."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class Staging:
-    """Arrays that are copied to a device together: first `add` all, then `send`, then `view` them there."""
+    """Arrays copied to a device together: first `add` all, then `send`, then `view` them there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._size = device, 0
@@ -78,7 +71,7 @@ class Staging:
         return piece
 
     def here(self, piece: Staged) -> NDArray[np.uint8]:
-        """Return the memory for bytes; no more can be added."""
+        """Return the memory for bytes; ends adding."""
         if self._here is None:
             self._pinned = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             self._here = self._pinned.numpy()
@@ -87,9 +80,9 @@ class Staging:
         return self._here[piece.at : piece.at + piece.shape[0]]
 
     def send(self, *, first: bool = False) -> None:
-        """Begin to copy all, before the current stream's next work.
+        """Begin to copy all before the current stream's next work.
 
-        If this copy is the ``first``, the current stream runs it, which starts faster.
+        The ``first`` copy runs on the current stream, which starts faster.
         """
         self.here(Staged(0, torch.uint8, (0,)))
         self._there = self._pinned
@@ -114,12 +107,12 @@ def _await_copies(there: torch.Tensor, device: torch.device) -> None:
 
 
 def lie_apart(payloads: Sequence[bytes | memoryview]) -> bool:
-    """Return True if a device copies payloads best directly: large ones, all in pinned memory."""
+    """Return True if a device should copy payloads directly: large ones, all in pinned memory."""
     return sum(map(len, payloads)) >= _MIN_APART * len(payloads) and all(map(_is_pinned, payloads))
 
 
 def _is_pinned(payload: bytes | memoryview) -> bool:
-    """Return True for memory of a pinned pool: `kvabr.store.buffers.PinnedMemory`."""
+    """Return True for memory of `kvabr.store.buffers.PinnedMemory`."""
     under = getattr(payload, "obj", None)
     while (below := getattr(under, "base", getattr(under, "obj", None))) is not None:  # arrays, and views of memory
         under = below
@@ -173,5 +166,4 @@ def await_streams(devices: Iterable[torch.device]) -> None:
 
 @once
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all copies to a device."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

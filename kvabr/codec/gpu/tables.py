@@ -1,4 +1,4 @@
-"""A profile's tables for kernels, on a device: made once for each, and cached with it."""
+"""A profile's tables for kernels, made once per device and cached with it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from kvabr.codec.native.coder_model import BUCKETS, TOTAL, CoderModel, derived
 from kvabr.codec.transform import NO_MATRIX, Transform
 
 COMPONENTS, OUTPUTS = 64, 64
-"""Of a tile of a product; vectors are padded to whole tiles of components."""
+"""Tile of a product; vectors are padded to whole tiles of components."""
 COARSE = 5
-"""Binary logarithm of the slots of a table that share an entry of the coarse one."""
+"""Binary logarithm of the slots per entry of the coarse table."""
 _ESCAPED = 255
-"""Escape mark in the low byte of a table's entry; other symbols are their value plus 128."""
 
 
 class CoderTables(NamedTuple):
-    """The tables of one depth, on the device."""
+    """The tables of one depth on the device."""
 
     coding_order: torch.Tensor
     """int32 [row]: row | class << 22, in coding order."""
     chances: torch.Tensor
     """int32 [1 or 2, row]: probability of a set flag out of 4,096, in coding order."""
     entries: torch.Tensor
-    """int32 [class, context, slot]: symbol, frequency << 8, its first slot << 20; then those of `NearTables`."""
+    """int32 [class, context, slot]: symbol, frequency << 8, first slot << 20; then `NearTables`."""
     coarse: torch.Tensor
-    """int32 [class, context, slot >> `COARSE`]: the same if all of these slots have one symbol, else 0."""
+    """int32 [class, context, slot >> `COARSE`]: the same if all these slots have one symbol, else 0."""
     bucket: torch.Tensor
     """int32 [1 or 3, 16]: see `NearTables.bucket`; zeros without."""
     delta: torch.Tensor
-    """int8 [row]: the class's delta."""
 
 
 def coder_tables(model: CoderModel, device: torch.device) -> CoderTables:
@@ -63,7 +61,6 @@ def coder_tables(model: CoderModel, device: torch.device) -> CoderTables:
 
 
 def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int32]:
-    """Return tables [class, context, symbol] as `CoderTables.entries`, flattened."""
     out = []
     for reach, (symbol, freq, place) in zip(model.radius.astype(np.int64), lookup(freqs), strict=True):
         value = np.where(symbol == 2 * reach + 1, _ESCAPED, symbol - reach + 128)
@@ -72,33 +69,27 @@ def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int32]:
 
 
 class TransformTables(NamedTuple):
-    """The arrays of a transform, on the device.
+    """The arrays of a transform on the device.
 
-    A token's planes hold the components of every stack, and then those of every block, each padded to whole tiles.
+    A token's planes hold the components of every stack, then of every block, each padded to whole tiles.
     """
 
     width: int
-    """Places of a token."""
     first_place: int
-    """Of the first block."""
     padded: int
-    """Places of a block."""
     run: int
-    """Length of runs of neighbouring rows in neighbouring places, at multiples of it."""
+    """Length of runs of neighbouring rows in neighbouring places."""
     row_gain: torch.Tensor
-    """uint8 [row]: of the row's first matrix."""
+    """uint8 [row]: of its first matrix."""
     row_place: torch.Tensor
-    """int32 [row]."""
     most_tiles: int
-    """Tiles of components of the largest stack."""
     tiles: torch.Tensor
-    """int64 [tile, 5]: of the outputs of stacks, see `kernels.unstack`."""
+    """int64 [tile, 5]: see `kernels.unstack`."""
     stack_mantissa: torch.Tensor
-    """int8, flat: of each stack, [output, component], outputs padded to whole tiles, too."""
+    """int8, flat: of each stack, [output, component], both padded to whole tiles."""
     output_gain: torch.Tensor
-    """uint8 [output]: of the block in which an output of a stack is a component."""
+    """uint8 [output]: of its block."""
     output_place: torch.Tensor
-    """int32 [output]."""
     mantissa: torch.Tensor
     """int8 [block, channel, component]; empty without block transforms."""
     mean: torch.Tensor
@@ -177,7 +168,7 @@ def _padded(components: int) -> int:
 
 def on_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """Copy an array to a device, and wait for it."""
-    # Copy: torch rejects read-only arrays.
+    # Torch rejects read-only arrays.
     return torch.from_numpy(np.array(array, order="C")).to(device)
 
 

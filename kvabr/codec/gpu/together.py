@@ -1,11 +1,11 @@
 """Decodes several threads' groups together, one batch at a time per device, and checks kernels.
 
 A compiler's error must not corrupt a model's output. So the first group of each kind, and of each variant of the
-kernels, is also decoded on the processor, and compared. If kernels fail (no compiler, or no memory), the processor
-takes over, with one warning.
+kernels, is compared with the processor's result. If kernels fail (no compiler, or no memory), the processor takes over,
+with one warning.
 
-Compiling takes seconds. While one thread is `trying` a profile's kernels, other threads' groups of unknown kinds are
-decoded on the processor without waiting.
+Compiling takes seconds. While one thread is `trying` a profile's kernels, the processor decodes other threads' groups
+of unknown kinds.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from kvabr.types.once import once
 
 
 class PlacedJob(NamedTuple):
-    """A group, and its destination."""
+    """A group and its destination."""
 
     job: DecodeJob | LevelJob
     blocks: BlockSlots | None
-    """None: `DecodeJob.out`."""
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +66,6 @@ _SWITCH_S = 0.0002
 _usual_s: list[float] = []
 _lock = threading.Lock()
 _tried: Counter[torch.device] = Counter()
-"""Number of threads trying the kernels of a device."""
 _tried_here = threading.local()
 
 
@@ -94,7 +92,7 @@ def trying(device: torch.device) -> Iterator[None]:
 
 
 def _yield_often(trying: int) -> None:
-    """Make threads release the interpreter's lock sooner during compilation, which is Python: decoding needs it."""
+    """Make compilation, which is Python, release the interpreter's lock sooner for decoding."""
     if trying and sys.getswitchinterval() > _SWITCH_S:
         _usual_s.append(sys.getswitchinterval())
         sys.setswitchinterval(_SWITCH_S)
@@ -108,14 +106,13 @@ def _batches(device: torch.device) -> Batches[PlacedJob, None]:
 
 
 def _decoded(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
-    """Decode groups, singly if they fail together; return each one's error."""
     if len(tasks) > 1 and _failed(tasks) is None:
         return [None] * len(tasks)
-    return [_failed([task]) for task in tasks]  # find the failing one
+    return [_failed([task]) for task in tasks]
 
 
 def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
-    """Decode groups, a single one on the processor if the device fails; return each one's error."""
+    """Decode groups, a single one on the processor if the device fails; return their error."""
     crowded = _crowded(tasks)
     try:
         if any(_checked(task.job).get((_kind(task), crowded)) is False for task in tasks):
@@ -176,7 +173,6 @@ def _by_processor(task: PlacedJob) -> None:
 
 
 def _own(task: PlacedJob) -> torch.Tensor:
-    """Return the processor's result for a group."""
     job = task.job
     out = torch.empty(job.out.shape, dtype=job.out.dtype if task.blocks is None else task.blocks.dtype)
     if isinstance(job, DecodeJob):
@@ -190,12 +186,11 @@ _expanded: dict[Hashable, bool] = {}
 
 
 def _checked(job: DecodeJob | LevelJob) -> dict[Hashable, bool]:
-    """Return True if groups of a profile, or of all levels, by `_kind` and `_crowded`, equal the processor's."""
+    """Return True for kinds and crowds (`_kind`, `_crowded`) that equal the processor's results."""
     return derived(job.transform, "checked", dict) if isinstance(job, DecodeJob) else _expanded
 
 
 def _kind(task: PlacedJob) -> Hashable:
-    """Return the key of compiled code and tables."""
     job, blocks = task
     if blocks is None:
         dtype, strides = job.out.dtype, job.out.stride()
@@ -213,7 +208,6 @@ def _kind(task: PlacedJob) -> Hashable:
 
 _FIRST = struct.Struct("<I")
 CROWDED = 512
-"""Minimum streams of one depth for another variant of a kernel in `decoder`."""
 
 
 def _crowded(tasks: Sequence[PlacedJob]) -> bool:
@@ -242,7 +236,6 @@ def _compare(task: PlacedJob, crowded: bool) -> None:  # a part of the key
 
 
 def _read(blocks: BlockSlots) -> torch.Tensor:
-    """Return the tokens of a group that are in blocks, [layer, K/V, head, token, dim]."""
     used = BlockSlots(blocks.checked, blocks.slots[blocks.slots >= 0])
     _, heads, _, dim = used.first.shape
     out = used.first.new_empty((len(used.layers), len(used.layers[0]), heads, len(used.slots), dim))
@@ -251,6 +244,5 @@ def _read(blocks: BlockSlots) -> torch.Tensor:
 
 
 def _bytes(out: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor on any device, in the order of its indices."""
-    # Flat: a copy keeps the order of memory, and the stride of a dimension of 1 need not be 1, as `view` requires.
+    # Flat: a copy keeps the order of memory; `view` rejects the stride that a dimension of 1 may have.
     return out.cpu().reshape(-1).view(torch.uint8)

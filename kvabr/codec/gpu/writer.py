@@ -20,26 +20,23 @@ from kvabr.codec.native.streams import payload_heads, rows_of_streams
 from kvabr.types.errors import FormatError
 
 _ROWS = 16
-"""Rows of a tile that a program quantises."""
 _CHUNKS = 4
-"""Programs that copy a stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodeJob:
-    """The coefficients of a group, to be quantised and coded at one depth; see `kvabr.codec.native.coder`."""
+    """Coefficients of a group to quantise and code at one depth; see `kvabr.codec.native.coder`."""
 
     model: CoderModel
     rows: torch.Tensor
-    """[row, token] float32, finite; neighbouring tokens are neighbours in memory."""
+    """[row, token] float32, finite; tokens contiguous."""
     own: Quantiser
     lower: Quantiser | None
-    """Of the depth below, if the model refines one."""
     keep: NDArray[np.bool_]
-    """[token]: False for tokens that are not coded."""
+    """[token]: False if not coded."""
     references: References | None = None
     streams: int | None = None
-    """Number of streams; None: `usual_streams`."""
+    """None: `usual_streams`."""
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -56,7 +53,7 @@ class EncodeJob:
 
 
 def encode_many(jobs: Sequence[EncodeJob]) -> list[memoryview]:
-    """Quantise and code groups on the current stream, many at a time; as `coder.encode_rows` for each.
+    """Quantise and code groups on the current stream; as `coder.encode_rows` for each.
 
     A program codes a stream of a group row by row. Payloads coded together share memory, so copy those to keep. Raise
     `FormatError` if an index is out of reach.
@@ -91,7 +88,6 @@ def _at_once(job: EncodeJob) -> int:
 
 
 def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
-    """Encode groups that share a launch."""
     model, count, stride, streams = jobs[0].model, len(jobs), _stride(jobs[0]), _streams(jobs[0])
     rows, tiles, device = model.rows, stride // TILE, jobs[0].rows.device
     keep, order = np.zeros((count, stride), np.int8), np.full((count, stride), -1, np.int32)
@@ -104,7 +100,6 @@ def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
     refers = np.array([job.references is not None for job in jobs], np.int32)
     quantisers = [jobs[0].own, jobs[0].lower or jobs[0].own]
     steps = [number for each in quantisers for number in (each.step, each.dead)]
-    # In Triton's interpreter, tensors are on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         tables, staging = _tables(model, device), Staging(device)
         pieces = [
@@ -139,7 +134,7 @@ def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
             num_warps=4,
             enable_fp_fusion=False,
         )
-        # Per stream: at most a word and an escape for each symbol, and a word for each flag.
+        # Per stream: at most a word and an escape per symbol, and a word per flag.
         own = int(rows_of_streams(rows, streams)[0]) + LANES - 1 & -LANES
         most = own * (stride + tiles)
         words, escapes = (torch.empty((count * streams, most), dtype=torch.int16, device=device) for _ in range(2))
@@ -173,7 +168,7 @@ def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
             REFINES=model.refines,
             NEAR=bool(refers.any()) and model.near is not None,
             VOTES=device.type == "cuda",
-            num_warps=1,  # the votes are those of one warp, and need no barriers
+            num_warps=1,  # votes of one warp need no barriers
             num_stages=1,
             enable_fp_fusion=False,
         )
@@ -185,7 +180,6 @@ def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
 def _collected(
     words: torch.Tensor, escapes: torch.Tensor, states: torch.Tensor, ends: NDArray[np.int64], streams: int
 ) -> list[memoryview]:
-    """Return the payloads of groups, in memory that a device copies to."""
     device, groups = words.device, len(ends) // streams
     sizes = words.shape[1] - ends
     heads = payload_heads(sizes.reshape(groups, streams, 2))
@@ -219,8 +213,6 @@ def _collected(
 
 
 class _Tables(NamedTuple):
-    """The tables of one depth, on the device; see `writer_kernels.write_rows`."""
-
     coding_order: torch.Tensor
     chances: torch.Tensor
     radius: torch.Tensor
@@ -246,7 +238,7 @@ def _tables(model: CoderModel, device: torch.device) -> _Tables:
 
 
 def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int64]:
-    """Return the kernel's entry for each symbol, flattened: symbols without a frequency are escaped."""
+    """Return the kernel's entry per symbol, flattened: symbols without a frequency are escaped."""
     wide = freqs.astype(np.int64)
     entries = (np.cumsum(wide, axis=2) - wide) | wide << 12
     last = np.broadcast_to(2 * model.radius.astype(np.intp)[:, None, None] + 1, (*freqs.shape[:2], 1))

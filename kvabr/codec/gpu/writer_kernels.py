@@ -14,12 +14,11 @@ MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds magnitudes below 2^22 to the nearest whole number, halves to even."""
 FARTHEST_BELOW: tl.constexpr = tl.constexpr(32767 // 3)
 ESCAPES: tl.constexpr = tl.constexpr(1 << 24)
-"""In an entry: the value is escaped. Below are the start, 12 bits, and the frequency."""
+"""In an entry: escaped. Below are the start, 12 bits, and the frequency."""
 
 
 @triton.jit
 def _quantised(value, step, dead, keep):
-    """Return coefficients as indices, int32; 0 where a token is not coded."""
     exact = tl.div_rn(value, step)
     exact = exact - tl.minimum(tl.maximum(exact, -dead), dead)
     exact = tl.minimum(tl.maximum(exact, -32767.0), 32767.0)
@@ -29,20 +28,20 @@ def _quantised(value, step, dead, keep):
 @triton.jit
 def quantise(
     rows_of,  # int64 [group]: addresses of float32 [row, token]
-    keep_of,  # int8 [group, token]: whether it is coded
-    token_of,  # int32 [group, place]: its token; negative: none
-    steps,  # float32 [4]: step and dead zone, then those of the depth below
-    index,  # int16 [group, row, place]: set to the indices
-    below,  # int16 [group, row, place]: set to those below
-    marks,  # int8 [group, tile, row]: set to 1 if there is a symbol to code, plus 2 if an index below is not 0
-    wrong,  # int8 [group, tile, row]: set to whether an index is out of reach
+    keep_of,  # int8 [group, token]: whether coded
+    token_of,  # int32 [group, place]: token; negative: none
+    steps,  # float32 [4]: step and dead zone of this depth and the one below
+    index,  # int16 [group, row, place], set
+    below,  # int16 [group, row, place], set: indices below
+    marks,  # int8 [group, tile, row], set: 1 with a symbol to code, plus 2 with a nonzero index below
+    wrong,  # int8 [group, tile, row], set: whether an index is out of reach
     rows,
     row_stride,  # of `rows_of`
     stride,  # of `index`: tokens in whole tiles
     REFINES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Quantise coefficients, in the order of places; a program handles a few rows of a tile."""
+    """Quantise coefficients in the order of places; a program handles a few rows of a tile."""
     group = tl.program_id(2).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -70,7 +69,6 @@ def quantise(
 
 @triton.jit
 def _push(state, entry, active, lanes, words, word, VOTES: tl.constexpr):
-    """Encode a symbol per lane; return states, and the new start of the words."""
     freq = tl.where(active, (entry >> 12) & 4095, 1).to(tl.uint32)
     full = active & (state >= (freq << 20))
     before, total = _ranks(full, lanes, VOTES)
@@ -83,35 +81,35 @@ def _push(state, entry, active, lanes, words, word, VOTES: tl.constexpr):
 
 @triton.jit
 def write_rows(
-    index,  # int16 [group, row, place]
-    below,  # int16 [group, row, place]
-    marks,  # int8 [group, tile, row]: see `quantise`
-    tokens_of,  # int32 [group]
-    coding_order,  # int32 [row]: row | class << 22, in coding order
-    chances,  # int32 [1 or 2, row]: of a set flag, in coding order
+    index,
+    below,
+    marks,  # see `quantise`
+    tokens_of,
+    coding_order,
+    chances,
     radius_of,  # int32 [class]
-    entries,  # int32 [class, context, symbol]: start, frequency << 12, `ESCAPES`; then those of near tables
-    bucket,  # int32 [1 or 3, 16]: contexts of near tables
-    refers,  # int32 [group]: whether tokens refer to others
-    lane_of,  # uint8 [group, place]: the referenced place of the tile, below 64
+    entries,  # int32 [class, context, symbol]: start, frequency << 12, `ESCAPES`; then near tables
+    bucket,
+    refers,
+    lane_of,
     listed,  # int32 [program, own]: scratch
-    words,  # int16 [program, most]: set to the words, at the end
-    escapes,  # int16 [program, most]: set to the escapes, at the end
-    states,  # int32 [program, lane]: set to the states
-    ends,  # int64 [program, 2]: set to the start of words and escapes
-    streams,  # of a group
+    words,  # int16 [program, most], set at the end
+    escapes,  # int16 [program, most], set at the end
+    states,  # int32 [program, lane], set
+    ends,  # int64 [program, 2], set: start of words and escapes
+    streams,
     rows,
-    own,  # rows of a stream, at most
+    own,  # maximum rows of a stream
     stride,
     width,  # symbols of a table
     most,
-    near_first,  # where in `entries` the near tables begin
-    near_count,  # their contexts
+    near_first,
+    near_count,
     REFINES: tl.constexpr,
     NEAR: tl.constexpr,
     VOTES: tl.constexpr,
 ):
-    """Entropy encode one depth; a program handles a stream of a group."""
+    """Entropy encode one depth; a program handles a stream of a group. See `quantise`, `kernels.read_rows`."""
     program = tl.program_id(0).to(tl.int64)
     group = program // streams
     stream = (program % streams).to(tl.int32)
@@ -219,16 +217,16 @@ def _copy(source, to, count, chunk, CHUNKS: tl.constexpr):
 
 @triton.jit
 def collect(
-    words,  # int16 [stream, most]: those that count are at the end
-    escapes,  # int16 [stream, most]
-    states,  # int32 [stream, lane]
-    places,  # int64 [stream, 3]: its offset in `out`; the start of its words and escapes
-    begins,  # int64 [group]: offset of its payload in `out`
-    heads,  # uint8 [group, head]: bytes before its streams
-    out,  # int16: set to the payloads
+    words,  # int16 [stream, most]: used at the end
+    escapes,
+    states,
+    places,  # int64 [stream, 3]: offset in `out`; start of words and escapes
+    begins,  # int64 [group]: payload offset in `out`
+    heads,  # uint8 [group, head]: bytes before the streams
+    out,  # int16, set
     most,
-    streams,  # of a group
-    head,  # bytes
+    streams,
+    head,
     CHUNKS: tl.constexpr,
     HEAD: tl.constexpr,
 ):

@@ -1,7 +1,6 @@
-"""The coder of the AC tracks: indices to bytes and back, and indices to a cache, in integer arithmetic.
+"""The coder of the AC tracks in integer arithmetic, with AVX2 and in portable C, to the same bits.
 
-`streams` describes the format. The extension module has it with AVX2 and in portable C, to the same bits; `coder` takes
-the best available path.
+`streams` describes the format; `coder` selects a path.
 """
 
 import sys

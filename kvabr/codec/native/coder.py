@@ -1,6 +1,6 @@
 """The coder on the fastest path of this machine, in one thread or several.
 
-The environment variable KVABR_CODER selects another path: ``portable`` or ``avx2``. Both produce the same bits.
+The environment variable KVABR_CODER selects another path: ``portable`` or ``avx2``, with equal bits.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ except ImportError:
 
 MAX_DEPTHS = 16
 _BYTES_PER_THREAD = 1 << 22
-"""Minimum bytes to copy per thread."""
 VARIABLE = "KVABR_CODER"
 ERROR_UNIT = 1024
-"""Errors are summed as integers, in units of a step over this, exact in any order."""
+"""Errors are summed as integers, in units of a step over this."""
 MAX_ERROR = np.float32(4095)
-"""Largest summed error of an element, in steps."""
 
 
 def built(module: Any) -> Any:
@@ -62,7 +60,7 @@ def built(module: Any) -> Any:
 
 
 def available_paths() -> tuple[str, ...]:
-    """Return the available paths, fastest first; raise `UsageError` if the coder is missing."""
+    """Return the paths, fastest first; raise `UsageError` if the coder is missing."""
     return tuple(built(_kvcoder).paths())
 
 
@@ -77,7 +75,7 @@ def active_path() -> str:
 
 @contextmanager
 def taking(path: str) -> Iterator[None]:
-    """Select a path for the whole process, as KVABR_CODER does; empty: the fastest one."""
+    """Select a path for the whole process, as KVABR_CODER does; empty: the fastest."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = path
     try:
@@ -97,15 +95,11 @@ def encode_indices(
     streams: int | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """Code the indices of one group.
+    """Code the indices of one group, [row, token], 16-bit integers.
 
-    Args:
-        model: the tables.
-        index: [row, token], integers within 16 bits: the indices at this depth, not their difference from below.
-        below: [row, token]: the indices one depth below, if the model refines one; those above must be in reach.
-        references: those of the depth below.
-        streams: number of streams, see `most_streams`; None: `usual_streams`.
-        threads: see `encode_rows`.
+    ``below`` has the indices one depth below if the model refines one, from which those above must be in reach;
+    ``references`` are those of the depth below. For ``streams`` see `most_streams` (None: `usual_streams`), for
+    ``threads`` `encode_rows`.
     """
     path = active_path()
     index, base = check_indices(model, index, below)
@@ -116,7 +110,6 @@ def encode_indices(
 
 
 def _parts(model: CoderModel, tokens: int, streams: int | None, threads: int | None) -> tuple[int, int]:
-    """Return the number of streams, and of threads."""
     return streams or usual_streams(model, tokens), threads or encoder_threads() or torch.get_num_threads()
 
 
@@ -130,17 +123,11 @@ def encode_rows(
     streams: int | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """Quantise the coefficients of one group and code the indices.
+    """Quantise the coefficients of one group, [row, token] float32, finite, and code the indices.
 
-    Args:
-        model: the tables.
-        rows: [row, token] float32, finite.
-        own: quantiser of this depth.
-        lower: quantiser of the depth below, if the model refines one; its payload was made from the same rows.
-        keep: [token]: False for indices of 0 at both depths.
-        references: see `encode_indices`.
-        streams: see `encode_indices`.
-        threads: maximum threads; None: as `encoding_on` says, else one per core.
+    ``lower`` is the quantiser of the depth below, if refined; its payload was made from the same rows. ``keep`` is
+    False for tokens with indices of 0 at both depths, [token]. At most ``threads`` threads run (None: as `encoding_on`
+    says, else one per core). For the rest see `encode_indices`.
     """
     path = active_path()
     rows, mask = check_rows(model, rows, lower, keep)
@@ -161,12 +148,8 @@ def error_sums(
 ) -> NDArray[np.int64]:
     """Return the sum over tokens of the decoding error of some rows, in units of step / `ERROR_UNIT`.
 
-    Args:
-        rows: coefficients, [row, token].
-        which: the rows, ascending.
-        gains: factors of their decoded indices.
-        quantiser: rounds them.
-        coded: [token]: False to ignore tokens.
+    ``rows`` are coefficients, [row, token]; ``which`` are ascending rows, ``gains`` the factors of their decoded
+    indices; ``coded`` is False for ignored tokens, [token].
     """
     path = active_path()
     sums = np.zeros(len(which), np.int64)
@@ -182,15 +165,9 @@ def similarity(
 ) -> NDArray[np.int32]:
     """Return the similarity of tokens: sums over rows of the products of each two tokens' numbers.
 
-    Args:
-        rows: coefficients, [row, token] float32.
-        which: the rows, fewer than 2^20.
-        tokens: the tokens, up to `TILE`.
-        step: of the quantiser that makes the numbers.
-        most: numbers are indices, cut to this, at most 8; 0: the errors of rounding, in sixteenths of the step.
-
-    Returns:
-        [token, token], the same on every path.
+    ``rows`` are coefficients, [row, token] float32; ``which`` has fewer than 2^20 rows, ``tokens`` up to `TILE`.
+    Numbers are indices limited to ``most``, at most 8, or with 0 the errors of rounding in sixteenths of ``step``. The
+    result, [token, token], is the same on every path.
     """
     path = active_path()
     sums = np.zeros((len(tokens), len(tokens)), np.int32)
@@ -206,7 +183,7 @@ def count_symbols(
 ) -> None:
     """Add coefficients times ``loud`` to a calibration's counts, as `kvabr.codec.quantiser.count`.
 
-    Each depth has its quantiser, whether it refines the one before, and its counts of symbols and flags.
+    Each depth has a quantiser, whether it refines the one before, and counts of symbols and flags.
     """
     path = active_path()
     parts = tuple((own.step, own.dead, *rest) for own, *rest in depths)
@@ -223,8 +200,8 @@ def count_near(
 ) -> None:
     """Add the symbols of one tile's second step to a calibration's counts, [class, context, symbol].
 
-    ``bucket`` is `NearTables.bucket`; ``index`` and ``below`` are [row, token] of the tile, the latter if the model
-    refines a depth.
+    ``bucket`` is `NearTables.bucket`; ``index`` and ``below``, if the model refines a depth, are [row, token] of the
+    tile.
     """
     path = active_path()
     under = None if below is None else np.ascontiguousarray(below, np.int32)
@@ -240,7 +217,7 @@ def decode_indices(
     below: NDArray[Any] | None = None,
     references: References | None = None,
 ) -> Index:
-    """Decode the untrusted output of `encode_indices` to [row, token] int16, given any indices one depth below."""
+    """Decode untrusted `encode_indices` to [row, token] int16, given any indices one depth below."""
     path = active_path()
     base = check_below(model, tokens, below)
     index = np.zeros((model.rows, tokens), dtype=np.int16) if base is None else base.copy()
@@ -261,7 +238,7 @@ def synthesise(
     out: torch.Tensor,
     gains: tuple[float, ...] = (),
 ) -> None:
-    """Turn coefficients, [row, token] int16 from `dequantise`, into a cache; see `DecodeJob` for the rest."""
+    """Turn coefficients, [row, token] int16 from `dequantise`, into a cache; see `DecodeJob`."""
     path = active_path()
     check_cache(transform, out)
     wanted = (transform.structure.rows, out.shape[3])
@@ -284,10 +261,10 @@ def mean_of(job: DecodeJob) -> NDArray[np.float32] | None:
 
 
 def decode(job: DecodeJob, threads: int | None = None) -> None:
-    """Decode a base and the enhancements above it into a cache, in one call that releases the GIL.
+    """Decode a base and its enhancements into a cache, without the GIL.
 
-    Streams and stacks of layers are processed in up to ``threads`` threads (None: this group's share of the cores),
-    with equal results. Needs little more memory than the smaller of one group and 128 tokens, in 16-bit numbers.
+    Streams and stacks of layers take up to ``threads`` threads (None: this group's share of the cores), with equal
+    results. Needs little more memory than the smaller of one group and 128 tokens, in 16-bit numbers.
     """
     path = active_path()
     if len(job.models) > MAX_DEPTHS:
@@ -303,10 +280,10 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
 
 
 def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:
-    """Decode groups in parallel, by default on as many threads as processors. Their tensors must not overlap.
+    """Decode groups in parallel, by default on all cores. Their tensors must not overlap.
 
     Raises:
-        FormatError: one of them cannot be decoded; the others may be.
+        FormatError: one of them cannot be decoded; others may be.
     """
     jobs = list(jobs)
     threads = min(len(jobs), threads or os.cpu_count() or 1)
@@ -325,21 +302,14 @@ def gather(
     rows: int,
     out: NDArray[np.uint8] | None,
 ) -> NDArray[np.int64]:
-    """Copy untrusted payloads of one depth to a buffer for a device, aligned to 16 bytes. Releases the GIL.
+    """Copy untrusted payloads of one depth to a buffer for a device, aligned to 16 bytes, without the GIL.
 
-    Args:
-        payloads: of groups.
-        tokens: of each group.
-        groups: a number for each.
-        rows: of the depth.
-        out: [byte], of the size from `streams.gathered_places`; None: only check them.
+    ``tokens`` and ``groups`` have each group's tokens and number, ``rows`` is the depth's; ``out`` has
+    `gathered_places` bytes (None: only check). Raise `FormatError` if a payload does not hold the declared streams.
 
     Returns:
-        [stream, 8]: its group's number; offsets in ``out`` of its states, words and escapes, in units of 16 bits; the
-            numbers of words and escapes; its number, and the number of streams.
-
-    Raises:
-        FormatError: a payload does not hold the declared streams.
+        [stream, 8]: its group's number; offsets in ``out`` of states, words and escapes, in units of 16 bits; numbers
+            of words and escapes; its number, and the number of streams.
     """
     numbers = np.array(tokens, np.uint32), np.array(groups, np.int64)
     threads = 1 if out is None else _copying_threads(out)
@@ -349,7 +319,7 @@ def gather(
 
 
 def copy(payloads: Sequence[bytes | memoryview], out: NDArray[np.uint8]) -> None:
-    """Copy payloads of any kind to a buffer, to `streams.gathered_places`. Releases the GIL."""
+    """Copy payloads to `streams.gathered_places` of a buffer. Releases the GIL."""
     built(_kvcoder).copy(tuple(payloads), out, _copying_threads(out))
 
 
@@ -369,7 +339,6 @@ def _errors(what: str) -> Iterator[None]:
 def _target(
     transform: Transform, scale: NDArray[np.float32], first_token: int | None, out: torch.Tensor
 ) -> Iterator[tuple[Any, ...]]:
-    """Describe the memory to write: the tensor's own if possible, else that of a copy on the CPU."""
     own = out.device.type == "cpu" and out.dtype in DTYPES and out.layout == torch.strided
     there = out.detach()
     if not own:
@@ -408,4 +377,4 @@ def _transform(transform: Transform, path: str) -> Any:
             ),
         )
 
-    return derived(transform, path, make)  # each path has its own packing
+    return derived(transform, path, make)  # packing depends on the path

@@ -1,6 +1,6 @@
 """Inputs of a coder: the probability tables of one depth, and decoding jobs.
 
-Tables are from a profile and untrusted. The constructor checks everything that decoders rely on.
+Tables are untrusted; the constructor checks everything that decoders rely on.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from kvabr.types.errors import FormatError
 
 PROBABILITY_BITS = 12
 TOTAL = 1 << PROBABILITY_BITS
-"""Sum of the frequencies of a table."""
 MAX_RADIUS = 126
 MAX_DELTA = 7
 MAX_NEAR = 8
-"""Maximum contexts of tokens with references."""
 BUCKETS = 16
 _USUAL_ROWS = 2048
 """Rows of a stream, of 128 tokens: few enough for thousands of streams, which a GPU decodes at once."""
 _STREAM_BYTES = 8 + 4 * LANES
-"""Cost of one more stream: its directory entry, and its states."""
 _STREAM_SHARE = 0.0145
 """Share of a group's expected bytes for all streams but one."""
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Element types of a cache that native code reads and writes."""
 
 Index = NDArray[np.int16]
 _T = TypeVar("_T")
@@ -56,15 +52,14 @@ def derived(owner: object, key: Hashable, make: Callable[[], _T]) -> _T:
 class NearTables:
     """The tables for tokens with references in their tile (`kvabr.codec.native.references`).
 
-    The referenced token's value in the row, r, within -127 to 127, gives the context and the sign. Without indices
-    below these are ``bucket[0, min(abs(r), 15)]`` and r's own. Above an index b the sign is b's, or r's if b is 0, and
-    the context ``bucket[min(abs(b), 2), min(max(d, -8), 7) + 8]``, where ``d = r * sign - 3 * min(abs(b), 42)``.
+    The referenced token's value in the row, r, within -127 to 127, gives the context and the sign: without indices
+    below ``bucket[0, min(abs(r), 15)]`` and r's own; above an index b ``bucket[min(abs(b), 2), min(max(d, -8), 7) +
+    8]``, where ``d = r * sign - 3 * min(abs(b), 42)``, and b's sign, or r's if b is 0.
     """
 
     bucket: NDArray[np.uint8]
     """[1, or 3 if the depth refines another, 16]: context."""
     freqs: NDArray[np.uint16]
-    """[class, context, symbol]: as `CoderModel.freqs`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,23 +71,20 @@ class CoderModel:
     """
 
     row_class: NDArray[np.uint8]
-    """[row]: class of each row."""
     radius: NDArray[np.uint8]
-    """[class]: symbol s stands for index s - radius; symbol 2 radius + 1 is the escape."""
+    """[class]: symbol s is index s - radius; symbol 2 radius + 1 is the escape."""
     freqs: NDArray[np.uint16]
-    """[class, context, symbol]: frequency out of 4,096. 0 is never used (the index is escaped); the escape has at least
-    1.
+    """[class, context, symbol]: frequency out of 4,096; 0 if unused (the index is escaped), at least 1 for the escape.
     """
     flag_freq: NDArray[np.uint16]
-    """[flag context, row]: probability, out of 4,096, of a nonzero index of the row in a tile. With three contexts
-    there are two flag contexts, by the flag of the row below.
+    """[flag context, row]: probability, out of 4,096, of a nonzero index of the row in a tile. With three contexts, the
+    flag of the row below selects one of two flag contexts.
     """
     delta: NDArray[np.uint8]
     """[class]: offset of decoded indices from the middle of their interval towards zero, in units of step/16."""
     near: NearTables | None = None
-    """None: no references at this depth."""
     order: NDArray[np.uint32] = field(init=False)
-    """[row]: the rows in coding order, class by class."""
+    """[row]: the coding order, class by class."""
 
     def __post_init__(self) -> None:
         keep(self, "row_class", np.uint8, -1)
@@ -139,7 +131,7 @@ class CoderModel:
 
     @property
     def classes(self) -> int:
-        """Number of tables, or of triples of tables."""
+        """Tables, or triples of tables."""
         return len(self.radius)
 
     @property
@@ -149,26 +141,23 @@ class CoderModel:
 
     @property
     def refines(self) -> bool:
-        """Whether it is coded conditionally on the depth below."""
+        """True if coded conditionally on the depth below."""
         return self.contexts == 3
 
 
 def most_streams(rows: int) -> int:
-    """Return the maximum number of streams of a payload: each has at least a whole run of rows."""
+    """Return the maximum number of streams: each has at least a whole run of rows."""
     return max(1, min(rows // LANES, 0xFFFF))
 
 
 def cut(order: NDArray[np.uint32], streams: int) -> list[NDArray[np.uint32]]:
-    """Cut rows in coding order into streams, run by run.
-
-    So all streams have rows of every class, and neighbours in one share tables.
-    """
+    """Cut rows in coding order into streams, run by run, so that all have every class and neighbours share tables."""
     run = np.arange(len(order)) // LANES % streams
     return [order[run == stream] for stream in range(streams)]
 
 
 def usual_streams(model: CoderModel, tokens: int) -> int:
-    """Return the number of streams of a group: enough to shorten the longest one, at a small cost in bytes."""
+    """Return the number of streams of a group that shortens the longest at a small cost in bytes."""
     each = derived(model, "bytes", lambda: _expected_bytes(model))
     tiles = -(-tokens // TILE)
     affordable = 1 + int(_STREAM_SHARE * each * tokens / _STREAM_BYTES)
@@ -176,7 +165,6 @@ def usual_streams(model: CoderModel, tokens: int) -> int:
 
 
 def _expected_bytes(model: CoderModel) -> float:
-    """Return the expected bytes of a token; for a refining depth, above indices of 0."""
     share = model.freqs[:, 0] / TOTAL
     bits = -(share * np.log2(np.maximum(share, 1 / TOTAL))).sum(axis=1)
     return float((bits[model.row_class] * model.flag_freq[0] / TOTAL).sum()) / 8
@@ -192,8 +180,7 @@ def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
 def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:
     """Turn histograms [..., symbol] of at most 2,048 symbols, the last one the escape, into tables.
 
-    Tables are uint16 and sum to `TOTAL`. Seen symbols and the escape have at least 1, others 0, and none has
-    everything.
+    Tables are uint16 and sum to `TOTAL`. Seen symbols and the escape have at least 1, others 0, and none has all.
     """
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, np.shape(counts)[-1])
     out = np.empty(flat.shape, dtype=np.uint16)
@@ -210,7 +197,6 @@ def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
     share = np.where(used, np.maximum(seen, 1e-9), 0)
     exact = share / share.sum() * TOTAL
     table = np.where(used, np.clip(np.floor(exact), 1, TOTAL - 1), 0).astype(np.int64)
-    # Move units one by one by the largest saving or the lowest cost in bits.
     while (short := TOTAL - int(table.sum())) != 0:
         change = 1 if short > 0 else -1
         able = used & (table + change >= 1) & (table + change < TOTAL)
@@ -220,7 +206,7 @@ def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None) -> tuple[Index, Index | None]:
-    """Return indices for coders, int16 and contiguous; raise `FormatError` if they do not fit the model."""
+    """Return int16, contiguous indices for coders; raise `FormatError` if they do not fit the model."""
     _below_or_not(model, below)
     if index.ndim != 2 or index.shape[0] != model.rows or index.shape[1] < 1:
         raise FormatError(f"indices of shape {index.shape}, must be [{model.rows}, tokens]")
@@ -231,11 +217,10 @@ def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """A quantiser, see `kvabr.codec.quantiser.quantise`."""
+    """See `kvabr.codec.quantiser.quantise`."""
 
     step: float
     dead: float
-    """Dead zone."""
 
 
 def check_rows(
@@ -262,32 +247,30 @@ class Shift(NamedTuple):
     """Difference of a group's channel means from the transform's, as coefficients."""
 
     rows: NDArray[np.intp]
-    """[number], ascending."""
     amounts: NDArray[np.int16]
-    """[number]: coefficients of these rows, in steps over `FINE`."""
+    """[number]: in steps over `FINE`."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeJob:
-    """A base and the enhancements above it, which must form a chain, to be decoded into a cache in one call."""
+    """A base and its chain of enhancements, to be decoded into a cache in one call."""
 
     models: Sequence[CoderModel]
-    """One per depth, base first."""
+    """Per depth, base first."""
     payloads: Sequence[bytes | memoryview]
-    """One per depth; untrusted."""
+    """Per depth; untrusted."""
     transform: Transform
     step: float
-    """Step of the last depth."""
+    """Of the last depth."""
     first_token: int | None
-    """Position of the first token for rotating keys; None: not rotated."""
+    """Position for rotating keys; None: not rotated."""
     out: torch.Tensor
-    """[layer, K/V, head, token, dim], any float dtype, any strides; written completely, or partly on error."""
+    """[layer, K/V, head, token, dim], any float dtype, any strides; partly written on error."""
     gains: tuple[float, ...] = ()
     """See `Transform.scale`."""
     references: References | None = None
-    """Of all depths, if any."""
     mean: NDArray[np.float32] | Shift | None = None
-    """[layer, K/V, head, dim]: means of this group's channels, or a `Shift`; None: the transform's."""
+    """[layer, K/V, head, dim]: channel means of this group, or a `Shift`; None: the transform's."""
 
     def __post_init__(self) -> None:
         models, rows = self.models, self.transform.structure.rows
@@ -306,7 +289,7 @@ class DecodeJob:
 
 
 def check_cache(transform: Transform, cache: torch.Tensor) -> None:
-    """Raise a `FormatError` unless a tensor can hold a cache of the transform's spec."""
+    """Raise `FormatError` unless a tensor can hold a cache of the transform's spec."""
     wanted = transform.structure.coded.shape(cache.shape[3] if cache.ndim == 5 else 0)
     if tuple(cache.shape) != wanted or not cache.shape[3] or not cache.is_floating_point():
         raise FormatError(f"{tuple(cache.shape)} {cache.dtype} cannot hold a cache of {wanted}")

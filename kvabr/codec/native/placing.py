@@ -1,10 +1,7 @@
 """Token-separable payloads into a cache by native code: each number is checked, converted and placed in one pass.
 
-Torch does the same, to the bit, in several passes, three to eight times slower; it takes over for other devices and
-element types, and without the extension.
-
-Caches are those of any layer class, [layer, K/V, head, token, dim], with or without an axis of keys and values
-(`kvabr.types.kv.LayerClass.halves`).
+Torch does the same, to the bit, three to eight times slower, for other devices and element types, and without the
+extension. Caches are those of any layer class, [layer, K/V, head, token, dim] (`kvabr.types.kv.LayerClass.halves`).
 """
 
 from __future__ import annotations
@@ -22,10 +19,9 @@ except ImportError:
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _E4M3 = 3
-"""Element types; payloads also have E4M3."""
 _FORMS = {"Int8": 0, "Int4": 1, "FP4": 2}
 _VARIABLE = "KVABR_CODER"
-"""As for `kvabr.codec.native.coder`; with ``portable`` without AVX2."""
+"""See `kvabr.codec.native.coder`; ``portable`` avoids AVX2."""
 
 
 def places(out: torch.Tensor) -> bool:
@@ -43,23 +39,14 @@ def cast(units: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> bool:
         out: [layer, K/V, head, token, dim], see `places`.
 
     Returns:
-        Whether all numbers are finite; if not, some of ``out`` may have been written.
+        True if all numbers are finite; otherwise ``out`` may be written partly.
     """
     return _cast(units, _KINDS[dtype], None, out)
 
 
 def cast_scaled(units: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> bool:
-    """Multiply numbers in E4M3 by the scales of their channels and place them; otherwise as `cast`.
-
-    Args:
-        units: [token, byte] uint8, contiguous: the numbers of each token, [layer, K/V, head, dim].
-        scale: as many numbers as a token has, finite.
-        out: [layer, K/V, head, token, dim], see `places`.
-
-    Returns:
-        Whether no number is NaN; if one is, some of ``out`` may have been written.
-    """
-    # Native code treats E4M3 bits as half precision, which makes numbers 2^8 times too small.
+    """Place E4M3 numbers times the scales of their channels, finite, one per number of a token; see `cast`."""
+    # Read as half precision, E4M3 bits are 2^8 times too small.
     return _cast(units, _E4M3, (scale.float() * 256).contiguous(), out)
 
 
@@ -85,14 +72,14 @@ def dequantise(
     Args:
         units: [unit, byte] uint8, contiguous.
         form: ``Int8``, ``Int4`` or ``FP4``.
-        tokens: tokens of each unit.
+        tokens: tokens per unit.
         keys: dims of a key, see `kvabr.types.kv.LayerClass.split`.
         out: [layer, K/V, head, token, dim], see `places`.
         head: for integers, offsets and then scales of the keys, each [layer, head, dim]; finite.
         blocks: for integers, blocks of heads that share a value scale.
 
     Returns:
-        True if all offsets and scales of the values are finite; if not, ``out`` may be written partly.
+        True if all offsets and scales of the values are finite; otherwise ``out`` may be written partly.
     """
     source, numbers = units.contiguous(), None if head is None else head.float().contiguous()
     good: bool = _kvplace.dequantise(

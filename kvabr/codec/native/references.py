@@ -1,12 +1,12 @@
 """References between tokens of a group, chosen by the encoder and sent in the payload, like a video's motion vectors.
 
-A tile of more than 64 tokens takes two steps of the coder for each row. Each token of the second step refers to one of
-the first, whose index in the same row selects table and sign. So tokens are coded in another order: the places of a
-tile are its tokens of the first step, then those of the second, both ascending.
+A tile of more than 64 tokens takes two steps of the coder per row. Each token of the second step refers to one of the
+first, and the referenced index in the same row selects table and sign. The places of a tile are its tokens of the first
+step, then those of the second, both ascending.
 
     for each tile of more than 64 tokens: a bit for each token, set in the second step | lane 1 of each of these
 
-Bits are those of bytes, the lowest first, zeros at the end. A lane is a place of the first step.
+Bits fill bytes from the lowest, with zeros at the end. A lane is a place of the first step.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 from kvabr.types.errors import FormatError
 
 LANES = 64
-"""Tokens of a step."""
 TILE = 128
-"""Tokens of a tile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +27,7 @@ class References:
     """The references of a group."""
 
     place: NDArray[np.uint8]
-    """[place]: offset in the tile of its token."""
+    """[place]: token offset in the tile."""
     lane: NDArray[np.uint8]
     """[place]: referenced place of the tile; 0 in the first step."""
 
@@ -40,15 +38,15 @@ class References:
 
 
 def tiles(tokens: int) -> list[slice]:
-    """Return the tiles of a group with two steps."""
+    """Return a group's tiles with two steps."""
     every = (slice(first, min(tokens, first + TILE)) for first in range(0, tokens, TILE))
     return [tile for tile in every if tile.stop - tile.start > LANES]
 
 
 def join_references(parts: dict[int, tuple[NDArray[np.bool_], NDArray[np.intp]]], tokens: int) -> References:
-    """Build references from parts by first token of a tile; other tiles get neutral ones.
+    """Build references from parts by a tile's first token; other tiles get neutral ones.
 
-    For each token of its tile, a part has its step and its referenced token.
+    A part has step and referenced token of each token in its tile.
     """
     place = (np.arange(tokens) % TILE).astype(np.uint8)
     lane = np.zeros(tokens, np.uint8)
@@ -72,12 +70,12 @@ def pack_references(references: References) -> bytes:
 
 
 def references_size(tokens: int) -> int:
-    """Return the number of bytes of `pack_references` for a group."""
+    """Return the bytes of `pack_references` for a group."""
     return sum(-(-(tile.stop - tile.start) // 8) + tile.stop - tile.start - LANES for tile in tiles(tokens))
 
 
 def read_references(data: bytes | memoryview, tokens: int) -> References:
-    """Parse untrusted references of a group; raise `FormatError` unless an encoder writes them."""
+    """Parse untrusted references of a group; raise `FormatError`."""
     bad = FormatError("references of tokens that no encoder writes; the payload is corrupt")
     numbers = np.frombuffer(data, np.uint8)
     if len(numbers) != references_size(tokens):

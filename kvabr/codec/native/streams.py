@@ -1,21 +1,21 @@
 """The layout of a coded part: the indices of a group in one or several streams, and their directory.
 
- words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
+    words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
 
 or n streams, decoded independently,
 
- n + 0xFFFF0000 4 | words 4 | escapes 4 of each stream | of each: 64 states 4 | words 2 ... | escapes 2 ...
+    n + 0xFFFF0000 4 | words 4 | escapes 4 of each stream | of each: 64 states 4 | words 2 ... | escapes 2 ...
 
 In coding order, stream s has the runs s, s + n, s + 2n ... of 64 rows each (the last may be shorter), and at least one
-whole run. So all streams are about as long, and neighbours in one share tables. Each stream has this format:
+whole run. So all streams are about as long, and neighbours in one share tables.
 
 The words are those of 64 interleaved rANS coders (Duda, 2013; Giesen, 2014) with 32-bit states, 12-bit probabilities
 and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes with a state
-below 2^16 take one word each, in order. A group is cut into tiles of 128 tokens. Each tile starts with the flags of all
-rows in coding order, 64 per step; then, row by row, the indices of the flagged rows, 64 tokens per step. With
-references (`kvabr.codec.native.references`) the tokens of a tile are in another order, and the tokens of the second
-step use other tables, selected by the referenced tokens (`NearTables`). Escaped indices follow at the end. States start
-(for the decoder: end) at 2^16.
+below 2^16 take one word each, in order. A tile of 128 tokens starts with the flags of all rows in coding order, 64 per
+step; then, row by row, the indices of the flagged rows, 64 tokens per step. With references
+(`kvabr.codec.native.references`) the tokens of a tile are in another order, and tokens of the second step use other
+tables, selected by the referenced tokens (`NearTables`). Escaped indices follow at the end. States start (for the
+decoder: end) at 2^16.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def payload_heads(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
-    """Return the number of rows of each stream; see `cut`."""
+    """Return the rows per stream; see `cut`."""
     runs, rest = divmod(rows, LANES)
     out = np.full(streams, LANES * (runs // streams))
     out[: runs % streams] += LANES
@@ -59,6 +59,6 @@ def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
 
 
 def gathered_places(payloads: Sequence[bytes | memoryview]) -> list[int]:
-    """Return the places of `coder.gather` for payloads, and, last, the total size."""
+    """Return the places of `coder.gather` for payloads, then the total size."""
     sizes = (-(-memoryview(payload).nbytes // _ALIGN) * _ALIGN for payload in payloads)
     return list(accumulate(sizes, initial=0))

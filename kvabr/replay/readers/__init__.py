@@ -1,9 +1,9 @@
 """Read network traces from files.
 
 `find` searches folders for trace files, `read` reads one. Files are untrusted: their size is bounded, every number is
-checked, no content is executed, and every error names the file, the line and the fix. Ambiguous files raise
-`TraceQuestionError`, which names the ``kvabr traces`` option that resolves the ambiguity. To add a format, write its
-two functions and one entry of ``_FORMATS``.
+checked, and every error names the file, the line and the fix. Ambiguous files raise `TraceQuestionError`, which names
+the ``kvabr traces`` option that resolves the ambiguity. To add a format, write its two functions and one entry of
+``_FORMATS``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ __all__ = ["BYTES_PER_SECOND", "FORMATS", "TIME_UNITS", "Columns", "find", "read
 
 class TraceFormat(NamedTuple):
     matches: Callable[[Head], bool]
-    """Returns whether a file with this beginning has the format."""
     parse: Callable[[TraceFile], list[Trace]]
 
 
@@ -49,7 +48,6 @@ _FORMATS: dict[str, TraceFormat] = {
     "values": TraceFormat(line_formats.is_values, line_formats.parse_values),
     "csv": TraceFormat(csv_format.is_csv, csv_format.parse_csv),
 }
-"""Formats by name; the first match counts."""
 FORMATS = tuple(_FORMATS)
 
 _WITH_UNITS = ("csv", "pensieve")
@@ -59,17 +57,14 @@ _HEAD_LINES = 20
 _PROSE = ("readme", "source", "license", "licence", "copying", "notice", "changelog", "authors", "citation")
 _OTHER = (".md", ".rst", ".py", ".sh", ".html", ".htm", ".pdf", ".png", ".svg", ".gz", ".xz", ".zip", ".tar")
 _DATA = (".csv", ".tsv", ".json", ".txt", ".log", ".trace")
-"""Suffixes removed from a trace's name; others (``.down``, ``.up``) distinguish traces."""
+"""Removed from a trace's name; others (``.down``, ``.up``) distinguish traces."""
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
     """Return the files among ``paths`` and in the folders among them, each once, in a fixed order.
 
-    Named files are always included. In folders and their subfolders, hidden files, prose (README, SOURCE.txt, ...) and
-    files of unknown formats are skipped, and links to folders are not followed.
-
-    Raises:
-        MissingTraceError: a path does not exist, or a folder has no trace.
+    Folders are searched with subfolders, but without hidden files, prose (README, SOURCE.txt, ...), files of unknown
+    formats, and links to folders. Raise `MissingTraceError` if a path does not exist, or a folder has no trace.
     """
     found: dict[Path, None] = {}
     for path in paths:
@@ -86,10 +81,9 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 
 def sniff(path: Path) -> str | None:
-    """Return the format of a file from its beginning, a name in `FORMATS`; None if it is not a trace.
+    """Return a file's format from its beginning, a name in `FORMATS`; None if it is not a trace.
 
-    Raises:
-        TraceError: the file cannot be read.
+    Raise `TraceError` if it cannot be read.
     """
     head, cut = _head(_bytes(path, _HEAD_BYTES + 1))
     return None if head is None else _sniff_text(head, cut=cut)
@@ -99,12 +93,8 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
     """Return the traces in one file: one, or several sessions named ``-0001`` and so on.
 
     The family is the data set's folder: the nearest of up to three parent folders with a ``SOURCE.txt``, or the file's
-    own folder. The name is the path from there. kvabr's own format may name both.
-
-    Args:
-        path: the file.
-        format_name: a name in `FORMATS`, if it cannot be detected.
-        columns: resolutions of ambiguities. Names of columns imply CSV.
+    own folder. The name is the path from there. kvabr's own format may name both. ``format_name`` is in `FORMATS`;
+    ``columns`` resolve ambiguities, and imply CSV.
 
     Raises:
         MissingTraceError: the file is empty, or in no known format.
@@ -144,7 +134,6 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
 
 
 def _bytes(path: Path, limit: int) -> bytes:
-    """Return the first ``limit`` bytes of an ordinary file."""
     try:
         with open_regular(path, follow_links=True) as file:
             return file.read(limit)
@@ -153,7 +142,6 @@ def _bytes(path: Path, limit: int) -> bytes:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file in UTF-8, or in UTF-16 with its mark, as PowerShell writes it."""
     data = _bytes(path, MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise TraceError(f"{path}: larger than the {MAX_FILE_BYTES} bytes allowed; is it the right file?")
@@ -166,7 +154,6 @@ def _text(path: Path) -> str:
 
 
 def _head(data: bytes) -> tuple[str | None, bool]:
-    """Return the beginning of a file as text, or None for other data, and whether the file is longer."""
     cut, data = len(data) > _HEAD_BYTES, data[:_HEAD_BYTES]
     if data.startswith(_UTF_16):
         return data.decode("utf-16", errors="ignore"), cut
@@ -183,7 +170,6 @@ def _sniff_text(text: str, *, cut: bool) -> str | None:
 
 
 def _may_be_trace(path: Path) -> bool:
-    """Return whether a file looks like a trace or cannot be read, so that reading it reports the error."""
     try:
         return sniff(path) is not None
     except TraceError:

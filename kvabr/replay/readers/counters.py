@@ -1,4 +1,4 @@
-"""Running totals, such as the bytes received by an interface: their growth between two rows is the rate."""
+"""Running totals, such as the bytes received by an interface, which grow by the rate."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import pairwise
 from kvabr.replay.readers.source import GAP_STEPS, Rows, TraceFile, median_step
 
 _RISES_PER_FALL = 10
-"""Counters fall only when they restart at zero, so a series with more falls is not a counter."""
+"""Counters fall only when they restart at zero; a series with more falls is no counter."""
 
 
 def is_total(values: Sequence[float | None]) -> bool:
-    """Return whether values rise like a running total, possibly with a few restarts."""
+    """Return True if values rise like a running total, possibly with a few restarts."""
     known = [value for value in values if value is not None]
     rises = sum(after > before for before, after in pairwise(known))
     falls = sum(after < before for before, after in pairwise(known))
@@ -22,19 +22,13 @@ def is_total(values: Sequence[float | None]) -> bool:
 def growth(source: TraceFile, places: Sequence[int], times: Sequence[float], totals: Sequence[float | None]) -> Rows:
     """Return rows between consecutive readings of a counter, without a rate if the counter fell or has a gap.
 
-    Args:
-        source: the file.
-        places: line of each reading.
-        times: seconds.
-        totals: bytes; None if missing, bridged by the neighbouring rows.
-
-    Raises:
-        TraceError: there are fewer than two readings, or two at a time.
+    ``totals`` are bytes; missing ones are bridged by the neighbouring rows. Raise `TraceError` for fewer than two
+    readings, or two at a time.
     """
     readings = [
         (place, time, total) for place, time, total in zip(places, times, totals, strict=True) if total is not None
     ]
-    # Cell loggers repeat a row for each neighbour cell.
+    # Cell loggers repeat a row per neighbour cell.
     kept = [reading for index, reading in enumerate(readings) if index == 0 or reading[1:] != readings[index - 1][1:]]
     if len(kept) < 2:
         raise source.error(f"{len(kept)} readings of the counter; a rate needs at least two")

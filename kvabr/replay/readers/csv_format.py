@@ -43,13 +43,10 @@ _NUMERIC = re.compile(r"[-+]?[\d.,]+(?:[eE][-+]?\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The cells of a file."""
-
     source: TraceFile
     delimiter: str
     header: list[str]
     places: list[int]
-    """Line of each row."""
     rows: list[list[str]]
 
     def cells(self, column: int) -> list[str]:
@@ -57,7 +54,7 @@ class _Table:
 
 
 def is_csv(head: Head) -> bool:
-    """Return whether a file looks like this format: its header names a time and a rate or a related quantity."""
+    """Return True if a file's header names a time and a rate or a related quantity."""
     rows = head.rows
     if head.text.startswith(("[", "{")) or not rows:
         return False
@@ -67,11 +64,7 @@ def is_csv(head: Head) -> bool:
 
 
 def parse_csv(source: TraceFile) -> list[Trace]:
-    """Read a file.
-
-    Raises:
-        TraceError: a column or a unit is missing or ambiguous, or a row is not a sample.
-    """
+    """Read a file; raise `TraceError` if a column or a unit is missing or ambiguous, or a row is no sample."""
     table = _read(source)
     counter = source.said.counter is not None
     rate, factor = _find_counter(table) if counter else _find_rate(table)
@@ -91,7 +84,7 @@ def parse_csv(source: TraceFile) -> list[Trace]:
         return split(source, growth(source, places, ends or starts, rates))
     if ends is not None:
         return split(source, Rows(places, starts, ends, rates))
-    # Cell loggers repeat a row for each neighbour cell.
+    # Cell loggers repeat a row per neighbour cell.
     pairs = list(zip(starts, rates, strict=True))
     if any(pair == before for before, pair in pairwise(pairs)):
         kept = [index for index, pair in enumerate(pairs) if index == 0 or pair != pairs[index - 1]]
@@ -129,7 +122,7 @@ def _read(source: TraceFile) -> _Table:
 def _delimiter(lines: Sequence[str]) -> tuple[str, int]:
     """Return the delimiter and the index of the header.
 
-    The delimiter is named in the first line (``sep=;``), or splits header and first row into equally many cells.
+    The first line names the delimiter (``sep=;``), or it splits header and first row into equally many cells.
     """
     named = _SEPARATOR.fullmatch(lines[0]) if lines else None
     if named is not None:
@@ -140,7 +133,6 @@ def _delimiter(lines: Sequence[str]) -> tuple[str, int]:
 
 
 def _cells(line: str, delimiter: str) -> list[str]:
-    """Return the cells of a header; empty if its quotes or its length are invalid."""
     try:
         return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter), [])]
     except csv.Error:
@@ -148,7 +140,6 @@ def _cells(line: str, delimiter: str) -> list[str]:
 
 
 def _find_rate(table: _Table) -> tuple[int, float]:
-    """Return the rate column, and the bytes per second in one of its units."""
     source, header, said = table.source, table.header, table.source.said
     if said.rate is not None:
         index = _named(table, said.rate)
@@ -201,7 +192,6 @@ def _bytes_per_second(table: _Table, index: int, unit: str | None) -> float:
 
 
 def _refuse_total(table: _Table, column: int) -> None:
-    """Raise a question if a column holds a running total, judged by its values and name."""
     header = table.header[column]
     name = ColumnName.of(header)
     chosen = table.source.said.rate is not None
@@ -213,7 +203,6 @@ def _refuse_total(table: _Table, column: int) -> None:
 
 
 def _find_times(table: _Table) -> tuple[int | None, int | None]:
-    """Return the columns with the start and the end of a row, or None."""
     source, header, said = table.source, table.header, table.source.said
     if said.step_s is not None:
         if not (math.isfinite(said.step_s) and said.step_s > 0):
@@ -238,7 +227,6 @@ def _named(table: _Table, name: str) -> int:
 
 
 def _check_single(table: _Table, column: int) -> None:
-    """Raise a `TraceError` if another column has the same name."""
     name = table.header[column]
     count = sum(cell.lower() == name.lower() for cell in table.header)
     if count > 1:
@@ -252,8 +240,7 @@ def _list(header: Sequence[str]) -> str:
 def _mark(table: _Table, columns: Sequence[int], factor: float) -> Mark:
     """Return the decimal mark of the numbers in these columns.
 
-    ``factor`` is that of the rate. In small units rates are whole numbers, so three digits after a mark may be
-    thousands.
+    In units with a small ``factor``, rates are whole numbers, so three digits after a mark may be thousands.
     """
     source = table.source
     if source.said.decimal is not None:
@@ -265,7 +252,6 @@ def _mark(table: _Table, columns: Sequence[int], factor: float) -> Mark:
 
 
 def _numeric(table: _Table, columns: Sequence[int]) -> Iterator[list[str]]:
-    """Yield the cells of each column that begins with a number, not with a date."""
     for column in columns:
         cells = table.cells(column)
         if any(_NUMERIC.fullmatch(cell) for cell in cells[:20]):
@@ -273,7 +259,6 @@ def _numeric(table: _Table, columns: Sequence[int]) -> Iterator[list[str]]:
 
 
 def _numbers(table: _Table, column: int, mark: Mark) -> list[float | None]:
-    """Return the numbers of a column; None if missing."""
     cells = _pointed(table.cells(column), mark)
     values = [number(text) for text in cells]
     for index, value in enumerate(values):
@@ -291,7 +276,7 @@ def _pointed(cells: list[str], mark: Mark) -> list[str]:
 def _times(table: _Table, column: int, mark: Mark, other: int | None) -> list[float]:
     """Return the seconds of a column of numbers, calendar timestamps (UTC unless they have a zone) or times of day.
 
-    ``other`` is the column with the other end of the rows, if there is one.
+    ``other`` is the column with the other end of the rows, if any.
     """
     source, name, cells = table.source, table.header[column], table.cells(column)
     numeric = _pointed(cells, mark)
@@ -319,7 +304,6 @@ def _times(table: _Table, column: int, mark: Mark, other: int | None) -> list[fl
 
 
 def _ends(table: _Table, column: int, start: int, mark: Mark, starts: Sequence[float]) -> list[float]:
-    """Return the ends of rows in seconds; a time of day before its row's start belongs to the next day."""
     ends = _times(table, column, mark, start)
     if clock(table.cells(column)[0]) is None:
         return ends
@@ -343,7 +327,6 @@ def _parsed(table: _Table, name: str, cells: Sequence[str], parse: Callable[[str
 
 
 def _unit(table: _Table, name: ColumnName, said: Columns) -> str | None:
-    """Return the unit of a column of numeric times, a key of `TIME_UNITS`; None if not given."""
     given = (said.time_unit or name.strange)[:40]
     if given.lower() == "min":
         if said.time_unit is not None:

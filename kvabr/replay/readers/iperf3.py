@@ -1,14 +1,12 @@
 """Reports of iperf3 (``--json``, ``--json-stream``), interval by interval.
 
 Omitted intervals (``--omit``: the slow start) are skipped, and the interval across the end of the omitted part too:
-iperf3 counts its bytes from the reset but divides by the full length, so its start and end disagree with its length.
-The round trip is the minimum over the remaining intervals, since under load the others include the connection's own
-queue.
+iperf3 counts its bytes from the reset but divides by the full length. The round trip is the minimum over the remaining
+intervals, since under load the others include the connection's own queue.
 
-A bidirectional test (``--bidir``) is read as the download, from server to client. Datagrams count at the receiver. A
-sender's report lacks those counts per interval: use the receiver's intervals if included (``--get-server-output``),
-otherwise the sender's own, reduced by the total loss. Source: https://software.es.net/iperf/, src/iperf_api.c
-(iperf_print_intermediate, iperf_print_results).
+A bidirectional test (``--bidir``) is read as the download, from server to client. Datagrams count at the receiver: the
+receiver's intervals if included (``--get-server-output``), otherwise the sender's, reduced by the total loss. Source:
+https://software.es.net/iperf/, src/iperf_api.c (iperf_print_intermediate, iperf_print_results).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _REVERSE = "sum_bidir_reverse"
 
 
 def is_iperf3(head: Head) -> bool:
-    """Return whether a file looks like this format."""
+    """Return True if a file looks like this format."""
     text = head.text
     return text.startswith("{") and (('"intervals"' in text and '"start"' in text) or _is_stream(text))
 
@@ -36,11 +34,7 @@ def _is_stream(text: str) -> bool:
 
 
 def parse_iperf3(source: TraceFile) -> list[Trace]:
-    """Read a file.
-
-    Raises:
-        TraceError: the file is not a trace of this format, or iperf3 itself failed.
-    """
+    """Read a file; raise `TraceError` for other files, or if iperf3 failed."""
     report = _joined(source) if _is_stream(source.text.lstrip()) else source.json()
     intervals = report.get("intervals") if isinstance(report, dict) else None
     if not isinstance(intervals, list):
@@ -60,7 +54,6 @@ def parse_iperf3(source: TraceFile) -> list[Trace]:
 
 
 def _joined(source: TraceFile) -> dict[str, Any]:
-    """Return the report assembled from the events of ``--json-stream``, one per line."""
     report: dict[str, Any] = {"intervals": []}
     for place, line in source.lines():
         try:
@@ -77,12 +70,10 @@ def _joined(source: TraceFile) -> dict[str, Any]:
 
 
 def _direction(source: TraceFile, report: dict[str, Any], intervals: list[Any]) -> str:
-    """Return the key of the sums to read; for a bidirectional test, of the download."""
     if not any(isinstance(interval, dict) and _REVERSE in interval for interval in intervals):
         return "sum"
     start = report.get("start")
     serves = isinstance(start, dict) and "accepted_connection" in start and "connecting_to" not in start
-    # Downloads are sent by the server.
     keys = [key for key in ("sum", _REVERSE) if _sends(intervals, key) is serves]
     if len(keys) != 1:
         raise source.error("a test in both directions that does not say which sums are of the download")
@@ -90,7 +81,7 @@ def _direction(source: TraceFile, report: dict[str, Any], intervals: list[Any]) 
 
 
 def _sends(intervals: list[Any], key: str) -> bool:
-    """Return whether the sums under this key count data sent by this side."""
+    """Return True if the sums under this key count data sent by this side."""
     for interval in intervals:
         total = interval.get(key) if isinstance(interval, dict) else None
         if isinstance(total, dict):
@@ -142,7 +133,6 @@ def _trace(source: TraceFile, intervals: list[Any], which: str, carried: float) 
 
 
 def _round_trips(source: TraceFile, interval: dict[str, Any], place: int) -> list[float]:
-    """Return the round trips, seconds, of the streams with measurements (TCP senders on some systems)."""
     streams = interval.get("streams")
     if not isinstance(streams, list):
         return []

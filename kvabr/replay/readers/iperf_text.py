@@ -2,10 +2,10 @@
 
     [  5]   1.00-2.00   sec  11.2 MBytes  94.4 Mbits/sec    0    300 KBytes
 
-Of parallel streams the sums (``[SUM]``) are read, of a test in both directions the download, of datagrams the lines
-of the receiver. A sender of datagrams is read less the share that the receiver's last line reports as lost. Prefixes
-of bytes are powers of 1,024 (src/units.c). Omitted intervals and the summary at the end are left out.
-Source: https://software.es.net/iperf/, src/iperf_locale.c.
+Of parallel streams the sums (``[SUM]``) are read, of a test in both directions the download, of datagrams the lines of
+the receiver. A sender of datagrams is read less the share that the receiver's last line reports as lost. Prefixes of
+bytes are powers of 1,024 (src/units.c). Omitted intervals and the summary are left out. Source:
+https://software.es.net/iperf/, src/iperf_locale.c.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ UNITS = {
     **{f"{prefix.lower()}bits/sec": BYTES_PER_SECOND[f"{prefix}bit/s"] for prefix in ("", "k", "M", "G", "T")},
     **{f"{prefix.lower()}bytes/sec": 1024.0**power for power, prefix in enumerate(("", "K", "M", "G", "T"))},
 }
-"""Units of iperf in lower case, as bytes per second."""
 
 _LINE = re.compile(
     r"\[ *(?P<id>\d+|SUM)\](?:\[(?P<role>[RT]X)-(?P<side>[CS])\])? +(?P<start>\d+\.\d+)- *(?P<end>\d+\.\d+) +sec"
@@ -44,16 +43,12 @@ class _Line(NamedTuple):
 
 
 def is_iperf_text(head: Head) -> bool:
-    """Return whether a file looks like this format."""
+    """Return True if a file looks like this format."""
     return not head.text.startswith("{") and any(_LINE.search(line) for line in head.lines)
 
 
 def parse_iperf_text(source: TraceFile) -> list[Trace]:
-    """Read a file.
-
-    Raises:
-        TraceError: it is not such a report, has several streams without a sum, or counts sent datagrams only.
-    """
+    """Read a file; raise `TraceError` for other files, several streams without a sum, or sent datagrams only."""
     lines = [_line(source, place, found) for place, text in source.rows() if (found := _LINE.search(text))]
     wanted = "RX" if "C" in {line.role[-1:] for line in lines} else "TX"
     if any(line.role for line in lines):
@@ -66,7 +61,7 @@ def parse_iperf_text(source: TraceFile) -> list[Trace]:
     samples: list[Sample] = []
     for line in body:
         if samples and line.start < samples[-1].end - 1e-6 and line.start <= samples[0].start:
-            break  # the summary, from the beginning of the test
+            break
         samples.append(Sample(line.place, line.start, line.end, line.rate))
     if not samples:
         raise source.error("no interval is left; measure with --interval 1, and for longer than --omit")

@@ -1,15 +1,14 @@
 """Formats with one sample per line: mahimahi, Pensieve, and ``value,unit``.
 
-mahimahi (``mm-link``): one integer per line, the millisecond at which one packet of 1,500 bytes may pass; repeated
-lines are further packets. The trace wraps at its last timestamp, so packets there pass together with those of
-millisecond 0 of the next round. The packets of each millisecond become a rate. Source:
-https://github.com/ravinet/mahimahi, src/frontend/link_queue.cc.
+mahimahi (``mm-link``): one integer per line, the millisecond at which one packet of 1,500 bytes may pass. The trace
+wraps at its last timestamp, so packets there pass together with those of millisecond 0. The packets of each millisecond
+become a rate. Source: https://github.com/ravinet/mahimahi, src/frontend/link_queue.cc.
 
-Pensieve's cooked traces and many data sets: ``time_s<space or tab>Mbit/s``. A rate holds until the time of the next
-line; the last one, and one before a jump (`split`), lasts for the median step. (Pensieve's own simulator treats a line
-as the rate *up to* its time and drops the first. Data sets do not specify this; reading forward uses every line and
-differs by a shift of one.) The trace is shifted to start at 0. Source: https://github.com/hongzimao/pensieve,
-sim/load_trace.py and sim/env.py.
+Pensieve's cooked traces and many data sets: ``time_s<space or tab>Mbit/s``. A rate holds until the next line; the last
+one, and one before a jump (`split`), lasts for the median step. (Pensieve's own simulator treats a line as the rate *up
+to* its time and drops the first. Data sets do not specify this; reading forward uses every line and differs by a shift
+of one.) The trace is shifted to start at 0. Source: https://github.com/hongzimao/pensieve, sim/load_trace.py and
+sim/env.py.
 
 ``value,unit`` without a header, one line per second; the unit may change between lines, as in the bandwidth columns of
 iperf's text reports (``6.21,Mbits/sec``) in NYU-METS. A KByte is 1,024 bytes. Source: Mei et al., PAM 2019;
@@ -30,25 +29,20 @@ from kvabr.replay.trace import Trace
 PACKET_BYTES = 1500
 _MAX_DIGITS = 12
 STEP_S = 1.0
-"""Duration of a line, seconds."""
 MIN_GAP_S = 60.0
-"""Maximum gap in Pensieve's format, seconds; loggers pause without coverage."""
+"""Maximum gap in Pensieve's format; loggers pause without coverage."""
 
 _VALUE = re.compile(r"[-+.\w]{1,40}\s*,\s*([KMGT]?(?:bit|byte)s/sec)", re.IGNORECASE)
 
 
 def is_mahimahi(head: Head) -> bool:
-    """Return whether a file looks like this format."""
+    """Return True if a file looks like this format."""
     return bool(head.rows) and all(_is_timestamp(line) for line in head.rows)
 
 
 def parse_mahimahi(source: TraceFile) -> list[Trace]:
-    """Read a file.
-
-    Raises:
-        TraceError: the file is not a trace of this format.
-    """
-    counts: list[tuple[int, int, int]] = []  # line, millisecond, packets
+    """Read a file; raise `TraceError` if it is not of this format."""
+    counts: list[tuple[int, int, int]] = []
     for line, text in source.lines():
         if not _is_timestamp(text):
             raise source.error(f"{text[:40]!r} is not a millisecond (a whole number from 0); is this mahimahi?", line)
@@ -72,7 +66,6 @@ def _is_timestamp(text: str) -> bool:
 
 
 def _wrapped(counts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Fold the packets of the last timestamp into millisecond 0."""
     line, _, packets = counts[-1]
     if len(counts) > 1 and counts[0][1] == 0:
         return [(counts[0][0], 0, counts[0][2] + packets), *counts[1:-1]]
@@ -98,16 +91,12 @@ def _samples(counts: list[tuple[int, int, int]], end: int) -> list[Sample]:
 
 
 def is_pensieve(head: Head) -> bool:
-    """Return whether a file looks like this format."""
+    """Return True if a file looks like this format."""
     return bool(head.rows) and all(_is_row(line) for line in head.rows)
 
 
 def parse_pensieve(source: TraceFile) -> list[Trace]:
-    """Read a file.
-
-    Raises:
-        TraceError: the file is not a trace of this format.
-    """
+    """Read a file; raise `TraceError` if it is not of this format."""
     places, times, rates = [], [], []
     for line, text in source.rows():
         fields = text.split()
@@ -146,16 +135,12 @@ def _is_row(line: str) -> bool:
 
 
 def is_values(head: Head) -> bool:
-    """Return whether a file looks like this format."""
+    """Return True if a file looks like this format."""
     return bool(head.rows) and all(_VALUE.fullmatch(line) for line in head.rows)
 
 
 def parse_values(source: TraceFile) -> list[Trace]:
-    """Read a file.
-
-    Raises:
-        TraceError: the file is not a trace of this format.
-    """
+    """Read a file; raise `TraceError` if it is not of this format."""
     samples = []
     for index, (line, text) in enumerate(source.rows()):
         value, _, unit = (part.strip() for part in text.partition(","))

@@ -1,7 +1,7 @@
 """Names of columns and units for the CSV reader.
 
 `ColumnName.of` splits a column name into lower-case words and a unit. `find_time`, `find_end` and `find_rates` choose
-columns. `table` renders the tables as Markdown for the documentation. Unknown and ambiguous names become questions.
+columns. `table` renders the tables as Markdown. Unknown and ambiguous names become questions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 from kvabr.replay.trace import BYTES_PER_MBIT
 
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "minutes": 60.0, "hours": 3600.0}
-"""Units of time, in seconds."""
 _TIME_SPELLINGS = {
     "s": ("s", "sec", "secs", "second", "seconds"),
     "ms": ("ms", "msec", "msecs", "millis", "millisecond", "milliseconds"),
@@ -23,7 +22,7 @@ _TIME_SPELLINGS = {
     "minutes": ("mins", "minute", "minutes"),
     "hours": ("h", "hrs", "hour", "hours"),
 }
-"""Spellings of time units, case-insensitive. ``min`` is ambiguous (minimum) and becomes a question."""
+"""Case-insensitive. ``min`` is ambiguous (minimum) and becomes a question."""
 
 BYTES_PER_SECOND = {
     "bit/s": 1 / 8,
@@ -42,7 +41,7 @@ BYTES_PER_SECOND = {
     "MiB/s": 1024.0**2,
     "GiB/s": 1024.0**3,
 }
-"""Rate units in bytes per second. Prefixes without ``i`` are powers of 1,000."""
+"""Prefixes without ``i`` are powers of 1,000."""
 
 _PREFIXES = {
     "": ("",),
@@ -113,26 +112,20 @@ COUNTER = _kind(
     "bytes, octets, bits, packets, datagrams, total, cumulative, cum, counter",
 )
 DIRECTIONS = frozenset((*DOWN.names, *UP.names))
-"""Names of a rate or a counter, distinguished by the values."""
 DATE = "date"
-"""Name of a date column that accompanies a column of times of day."""
 ZONE = ("utc", "gmt", "local", "posix")
-"""Words ignored in the name of a time."""
 COUNTS = frozenset((*_BITS, *_BYTES, "kb", "mb", "gb", "kib", "mib", "gib", "b"))
-"""Words that end the name of a counter."""
 
 _TIME_UNIT_OF = {spelling: unit for unit, spellings in _TIME_SPELLINGS.items() for spelling in spellings}
 _LONE_TIMES = frozenset(word for word in _TIME_UNIT_OF if len(word) > 2)
 """Units that can be the whole name of a time column (``seconds``). Two letters (``ms``) could be a delay."""
 _RATE_WORDS = frozenset(word for kind in (RATE, DOWN, UP) for name in kind.names for word in name.split())
-"""Words that may follow a unit: ``mbps_down``."""
 _PARTS = re.compile(r"[^\W_]+|/")
 _BRACKET = re.compile(r"[(\[{<]([^)\]}>]*)[)\]}>]\W*$")
 _CAMEL = re.compile(r"(?<=[a-z]{2})(?=[A-Z])")
 
 
 def _long_units() -> Iterator[tuple[str, str]]:
-    """Yield each spelled-out unit in lower case with its canonical unit."""
     for prefix, spellings in _PREFIXES.items():
         for bits, words in ((True, _BITS), (False, _BYTES)):
             unit = f"{prefix}bit/s" if bits else f"{prefix}B/s" if prefix.endswith("i") else f"{prefix}byte/s"
@@ -143,7 +136,6 @@ def _long_units() -> Iterator[tuple[str, str]]:
 
 
 def _short_units() -> Iterator[tuple[str, str]]:
-    """Yield each spelling with b or B and its unit, which depends on the case; empty if ambiguous."""
     for prefix in _PREFIXES:
         bit, byte = f"{prefix}bit/s", f"{prefix}B/s" if prefix.endswith("i") else f"{prefix}byte/s"
         byte = byte if byte in BYTES_PER_SECOND else ""
@@ -153,7 +145,7 @@ def _short_units() -> Iterator[tuple[str, str]]:
             for case in cases:
                 yield f"{case}b{per}", bit
                 yield f"{case}B{per}", byte
-            # In a single case, b may be bits or bytes; only `mbps` is bits by custom.
+            # In a single case, only `mbps` is bits by custom; b may be bits or bytes.
             customary = per == "ps" and not prefix.endswith("i")
             yield f"{prefix.lower()}b{per}", bit if customary else ""
             yield f"{prefix.upper()}B{per.upper()}", ""
@@ -161,7 +153,6 @@ def _short_units() -> Iterator[tuple[str, str]]:
 
 
 RATE_SPELLINGS: dict[str, str] = {**dict(_long_units()), **dict(_short_units())}
-"""Rate units by spelling; empty if bits or bytes."""
 
 
 def time_unit(text: str) -> str | None:
@@ -172,7 +163,7 @@ def time_unit(text: str) -> str | None:
 def rate_unit(text: str) -> str | None:
     """Return the rate unit, a key of `BYTES_PER_SECOND`, spelled by ``text``.
 
-    Returns None for other text, and ``""`` if it could be bits or bytes (``MBPS``, ``mb/s``).
+    None for other text, ``""`` if it could be bits or bytes (``MBPS``, ``mb/s``).
     """
     if text in BYTES_PER_SECOND:
         return text
@@ -185,7 +176,6 @@ def _is_long(spelt: str) -> bool:
 
 
 def _spelt(parts: Sequence[str]) -> str:
-    """Join the words of a unit: ``bits per second`` -> ``bits/second``."""
     words = [word for word in parts if word.lower() not in ("per", "p", "/")]
     return "/".join(words)
 
@@ -195,11 +185,10 @@ class ColumnName:
     """The parts of a column's name."""
 
     words: str
-    """Lower-case words without the unit, separated by spaces."""
+    """Lower case, without the unit, separated by spaces."""
     rate: str | None
-    """Rate unit; empty if it could be bits or bytes."""
+    """Unit; empty if it could be bits or bytes."""
     time: str | None
-    """Time unit."""
     strange: str
     """Any other unit in brackets; ``min`` after the name of a time."""
 
@@ -317,7 +306,7 @@ def _direction(name: ColumnName) -> str:
 
 
 def table() -> str:
-    """Return the accepted names and units as Markdown, for the documentation."""
+    """Return the accepted names and units as Markdown."""
     kinds = (START, TIME, END, RATE, DOWN, UP, AVERAGE, COUNTER, OTHER)
     rows = [f"| {kind.meaning} | {', '.join(f'`{name}`' for name in kind.names)} |" for kind in kinds]
     times = [f"| {unit} | {', '.join(f'`{word}`' for word in words)} |" for unit, words in _TIME_SPELLINGS.items()]

@@ -10,10 +10,9 @@
     0.5,9100000
     300,end
 
-Each rate holds until the time of the next row. The last row says ``end`` and when; a truncated file lacks it. Numbers
-are the shortest that read back as the same float, and eight times a float is exact, so `parse` inverts
-`kvabr_lab.cli.traces.dumps`.
-``rtt_s`` and ``note`` are optional.
+Each rate holds until the next row. The last row says ``end`` and when; a truncated file lacks it. Numbers are the
+shortest that read back as the same float, and eight times a float is exact, so `parse` inverts
+`kvabr_lab.cli.traces.dumps`. ``rtt_s`` and ``note`` are optional.
 """
 
 from __future__ import annotations
@@ -30,16 +29,12 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f\\]{1,1000}")
 
 
 def is_native(head: Head) -> bool:
-    """Return whether a file looks like this format, of any version."""
+    """Return True if a file looks like this format, of any version."""
     return bool(head.lines) and head.lines[0].startswith(MAGIC.rpartition("/")[0] + "/")
 
 
 def parse(source: TraceFile) -> list[Trace]:
-    """Read a file.
-
-    Raises:
-        TraceError: the file has a newer version, is truncated, or is not a trace of this format.
-    """
+    """Read a file; raise `TraceError` if it has a newer version, is truncated, or is not of this format."""
     first = source.text.lstrip().partition("\n")[0].strip()
     if first != MAGIC:
         raise source.error(f"begins with {first[:40]!r}, this version reads {MAGIC!r}; upgrade kvabr, or wrong file?")
@@ -82,6 +77,6 @@ def _fields(source: TraceFile) -> dict[str, str]:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether this name is allowed for a trace or family; it becomes a file name on import."""
+    """Return True if a trace or family may have this name, a file name on import."""
     parts = name.split("/")
     return _NAME.fullmatch(name) is not None and name == name.strip() and not {"", ".", ".."} & set(parts)

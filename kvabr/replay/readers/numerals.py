@@ -8,7 +8,6 @@ from typing import Literal
 
 Mark = Literal["point", "comma"]
 MISSING = frozenset(("", "-", "--", "na", "n/a", "nan", "null", "none"))
-"""Lower-case cells for a missing number."""
 
 _COMMA = re.compile(
     r"[-+]?(?:\d*,(?:\d{0,2}|\d{4,})|0\d*,\d{3}|\d{4,},\d{3}|\d{1,3}(?:\.\d{3})+,\d*|\d{1,3}(?:\.\d{3}){2,})"
@@ -20,10 +19,7 @@ _POINT = re.compile(
 
 
 def number(text: str) -> float | None:
-    """Return the number spelled by ``text`` with a decimal point; None for other text.
-
-    Unlike Python, reject ``1_000``.
-    """
+    """Return the number spelled by ``text`` with a decimal point; None for other text, also ``1_000``."""
     try:
         return float(text) if "_" not in text else None
     except ValueError:
@@ -40,7 +36,7 @@ def decimal_mark(columns: Sequence[Sequence[str]], delimiter: str) -> tuple[Mark
     if not any("," in cell for column in columns for cell in column) and any(
         _POINT.fullmatch(cell) for column in columns for cell in column
     ):
-        return "point", True  # the usual case
+        return "point", True
     proofs: set[Mark] = set()
     seen: set[str] = set()
     mixed = False

@@ -12,7 +12,7 @@ from kvabr.replay.readers.times import COARSE_S, FINE_S, unit_of_dates
 from kvabr.replay.trace import Trace
 
 FASTEST, SLOWEST = 1e12 / 8, 1e3 / 8
-"""Range of a file's mean rate, bytes per second."""
+"""Of a file's mean rate, bytes per second."""
 MAX_STEP_S = 600.0
 MAX_S = 366 * 86400.0
 _SINCE_BOOT_S = 1e9
@@ -21,17 +21,10 @@ _SINCE_BOOT_S = 1e9
 def seconds(
     source: TraceFile, times: list[float], unit: str | None, ends: Sequence[float] | None = None
 ) -> list[float]:
-    """Return numeric times in seconds.
+    """Return numeric times in seconds; raise `TraceQuestionError` if the unit is ambiguous, or none fits.
 
-    Args:
-        source: the file.
-        times: in the unit of the file.
-        unit: the file's unit, a key of `TIME_UNITS`. None: dates since 1970 reveal their unit, and other numbers are
-            seconds if they step like a log in seconds.
-        ends: other ends of the samples, in the same unit; None: the next time.
-
-    Raises:
-        TraceQuestionError: the unit is ambiguous, or none fits.
+    ``unit`` is a key of `TIME_UNITS`. Without it, dates since 1970 reveal their unit, and other numbers are seconds if
+    they step like a log in seconds. ``ends`` are other ends of the samples (None: the next time).
     """
     if source.said.time_unit is not None:
         return _scaled(times, unit)
@@ -52,17 +45,10 @@ def _scaled(times: list[float], unit: str | None) -> list[float]:
 
 
 def check(source: TraceFile, traces: Sequence[Trace], *, rate_option: str, time_option: str, value: str = "") -> None:
-    """Reject rates and steps of no real link unless the user confirmed the unit.
+    """Raise `TraceQuestionError` for rates and steps of no real link unless the user confirmed the unit.
 
-    Args:
-        source: the file.
-        traces: its traces, checked together because a piece may have a low rate.
-        rate_option: option that confirms rates; empty if confirmed.
-        time_option: option that confirms times; empty if confirmed.
-        value: value that confirms both; empty: a unit.
-
-    Raises:
-        TraceQuestionError: the mean rate, the median step or the length is implausible.
+    Traces of one file are checked together because a piece may have a low rate. ``rate_option`` and ``time_option``
+    confirm (empty: confirmed) with ``value`` (empty: a unit).
     """
     total = sum(trace.duration_s for trace in traces)
     mean = sum(trace.mean_rate * trace.duration_s for trace in traces) / total

@@ -1,8 +1,8 @@
 """sabre, and the Ghent 4G logs in its repository: JSON.
 
 A list of entries with ``duration_ms``, ``bandwidth_kbps`` and, in most files, ``latency_ms``, which sabre adds once to
-every request: a round trip. Where it varies, the trace keeps its mean over time.
-Source: https://github.com/UMass-LIDS/sabre, README and src/sabre.py.
+every request: a round trip. The trace keeps its mean over time. Source: https://github.com/UMass-LIDS/sabre, README and
+src/sabre.py.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ from kvabr.replay.trace import Trace
 
 
 def is_sabre(head: Head) -> bool:
-    """Return whether a file looks like this format."""
+    """Return True if a file looks like this format."""
     return head.text.startswith("[") and '"bandwidth_kbps"' in head.text and '"duration_ms"' in head.text
 
 
 def parse_sabre(source: TraceFile) -> list[Trace]:
-    """Read a file.
-
-    Raises:
-        TraceError: the file is not a trace of this format.
-    """
+    """Read a file; raise `TraceError` if it is not of this format."""
     entries = source.json()
     if not isinstance(entries, list):
         raise source.error("not a JSON list of stretches; is this sabre?")
     samples: list[Sample] = []
-    waited, known = 0.0, True  # sum of latency x duration, in ms x ms
+    waited, known = 0.0, True
     now = 0.0
     for place, entry in enumerate(entries, 1):
         if not isinstance(entry, dict) or "duration_ms" not in entry or "bandwidth_kbps" not in entry:

@@ -1,7 +1,7 @@
 """Shared by all readers: a bounded text, its numbers, and conversion of samples to a `Trace`.
 
-A reader converts text to `Sample`s. Only `Trace` validates them, and `build` adds file and line to its errors. An
-ambiguous file raises `TraceFile.question`.
+Only `Trace` validates samples, and `build` adds file and line to its errors. An ambiguous file raises
+`TraceFile.question`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from kvabr.replay.trace import SegmentError, Trace
 from kvabr.types.errors import TraceError, TraceQuestionError
 
 MAX_FILE_BYTES = 64 << 20
-"""Maximum size of a trace file."""
 MAX_LINES = 8_000_000
 
 MAX_ROWS = 1_000_000
-"""Maximum rows with a time and a rate."""
 GAP_STEPS = 10
 """A step longer than this many median steps is a gap."""
 
@@ -34,24 +32,21 @@ class Columns:
     """The user's description of a file; None: detect."""
 
     time: str | None = None
-    """Column with the start of a row."""
     end: str | None = None
-    """Column with the end of a row."""
     rate: str | None = None
-    """Column with the rate."""
     counter: str | None = None
-    """Column with a running total to convert to a rate."""
+    """Running total to convert to a rate."""
     unit: str | None = None
-    """Unit of the rate or counter, in any spelling known to `kvabr.replay.readers.names`."""
+    """Of the rate or counter, in any spelling known to `kvabr.replay.readers.names`."""
     time_unit: str | None = None
-    """Unit of numeric times, in any such spelling."""
+    """Of numeric times, in any such spelling."""
     decimal: Mark | None = None
     step_s: float | None = None
-    """Seconds per row, in a file without times."""
+    """Per row, in a file without times."""
 
     @property
     def of_csv(self) -> bool:
-        """Whether a field applies only to files with named columns."""
+        """True if a field applies only to files with named columns."""
         answers = (self.time, self.end, self.rate, self.counter, self.decimal, self.step_s)
         return any(answer is not None for answer in answers)
 
@@ -60,11 +55,9 @@ class Rows(NamedTuple):
     """Rows with time and rate, by column for efficiency."""
 
     places: Sequence[int]
-    """File line of each row, from 1."""
+    """Lines, from 1."""
     starts: Sequence[float]
-    """Seconds, from any origin."""
     ends: Sequence[float] | None
-    """Seconds, if given."""
     rates: Sequence[float | None]
     """Bytes per second, or None."""
 
@@ -73,13 +66,11 @@ class Sample(NamedTuple):
     """One segment of a trace as given in a file."""
 
     place: int
-    """Line of the file, or index of the entry in JSON, from 1."""
+    """Line, or index of the entry in JSON, from 1."""
     start: float
-    """Seconds, from any origin."""
     end: float
-    """Seconds; only the last sample's counts, since each sample lasts until the next."""
+    """Seconds; each sample but the last lasts until the next."""
     rate: float
-    """Bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +78,10 @@ class Head:
     """The beginning of a file, for detecting its format."""
 
     text: str
-    """Text without leading white space."""
     lines: list[str]
-    """Stripped lines without empty ones."""
+    """Stripped, without empty ones."""
     rows: list[str]
-    """The first lines that are not comments (``#``)."""
+    """First lines without comments (``#``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,39 +109,27 @@ class TraceFile:
         lines = self.text.splitlines()
         if len(lines) > MAX_LINES:
             raise self.error(f"{len(lines)} lines, more than the {MAX_LINES} allowed; cut the file in pieces")
-        # Keep tabs: a leading tab is an empty cell.
+        # A leading tab is an empty cell.
         stripped = [line.strip(" \r\v\f") for line in lines]
         kept = [not line.startswith("#") and not line.isspace() and line != "" for line in stripped]
         return list(compress(zip(count(1), stripped, strict=False), kept))
 
     def rows(self) -> list[tuple[int, str]]:
-        """Return `lines` of a file with one row per line.
-
-        Raises:
-            TraceError: there are more than `MAX_ROWS`.
-        """
+        """Return `lines` of a file with one row per line; raise `TraceError` for more than `MAX_ROWS`."""
         lines = self.lines()
         if len(lines) > MAX_ROWS:
             raise self.error(f"{len(lines)} rows, more than the {MAX_ROWS} allowed; cut the file in pieces")
         return lines
 
     def json(self) -> Any:
-        """Return the text as JSON values.
-
-        Raises:
-            TraceError: the text is not JSON.
-        """
+        """Return the text as JSON values; raise `TraceError` if it is not JSON."""
         try:
             return json.loads(self.text)
         except (ValueError, RecursionError) as error:
             raise self.error(f"not valid JSON ({error}); is the file complete?") from error
 
     def number(self, value: Any, what: str, place: int, unit: str = "line") -> float:
-        """Return ``value``, text or a JSON number, as a float; `Trace` later rejects values that are not finite.
-
-        Raises:
-            TraceError: ``value`` is not a number.
-        """
+        """Return text or a JSON number as a float, perhaps not finite; raise `TraceError` for other values."""
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             try:
                 found = number(value) if isinstance(value, str) else float(value)
@@ -163,11 +141,7 @@ class TraceFile:
         raise self.error(f"{what} is {shown!r}, not a number; correct or remove it", place, unit)
 
     def numbers(self, values: Sequence[str], what: str, places: Sequence[int]) -> list[float]:
-        """Return texts as floats, as `number` does.
-
-        Raises:
-            TraceError: one of them is not a number.
-        """
+        """Return texts as floats, as `number` does."""
         found = [number(value) for value in values]
         if None in found:
             index = found.index(None)
@@ -178,17 +152,10 @@ class TraceFile:
 def build(
     source: TraceFile, samples: Sequence[Sample], *, session: str = "", rtt_s: float | None = None, unit: str = "line"
 ) -> Trace:
-    """Make a trace of samples, shifted to start at 0.
+    """Make a trace of samples in file order, shifted to start at 0; raise `TraceError` with file and line.
 
-    Args:
-        source: the file.
-        samples: in file order.
-        session: suffix that distinguishes the traces of a file.
-        rtt_s: round-trip time, seconds.
-        unit: unit of `Sample.place`: line, or JSON entry.
-
-    Raises:
-        TraceError: the samples are not a valid `Trace`; the message names the file and the line.
+    ``session`` is a suffix that distinguishes the traces of a file; ``unit`` is that of `Sample.place`: line, or JSON
+    entry.
     """
     if not samples:
         raise source.error("it has no samples; a trace needs at least one")
@@ -196,7 +163,7 @@ def build(
     return _trace(source, places, starts, rates, ends[-1], session=session, rtt_s=rtt_s, unit=unit)
 
 
-def _trace(  # one per piece of a file
+def _trace(
     source: TraceFile,
     places: Sequence[int],
     starts: Sequence[float],
@@ -208,7 +175,7 @@ def _trace(  # one per piece of a file
     unit: str = "line",
 ) -> Trace:
     origin = starts[0]
-    # Float seconds since 1970 have a resolution of a quarter of a microsecond; finer digits are noise.
+    # Float seconds since 1970 resolve a quarter of a microsecond.
     shifted = starts if origin == 0 else [_microseconds(start - origin) for start in starts]
     try:
         return Trace(
@@ -226,13 +193,9 @@ def _trace(  # one per piece of a file
 
 
 def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[Sample]:
-    """Return samples from rows with only a start: each rate holds until the next row.
+    """Return samples from rows (line, time s, bytes per second): each rate holds until the next row.
 
-    The last rate lasts for the median step, so that no row is lost.
-
-    Args:
-        rows: (line, time s, bytes per second).
-        lone_s: duration of a single row, seconds.
+    The last rate lasts for the median step, a single row for ``lone_s``, so that no row is lost.
     """
     step = median_step([time for _, time, _ in rows], lone_s)
     ends = [time for _, time, _ in rows[1:]] + [rows[-1][1] + step] if rows else []
@@ -242,14 +205,9 @@ def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[
 def split(source: TraceFile, rows: Rows, *, least_gap_s: float = 0.0) -> list[Trace]:
     """Make traces of rows: one, or several named ``-0001`` and so on if there are gaps.
 
-    A row lasts until its end or the next row. A gap longer than `GAP_STEPS` splits the file; in a shorter one the rate
-    holds. A row without a rate splits it too: a missing sample is not zero. Pieces with zero rates are dropped if
-    others remain.
-
-    Args:
-        source: the file.
-        rows: its rows, in order.
-        least_gap_s: minimum gap, seconds.
+    A row lasts until its end or the next row. A gap longer than `GAP_STEPS` and ``least_gap_s`` splits the file; in a
+    shorter one the rate holds. A row without a rate splits it too: a missing sample is not zero. Pieces with zero rates
+    are dropped if others remain.
 
     Raises:
         TraceError: no row has a rate, one ends before it starts, or the samples of a piece are not valid.
@@ -273,11 +231,8 @@ def split(source: TraceFile, rows: Rows, *, least_gap_s: float = 0.0) -> list[Tr
 
 class _Piece(NamedTuple):
     first: int
-    """First row."""
     stop: int
-    """Row after the last one."""
     end: float
-    """End of the last row, seconds."""
 
 
 def _pieces(source: TraceFile, rows: Rows, least_gap_s: float) -> Iterator[_Piece]:
@@ -295,7 +250,7 @@ def _pieces(source: TraceFile, rows: Rows, least_gap_s: float) -> Iterator[_Piec
         steps = [after - start for start, after in pairwise(starts) if after > start]
         step = statistics.median_low(steps or [end - start for start, end in zip(starts, ends, strict=True)])
         held = max(GAP_STEPS * step, least_gap_s)
-        # A short gap belongs to the row before it; an overlapping row ends at the next one.
+        # A short gap belongs to the row before it; an overlapping row ends at the next.
         lasts = [
             after if start < after <= end + held else end
             for start, end, after in zip(starts, ends, starts[1:], strict=False)

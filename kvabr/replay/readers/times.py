@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from kvabr.replay.readers.names import TIME_UNITS
 
 FORMS = "2026-01-31 12:00:00, 2026.01.31_12.00.00, 31.01.2026 12:00:00, 23:59:30, 11:59:30 PM"
-"""Forms of dates and times, for messages. Seconds may have a fraction, and dates a zone (Z, +02:00, CET)."""
+"""For messages. Seconds may have a fraction, and dates a zone (Z, +02:00, CET)."""
 DAY_S = 86400.0
 
 _YEAR_FIRST = re.compile(
@@ -40,7 +40,7 @@ _NAMES = {
     11: ("AEDT",),
 }
 _ZONES = {name: hours for hours, names in _NAMES.items() for name in names}
-"""Hours of a zone relative to UTC. Only differences within a file matter, so an ambiguous ``CST`` is harmless."""
+"""Relative to UTC. Only differences within a file matter, so an ambiguous ``CST`` is harmless."""
 
 _DATES = (1e9, 4.2e9)
 """Numbers treated as seconds since 1970: the years 2001 to 2103."""
@@ -75,7 +75,6 @@ def days(clocks: Sequence[float]) -> list[float]:
 
 
 def _halved(text: str, seconds: Callable[[str], float | None]) -> float | None:
-    """Return the seconds of a 24-hour time, or of a 12-hour time with AM or PM."""
     half = _HALF.fullmatch(text)
     if half is None:
         return seconds(text)
@@ -125,7 +124,7 @@ def _zone(text: str) -> timedelta | None:
 
 
 def unit_of_dates(times: Sequence[float]) -> str | None:
-    """Return the unit that makes numbers dates since 1970 (2001 to 2103); None if there is none."""
+    """Return the unit that makes numbers dates from 2001 to 2103; None if there is none."""
     if not times:
         return None
     low, high = sorted((times[0], times[-1]))

@@ -1,8 +1,4 @@
-"""Reports of a replay, for people and for other tools.
-
-The input is a replay's result and timelines of some runs. The output is a terminal table, a sentence, a self-contained
-page, an SVG picture, a Perfetto trace, or a JSON lines log.
-"""
+"""Reports of a replay: terminal table, sentence, page, SVG picture, Perfetto trace, and JSON lines log."""
 
 from __future__ import annotations
 

@@ -54,21 +54,14 @@ FIELDS = {
 """Columns of a play's lists. Track indices: -1 is ``recomputed``, None is no track."""
 
 MAX_DECISIONS = 4000
-"""Maximum decisions listed per play; waits are dropped first, then the end."""
+"""Per play; waits are dropped first, then the end."""
 _HISTOGRAM = 30
 """Bins of TTFT from 0 to 1.5 deadlines; the last one includes later times."""
 _NO_ACTION = {"wait", "finish"}
-"""Decisions without an action."""
 
 
 def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict[str, Any]:
-    """Return the page's data as plain JSON without NaN.
-
-    Args:
-        result: JSON of `kvabr replay --json`.
-        timelines: logs and links of some of its runs.
-        tracks: names of all tracks, cheapest first.
-    """
+    """Return the page's data as plain JSON without NaN; ``tracks`` has all names, cheapest first."""
     places = {name: index for index, name in enumerate(tracks)}
     places[RECOMPUTED] = -1
     runs = result.get("runs", [])
@@ -105,18 +98,11 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
 
 
 def _worth(start: PlayStarted | None, tracks: list[str]) -> list[int]:
-    """Return the indices of the tracks on the Pareto front of bytes against loss; all if not logged."""
     front = None if start is None else start.worth_playing
     return [index for index, track in enumerate(tracks) if not front or track in front]
 
 
 def _opening(played: list[str], policies: list[str]) -> int:
-    """Return the index of the play to open: the first of the default policy, or of the best policy that is no oracle.
-
-    Args:
-        played: policies of the page's plays.
-        policies: all policies, best first.
-    """
     fair = [policy for policy in policies if not policy.endswith(ORACLE)]
     wanted = next((policy for policy in (DEFAULT, *fair, *policies) if policy in played), None)
     return 0 if wanted is None else played.index(wanted)
@@ -128,14 +114,13 @@ def _policy(result: Result, name: str, places: dict[str, int]) -> dict[str, Any]
     for track, part in (line.get("track_share") or {}).items():
         place = places.get(str(track))
         if place is not None:
-            # The last place, index -1, is for recomputed groups.
             share[place] += number(part) or 0.0
     histogram = [0] * _HISTOGRAM
     for run in result.get("runs", ()):
         if run.get("policy") == name and feasible(run):
             ttft, deadline = number(run.get("ttft_s")), number(run.get("deadline_s"))
             part = 1.5 if ttft is None or not deadline else ttft / deadline
-            # Delivery exactly at the deadline meets it, so it counts in the bin before.
+            # Delivery at the deadline meets it, so it counts in the bin before.
             histogram[min(_HISTOGRAM - 1, max(0, int(part * _HISTOGRAM / 1.5 - 1e-9)))] += 1
     numbers = {key: significant(number(value)) for key, value in line.items() if not isinstance(value, dict | list)}
     interval = line.get("hit_ratio_ci95") or (None, None)
@@ -159,7 +144,6 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
     start = start_of(log)
     deadline = number(run.get("deadline_s")) or 0.0
     ttft = number(run.get("ttft_s"))
-    # Leave space for the last milestone.
     until = 1.03 * max(end_of(log), ttft or 0.0, deadline)
     flights = requests(log)
     decisions, left_out = _decisions(log, places)
@@ -214,11 +198,7 @@ def _stop(
 ) -> dict[str, Any] | None:
     """Return when and why a policy stopped although better tracks were left; None if it did not.
 
-    Args:
-        end: the last decision.
-        decisions: rows of all decisions; ``decision`` is the index of that row.
-        run: the play.
-        losses: expected loss of every track.
+    ``end`` is the last decision; ``decision`` in the result is an index of ``decisions``.
     """
     least = min((loss for loss in losses.values() if loss is not None), default=0.0)
     chosen = [losses.get(str(group.get("track"))) for group in run.get("groups") or ()]
@@ -240,13 +220,11 @@ def _groups(run: Run, places: dict[str, int]) -> list[list[Any]]:
 
 
 def _units(run: Run) -> list[str]:
-    """Return the names of groups with several layer classes, otherwise empty."""
     groups = sorted(run.get("groups") or (), key=lambda item: int(item["group"]))
     return [str(group["unit"]) for group in groups if group.get("unit")]
 
 
 def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[Any]], int]:
-    """Return rows of all decisions without repeated waits, and the number of omitted decisions."""
     rows: list[list[Any]] = []
     total = 0
     last_quiet = None
@@ -275,7 +253,6 @@ def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[
 
 
 def _alternatives(found: Mapping[str, float] | None, places: dict[str, int]) -> list[float | int | None] | None:
-    """Return bytes by track index, without trailing tracks that were not on offer."""
     if not found:
         return None
     row: list[float | int | None] = [None] * len(places)

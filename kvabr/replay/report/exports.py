@@ -1,9 +1,9 @@
 """Timelines for other tools: the log as JSON lines, and a trace for ui.perfetto.dev.
 
-A trace has one process per play, in the JSON form of Chrome's trace events. Each process has tracks for the play
-(deadline and delivery), decisions, prefill, network, decoder and engine, and counters (link capacity, estimate, lower
-bound, bytes received, slack). Times are microseconds since the play began.
-Format: Trace Event Format, phases M (metadata), X (complete), i (instant) and C (counter).
+A trace has one process per play, in the JSON form of Chrome's trace events, with tracks for the play (deadline and
+delivery), decisions, prefill, network, decoder and engine, and counters (link capacity, estimate, lower bound, bytes
+received, slack). Times are microseconds since the play began. Format: Trace Event Format, phases M (metadata), X
+(complete), i (instant) and C (counter).
 """
 
 from __future__ import annotations
@@ -31,16 +31,9 @@ from kvabr.types.events import (
 def write_log(path: Path, result: Result, timelines: list[Timeline]) -> None:
     """Write one event per line, with ``run`` (index into the result's runs), ``trace`` and ``policy`` added.
 
-    Events are in the order of the timelines and of their logs; the same input gives the same bytes. Numbers that JSON
-    lacks (NaN, infinity) become null.
-
-    Args:
-        path: the file to write or replace.
-        result: what `kvabr replay --json` writes.
-        timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``.
-
-    Raises:
-        AssetError: the file cannot be written.
+    The same input gives the same bytes. Numbers that JSON lacks (NaN, infinity) become null. ``result`` is that of
+    `kvabr replay --json`; ``timelines`` are ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second],
+    ...]}``. Raise `AssetError` if the file cannot be written.
     """
     write_text(path, "".join(_lines(result, timelines)))
 
@@ -55,7 +48,7 @@ def _lines(result: Result, timelines: list[Timeline]) -> Iterator[str]:
 
 
 def finite(value: Any) -> Any:
-    """Return ``value`` with every NaN and infinity replaced by None, for JSON."""
+    """Return ``value`` with NaN and infinity replaced by None, for JSON."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):
@@ -68,24 +61,13 @@ def finite(value: Any) -> Any:
 _PLAY, _DECISIONS, _PREFILL, _ENGINE, _DECODER, _NETWORK = 1, 2, 3, 4, 1000, 2000
 """Thread numbers; decoder and network have one per lane."""
 _MBIT = 8e-6
-"""Bytes per second to megabits per second."""
 _SHOWN_AS_SPANS = (PlayStarted, FirstByteReceived, TransferEvent, RecomputeEvent, SampleLimited)
 
 Slice = dict[str, Any]
-"""One event of the trace in Chrome's format."""
 
 
 def write_perfetto(path: Path, result: Result, timelines: list[Timeline]) -> None:
-    """Write the timelines as one trace.
-
-    Args:
-        path: the file to write or replace.
-        result: what `kvabr replay --json` writes.
-        timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``.
-
-    Raises:
-        AssetError: the file cannot be written.
-    """
+    """Write the timelines as one trace; arguments and errors as for `write_log`."""
     write_text(path, "".join(_text(result, timelines)))
 
 
@@ -154,7 +136,6 @@ def _instant(event: PlayEvent) -> Iterator[Slice]:
 
 
 def _prefill(log: list[PlayEvent]) -> Iterator[Slice]:
-    """Show the producer's publications during the play, group by group."""
     before_s, before = 0.0, 0
     for t, edge in published(log):
         if not before:

@@ -1,4 +1,4 @@
-"""The page of a replay: a single HTML file with data, styles and script, readable offline.
+"""The page of a replay: one HTML file with data, styles and script.
 
 It combines ``page.html``, ``page.css`` and `SCRIPTS` with a JSON digest of the result and its timelines. Its content
 security policy forbids loading resources.
@@ -39,30 +39,19 @@ class Frame:
     """The surroundings of the plays, for pages that show more than a replay."""
 
     mark: str = "kvabr replay"
-    """Creator of the page."""
     title: str | None = None
-    """Window title; None for the asset's name."""
+    """Of the window; None for the asset's name."""
     verdict: str | None = None
     """Sentence at the top; None for the replay's own."""
     sections: str = ""
     """HTML between the overview and the plays; not escaped."""
     style: str = ""
-    """CSS of the sections."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts for the header that override those of the result's runs."""
+    """For the header, overriding those of the result's runs."""
 
 
 def write_page(path: Path, result: Result, timelines: list[Timeline]) -> None:
-    """Write the page.
-
-    Args:
-        path: the file to write or replace.
-        result: JSON of `kvabr replay --json`.
-        timelines: ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second], ...]}``, all shown.
-
-    Raises:
-        AssetError: the file cannot be written.
-    """
+    """Write the page with all ``timelines``; arguments and errors as for `kvabr.replay.report.exports.write_log`."""
     write_text(path, render(result, timelines))
 
 

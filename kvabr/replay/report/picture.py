@@ -1,6 +1,6 @@
 """One play as an SVG picture: the link above, and below it every group, coloured by its track over time.
 
-The picture needs no scripts, fonts or other files and follows the reader's light or dark theme.
+It needs no scripts, fonts or other files and follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from kvabr.types.events import DecisionMade, PlayEvent, PlayStarted, ProgressMad
 _LEFT, _WIDTH, _RIGHT = 84.0, 720.0, 24.0
 _LINK_TOP, _LINK, _ROWS_TOP = 26.0, 70.0, 136.0
 _ROWS = 264.0
-"""Height of all groups together, pixels; each row is at most `_MAX_ROW` high."""
+"""Of all groups together, pixels; each row is at most `_MAX_ROW` high."""
 _MAX_ROW = 12.0
 _CHARACTER = 6.6
-"""Mean width of a character of 12 pixels."""
 _MBIT = 8e-6
 
 _LIGHT_STYLE = (
@@ -47,28 +46,16 @@ _DARK_STYLE = (
 
 
 def write_picture(path: Path, result: Result, timelines: list[Timeline]) -> None:
-    """Draw the first play that has a timeline.
+    """Draw the first play with a timeline, of at least one.
 
-    Args:
-        path: the file to write or replace.
-        result: what `kvabr replay --json` writes.
-        timelines: logs and links of some of its runs; at least one.
-
-    Raises:
-        AssetError: the file cannot be written.
+    Raise `AssetError` if the file cannot be written.
     """
     first = timelines[0]
     write_text(path, picture(result["runs"][first["run"]], first, track_order(result, timelines)))
 
 
 def picture(run: Run, timeline: Timeline, tracks: list[str]) -> str:
-    """Return one play as SVG.
-
-    Args:
-        run: the play's line of the result.
-        timeline: its log and its link.
-        tracks: all tracks of the asset, cheapest first, which decides their colours.
-    """
+    """Return one play as SVG; ``tracks`` are all, cheapest first, which decides their colours."""
     log: list[PlayEvent] = timeline["log"]
     start = start_of(log)
     if start is None:
@@ -95,8 +82,6 @@ def picture(run: Run, timeline: Timeline, tracks: list[str]) -> str:
 
 
 class _Scale:
-    """Seconds to pixels."""
-
     def __init__(self, end_s: float) -> None:
         self._end_s = end_s
 
@@ -114,7 +99,6 @@ def _style(tracks: int) -> str:
 
 
 def _spans(log: list[PlayEvent], end_s: float) -> Iterator[tuple[int, float, float, str]]:
-    """Yield (group, from, until, track) for each time that a group was in place on a track."""
     states: dict[int, list[tuple[float, str]]] = {}
     for request in requests(log):
         if request.decoded_s is not None:
@@ -142,7 +126,6 @@ def _rows(
 
 
 def _link(timeline: Timeline, log: list[PlayEvent], scale: _Scale, end_s: float) -> Iterator[str]:
-    """Draw the link's capacity and the player's lower bound."""
     link = capacity(timeline.get("link") or (), end_s)
     area = [(t or 0.0, rate or 0.0) for t, rate in zip(link["t"], link["mean"], strict=True)]
     bounds = [(event.t, event.lower) for event in log if isinstance(event, DecisionMade | ProgressMade) and event.lower]
@@ -176,7 +159,7 @@ def _axis(start: PlayStarted, scale: _Scale, bottom: float, end_s: float) -> Ite
 
 def _ended(x: float, bottom: float) -> Iterator[str]:
     yield f'<line class="ended" x1="{x}" x2="{x}" y1="{_LINK_TOP}" y2="{bottom:.1f}"/>'
-    if x < _LEFT + _WIDTH - 150:  # the space on its right is empty
+    if x < _LEFT + _WIDTH - 150:
         yield _text(x + 6, bottom - 8, "the cache is complete", "muted")
 
 

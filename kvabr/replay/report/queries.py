@@ -1,4 +1,4 @@
-"""Queries on a replay's result shared by all reports (tracks, ranking of policies, feasible plays), and track colours.
+"""Queries on a replay's result shared by all reports, and track colours.
 
 A result is the JSON of ``kvabr replay --json``; a timeline is the log and the link of one of its runs. The colours form
 a ramp from cheap (warm, light) to exact (deep). Lightness falls strictly, so the order survives colour blindness and
@@ -15,16 +15,13 @@ from kvabr.types.events import PlayStarted
 from kvabr.types.naming import LEVELS
 
 RECOMPUTED = "recomputed"
-"""Track name of groups that the engine computed."""
 NOTHING = "none"
-"""Track name in a summary for missing groups."""
 FIXED = "fixed:"
 """Prefix of policies that play one track and never adapt."""
 ORACLE = "oracle"
 """Suffix of policies that know the future of the link."""
 
 DASH = "\u2013"
-"""En dash: between the ends of a range, and for a missing number."""
 
 Result = dict[str, Any]
 Run = dict[str, Any]
@@ -32,14 +29,14 @@ Timeline = dict[str, Any]
 
 
 def number(value: Any) -> float | None:
-    """Return ``value`` as a finite float, or None for anything else (NaN, infinity, text, None)."""
+    """Return ``value`` as a finite float, or None (NaN, infinity, text, None)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def feasible(run: Run) -> bool:
-    """Return whether any schedule could have met this run's deadline; True if unknown."""
+    """Return True unless no schedule could have met this run's deadline."""
     return run.get("feasible") is not False
 
 
@@ -55,10 +52,7 @@ def ranked(result: Result) -> list[str]:
 
 
 def track_order(result: Result, timelines: Iterable[Timeline] = ()) -> list[str]:
-    """Return the names of all tracks, cheapest first, without ``recomputed``.
-
-    Sources are the asset or the timelines, otherwise the bytes of the groups in the result.
-    """
+    """Return all tracks, cheapest first, without ``recomputed``, from asset, timelines, or bytes of groups."""
     listed = [line for line in _asset(result).get("tracks") or () if isinstance(line, dict) and "track" in line]
     listed.sort(key=lambda line: number(line.get("bytes")) or 0.0)
     names = dict.fromkeys(str(line["track"]) for line in listed)
@@ -90,7 +84,7 @@ def _asset(result: Result) -> dict[str, Any]:
 
 
 def asset_name(result: Result) -> str | None:
-    """Return a description of the asset; None if unknown."""
+    """Return a description of the asset, if known."""
     model, tokens = _asset(result).get("model"), number(_asset(result).get("tokens"))
     if model is None:
         return None
@@ -98,7 +92,7 @@ def asset_name(result: Result) -> str | None:
 
 
 def track_facts(result: Result) -> dict[str, tuple[float | None, float | None]]:
-    """Return bytes and expected loss (nats per token) of every track that the result's asset lists."""
+    """Return bytes and expected loss (nats per token) of every track of the result's asset."""
     return {
         str(line["track"]): (number(line.get("bytes")), number(line.get("loss")))
         for line in _asset(result).get("tracks") or ()
@@ -113,7 +107,7 @@ def groups_of(result: Result) -> Iterator[dict[str, Any]]:
 
 
 def families(result: Result) -> dict[str, list[Run]]:
-    """Return the runs by trace family, families in order of first appearance."""
+    """Return the runs by trace family, in order of first appearance."""
     found: dict[str, list[Run]] = {}
     for run in result.get("runs", ()):
         family = str(run.get("trace_family") or "")
@@ -123,13 +117,13 @@ def families(result: Result) -> dict[str, list[Run]]:
 
 
 def mean_regret(runs: Iterable[Run]) -> float | None:
-    """Return the mean regret of the feasible ``runs``; None if there are none."""
+    """Return the mean regret of the feasible ``runs``, if any."""
     known = [value for run in runs if feasible(run) and (value := number(run.get("regret"))) is not None]
     return sum(known) / len(known) if known else None
 
 
 def play_key(run: Run) -> tuple[str, float, float]:
-    """Return the run's trace, start and deadline in seconds, which plays of different policies share."""
+    """Return trace, start and deadline in seconds, common to plays of different policies."""
     return (str(run.get("trace")), number(run.get("start_s")) or 0.0, number(run.get("deadline_s")) or 0.0)
 
 
@@ -151,9 +145,8 @@ def nats(value: float | None, digits: int = 2) -> str:
 
 
 LIGHT = ("#f6cf5e", "#f0a158", "#df745f", "#c04e7d", "#943f9f", "#4247ad", "#0b2440")
-"""Ramp for light backgrounds."""
 DARK = ("#ffe999", "#fdbb68", "#f28a62", "#d9648c", "#b553b0", "#7f45c4", "#3f40b8")
-"""Ramp for dark backgrounds, and for terminals with unknown background."""
+"""For dark backgrounds, and for terminals with unknown background."""
 RECOMPUTED_LIGHT = "#12877a"
 RECOMPUTED_DARK = "#3cc4ae"
 

@@ -36,27 +36,21 @@ from kvabr.replay.report.queries import (
 from kvabr.replay.trace import three
 
 _FAMILY_WIDTH = 11
-"""Maximum characters of a family's column."""
 _BAR = (4, 24)
-"""Minimum and maximum width of a track bar, characters."""
 
 
 _TITLES = (
     *("\nmet", "\n95 %", "TTFT\np50", "s\np95", "loss\nmean", "\np95"),
     *("\nregret", "\ncomp.", "\nwaste"),
 )
-"""Column headers no wider than the numbers, so that a row fits 80 columns; the first line groups two columns."""
+"""Column headers no wider than the numbers, for 80 columns; the first line groups two columns."""
 
 
 class ShareBar:
     """The tracks' shares of the groups as a bar; letters replace colours on monochrome terminals."""
 
     def __init__(self, parts: Iterable[tuple[str, str, float]]) -> None:
-        """Create a bar.
-
-        Args:
-            parts: (letter, colour ``#rrggbb``, share), left to right; shares are relative.
-        """
+        """Create a bar of (letter, colour ``#rrggbb``, relative share), left to right."""
         self._parts = [part for part in parts if part[2] > 0]
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
@@ -77,13 +71,7 @@ class ShareBar:
 
 
 def summary_table(result: Result) -> RenderableType:
-    """Return one row per policy, least mean regret first, with a legend of the tracks.
-
-    The table fits 80 columns; wider consoles get wider bars.
-
-    Args:
-        result: JSON of `kvabr replay --json`.
-    """
+    """Return one row per policy, least mean regret first, with a legend of the tracks; fits 80 columns."""
     table = plain_table()
     table.spare = ("\n95 %", "\np95", "\nwaste", "\ncomp.", "s\np95", "\nmix")
     table.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
@@ -117,10 +105,7 @@ def summary_table(result: Result) -> RenderableType:
 def family_table(result: Result) -> RenderableType | None:
     """Return the mean regret of every policy on every trace family; None if there are fewer than two families.
 
-    Families that do not fit the console's width continue below.
-
-    Args:
-        result: JSON of `kvabr replay --json`; its runs must have ``trace_family``.
+    Families that do not fit the console's width continue below. The result's runs must have ``trace_family``.
     """
     by_family = families(result)
     return _FamilyTable(ranked(result), by_family) if len(by_family) > 1 else None
@@ -156,7 +141,6 @@ class _FamilyTable:
 
 
 def _broken(name: str) -> str:
-    """Break a family's name into lines of at most `_FAMILY_WIDTH` characters, after separators if possible."""
     lines = [""]
     for part in re.findall(r"[^_\- ]*[_\- ]?", name):
         rest = part
@@ -170,7 +154,6 @@ def _broken(name: str) -> str:
 
 
 def _styles(tracks: list[str]) -> dict[str, tuple[str, str]]:
-    """Return letter and colour of every track, cheapest first, and of recomputed groups."""
     marks = "123456789abcdefghijklmnopqstuvwxyz"
     colours = ramp(len(tracks), DARK)
     pairs = enumerate(zip(tracks, colours, strict=True))
@@ -233,7 +216,7 @@ _VERIFIED_TITLES = (
 def verification_table(result: Result) -> Table:
     """Return one row per verified run: recomputed tokens, predicted loss, measured KL, their ratio, ΔNLL, top-1.
 
-    The table fits 80 columns; long names are continued on the next line.
+    Fits 80 columns; long names continue on the next line.
     """
     table = plain_table("verified with the real model")
     table.spare = ("\ntop-1", "\nΔNLL", "start\ns", "recom-\nputed")

@@ -1,4 +1,4 @@
-"""A log of events as spans (requests, recomputations) and time series (rates, estimates), for all reports."""
+"""A log of events as spans (requests, recomputations) and time series (rates, estimates)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ from kvabr.types.events import (
 
 Outcome = Literal["done", "cancelled", "failed", "open"]
 _FINAL_KINDS = {"finish", "deliver"}
-"""Decisions that end a play."""
 _REQUEST_KINDS = {"fetch", "upgrade", "recompute"}
-"""Decisions that start work."""
 
 
 @dataclass(slots=True)
@@ -46,7 +44,6 @@ class Request:
     group: int
     track: str
     bytes: int
-    """Size of the group's frame."""
     sent_s: float
     end_s: float
     """Time of its last byte, cancellation or failure; the log's end if it is still open."""
@@ -54,7 +51,6 @@ class Request:
     outcome: Outcome = "open"
     received: int = 0
     reason: str = ""
-    """Reason of cancellation or failure."""
     decoded_s: float | None = None
     """When its group was in place on this track."""
 
@@ -69,7 +65,6 @@ class Computation:
     last: int
     finished: bool
     tokens: int = 0
-    """Number of single tokens."""
 
 
 def end_of(log: Iterable[PlayEvent]) -> float:
@@ -134,10 +129,7 @@ def computations(log: Sequence[PlayEvent]) -> list[Computation]:
 
 
 def losses(log: Sequence[PlayEvent], catalog: Catalog) -> list[tuple[float, float]]:
-    """Return the expected loss of the complete cache over time: (seconds, nats per token).
-
-    Steps of less than 1 % are omitted.
-    """
+    """Return the expected loss of the complete cache over time: (seconds, nats per token), in steps of at least 1 %."""
     events = [
         (item.decoded_s, item.group, catalog.by_name[item.track].loss[item.group])
         for item in requests(log)
@@ -160,18 +152,15 @@ def losses(log: Sequence[PlayEvent], catalog: Catalog) -> list[tuple[float, floa
 
 
 def published(log: Sequence[PlayEvent]) -> list[tuple[float, int]]:
-    """Return the number of groups known to be published during a prefill over time: (seconds, groups)."""
+    """Return the groups known to be published during a prefill over time: (seconds, groups)."""
     return [(event.t, event.edge) for event in log if isinstance(event, GroupsPublished)]
 
 
 def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMade | None:
-    """Return the policy's decision that ended the play; None if there was none.
+    """Return the policy's decision that ended the play, if any.
 
-    This is the last ``deliver``, or the last ``finish`` unless requests were in flight at its first one.
-
-    Args:
-        log: the play's events.
-        flights: its `requests`.
+    This is the last ``deliver``, or the last ``finish`` unless ``flights``, its requests, were in flight at its first
+    one.
     """
     found: DecisionMade | None = None
     for event in log:
@@ -204,9 +193,8 @@ def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
 Points = Sequence[Sequence[float]]
 
 MAX_POINTS = 1000
-"""Maximum points of a line; longer lines are thinned."""
 _BINS = 240
-"""Bins of achieved throughput; shorter bins would show packets."""
+"""Of achieved throughput; shorter bins would show packets."""
 
 
 def significant(value: float | None, digits: int = 5) -> float | int | None:
@@ -222,14 +210,11 @@ def significant(value: float | None, digits: int = 5) -> float | int | None:
 def capacity(link: Points, until_s: float, most: int = MAX_POINTS) -> dict[str, list[float | int | None]]:
     """Return a piecewise constant line from 0 to ``until_s`` in at most ``most`` steps.
 
-    Args:
-        link: [seconds, bytes per second], by time; each rate holds until the next.
-        until_s: end of the line, seconds.
-        most: maximum steps; a longer line is divided into equal bins.
+    ``link`` is [seconds, bytes per second], by time; each rate holds until the next. Longer lines are divided into
+    equal bins.
 
     Returns:
-        ``t``: start of every step, seconds; ``mean``: its mean rate, bytes per second; ``low``: its minimum rate, if
-        binned.
+        ``t``: start of every step, seconds; ``mean`` rate, bytes per second; ``low``: minimum rate, if binned.
     """
     points = [(max(0.0, float(t)), number(rate) or 0.0) for t, rate in link if float(t) < until_s]
     if not points or until_s <= 0:
@@ -253,13 +238,10 @@ def capacity(link: Points, until_s: float, most: int = MAX_POINTS) -> dict[str, 
 
 
 def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float | int | None]]:
-    """Return the received bytes per second, in steps from 0 to ``until_s``.
+    """Return the received bytes per second, in steps from 0 to ``until_s``: ``t``, seconds, and ``rate``.
 
     Uses ``progress`` events if there are any, since only these show transfers in flight. Otherwise each request's bytes
     are spread evenly from its first byte to its end.
-
-    Returns:
-        ``t``: start of every step, seconds; ``rate``: bytes per second.
     """
     if until_s <= 0:
         return {"t": [], "rate": []}
@@ -293,10 +275,8 @@ def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float |
 def estimates(log: Sequence[PlayEvent], most: int = MAX_POINTS) -> dict[str, list[float | int | None]]:
     """Return the player's estimates over time.
 
-    Returns:
-        ``t`` in seconds; ``rate`` and ``lower`` in bytes per second; ``slack`` in seconds; None if unknown. If there
-        are
-        too many points, each bin keeps its last rate and its minimum lower bound and slack.
+    ``t`` and ``slack`` are seconds, ``rate`` and ``lower`` bytes per second; None if unknown. With too many points,
+    each bin keeps its last rate and its minimum lower bound and slack.
     """
     rows: list[tuple[float, list[float | None]]] = []
     for event in log:
@@ -315,8 +295,6 @@ def estimates(log: Sequence[PlayEvent], most: int = MAX_POINTS) -> dict[str, lis
 
 
 class _Integral:
-    """The integral of a piecewise constant line."""
-
     def __init__(self, points: Sequence[tuple[float, float]], until_s: float) -> None:
         self._points = points
         self._starts = [t for t, _ in points]
@@ -334,7 +312,6 @@ class _Integral:
 
 
 def _spread(bins: list[float], step: float, start: float, end: float, nbytes: float) -> None:
-    """Spread ``nbytes`` evenly from ``start`` to ``end`` over the bins."""
     top = len(bins) - 1
     first, last = min(top, int(start / step)), min(top, int(end / step))
     if first == last or end <= start:

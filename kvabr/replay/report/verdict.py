@@ -8,24 +8,19 @@ from dataclasses import dataclass
 from kvabr.replay.report.queries import FIXED, ORACLE, Result, Run, feasible, nats, number, play_key, set_apart
 
 _EQUAL_SHARE = 0.01
-"""Relative difference below which losses or regrets count as equal."""
 _NEGLIGIBLE_LOSS = 1e-6
-"""Unmeasurably small loss, nats per token."""
+"""Unmeasurably small, nats per token."""
 
 Plays = dict[tuple[str, float, float], Run]
 
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """Totals of one policy over a set of plays."""
-
     policy: str
     plays: int
     met: int
     loss: float
-    """Mean loss, nats per token."""
     regret: float
-    """Mean regret, nats per token."""
 
     @property
     def hits(self) -> str:
@@ -43,9 +38,6 @@ def verdict(result: Result) -> str:
 
     "Best" is the lowest mean regret over the plays common to all policies. Infeasible plays are excluded and counted at
     the end. Oracles (``oracle``, ``...-oracle``) do not compete. Losses and ties are reported plainly.
-
-    Args:
-        result: JSON of `kvabr replay --json`.
     """
     apart = set_apart(result)
     by_policy: dict[str, Plays] = {}
@@ -145,7 +137,6 @@ def _regret(score: _Score) -> str:
 
 
 def _order(a: float, b: float) -> int:
-    """Return -1, 0 or 1 as ``a`` is less than, about equal to or greater than ``b``."""
     if a == b or (
         math.isfinite(a)
         and math.isfinite(b)

@@ -43,10 +43,7 @@ class AnnouncedPrompt:
 
 
 def prompt_of(asset: Asset) -> AnnouncedPrompt | Reason:
-    """Return an asset's prompt, or the reason not to announce it; raise as `Asset.prompt`.
-
-    The tokens of salted assets are secret.
-    """
+    """Return an asset's prompt, or the reason not to announce it, such as a salt; raise as `Asset.prompt`."""
     if asset.catalog.passage is not None:
         return "passage"
     if not asset.has_prompt():
@@ -61,7 +58,6 @@ class _Entry(Generic[T]):
     asset: T
     topic: str
     hashes: bytes = b""
-    """8 bytes per block."""
 
 
 class AnnouncedAssets(Generic[T]):
@@ -81,10 +77,10 @@ class AnnouncedAssets(Generic[T]):
         Args:
             hashes: computes block hashes.
             read: returns an asset's prompt, or the reason not to announce it; may raise `KvabrError`.
-            topic: 1 to 1,024 bytes of UTF-8, else `UsageError`; ``{model}`` stands for the asset's model. Without it,
-                only the first model is announced.
+            topic: 1 to 1,024 bytes of UTF-8, else `UsageError`; ``{model}`` is the asset's model. Without it, only the
+                first model is announced.
             models: shell pattern of the models to announce.
-            warn: takes the first skipped asset for each reason.
+            warn: receives the first skipped asset for each reason.
         """
         size = len(topic.encode(errors="replace"))
         if not 0 < size <= MAX_TOPIC_BYTES or any("\ud800" <= each <= "\udfff" for each in topic):
@@ -95,7 +91,7 @@ class AnnouncedAssets(Generic[T]):
         self._ordered: dict[str, list[bytes]] = {}
         """Sorted hashes of the announced prompts by topic."""
         self._only = ""
-        """The model of a topic without ``{model}``."""
+        """Model of a topic without ``{model}``."""
         self.skipped: dict[Reason, int] = {}
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ class ReplayBuffer:
 
     @property
     def first(self) -> int:
-        """Number of the oldest buffered batch, or of the next one if none is buffered."""
+        """Number of the oldest buffered batch, or of the next one."""
         return self._kept[0].number if self._kept else self._next
 
     def add(self, topic: bytes, payload: bytes) -> SentBatch:

@@ -25,17 +25,17 @@ class EventFeed:
     ) -> None:
         """Create a feed.
 
-        ``hear`` takes the topic and events of each batch, in order; ``forget`` takes the reason why all blocks are
-        void; ``replays`` is True if lost batches can be requested.
+        ``hear`` receives the topic and events of each batch, in order; ``forget`` the reason why all blocks are void;
+        ``replays`` is True if lost batches can be requested.
         """
         self._hear, self._forget, self._replays = hear, forget, replays
         self._next: int | None = None
         self._last = -1
-        """The last number received live."""
+        """Last number received live."""
         self._waiting: deque[tuple[int, str, Sequence[KVEvent], int]] = deque()
         self._waiting_bytes = 0
         self.wanted: int | None = 0 if replays else None
-        """First number to request in a replay, if one is needed."""
+        """First number to request in a replay, if any."""
 
     def receive(self, number: int, topic: str, events: Sequence[KVEvent], nbytes: int = 0) -> None:
         """Take a published batch of ``nbytes``."""

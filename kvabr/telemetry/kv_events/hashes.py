@@ -2,14 +2,14 @@
 
 A block's hash covers the hash before it, its tokens, and extra keys (absent for plain text). The first one follows the
 hash of a seed, PYTHONHASHSEED if set. ``sha256`` hashes a Python pickle; ``sha256_cbor`` hashes canonical CBOR (RFC
-8949), which other languages can reproduce.
+8949).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import pickle  # vLLM hashes pickles; nothing is unpickled
+import pickle  # vLLM hashes pickles; none is loaded
 import struct
 from collections.abc import Callable, Sequence
 
@@ -19,14 +19,14 @@ DEFAULT_SEED = "vllm-none-hash"
 _HASH_BYTES = 8
 _INLINE_LIMIT, _BYTE, _WORD, _LONG = 24, 1 << 8, 1 << 16, 1 << 32
 _TEXT, _BYTES, _INTEGER, _ARRAY, _NULL = 0x60, 0x40, 0x00, 0x80, b"\xf6"
-"""Major types of CBOR."""
+"""Of CBOR."""
 
 
 class BlockHashes:
     """Computes the hashes of a prompt's blocks."""
 
     def __init__(self, block: int = 16, algorithm: str = "sha256", seed: str | None = None) -> None:
-        """Take blocks of 1 to 65,536 tokens, else raise `UsageError`.
+        """Raise `UsageError` unless blocks have 1 to 65,536 tokens.
 
         The seed is by default PYTHONHASHSEED, or vLLM's default.
         """

@@ -1,9 +1,8 @@
 """Announces a store's assets to routers over two ZeroMQ sockets, as vLLM's publisher does.
 
 A new subscriber receives all assets, then changes. A subscriber that missed batches requests a replay; if they are no
-longer buffered, the replay clears all blocks and everything is announced again, to all subscribers.
-
-The thread works asset by asset and sleeps as long as it worked, so that it does not delay other threads.
+longer buffered, the replay clears all blocks and everything is announced again, to all subscribers. The thread works
+asset by asset and sleeps as long as it worked, so that it does not delay other threads.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _MAX_REQUEST_BYTES = 4096
 _SHARED_BYTES = 4096
 """Larger batches are not copied for each replay."""
 _SETTLE_S = 0.2
-"""Seconds for others to subscribe before a full announcement."""
+"""For others to subscribe before a full announcement."""
 _RECONNECT_S = 30.0
-"""Seconds in which subscribers of an earlier process reconnect."""
+"""In which subscribers of an earlier process reconnect."""
 _PAUSE_FACTOR, _MIN_PAUSE_S = 4.0, 1.0
 """Pause after a full announcement: a multiple of its duration, and a minimum in seconds."""
 _REPLAY_EVERY_S = 0.05
@@ -209,7 +208,7 @@ class KVEventPublisher(Generic[T]):
         while not self._closing:
             now = time.monotonic()
             if self._replays is not None:
-                # A request that arrives too soon after the last one waits in its socket.
+                # A request too soon after the last one waits in its socket.
                 poller.register(self._replays, zmq.POLLIN if now >= self._replay_s else 0)
             if changes is None and self._changed:
                 self._changed = False

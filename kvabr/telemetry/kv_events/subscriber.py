@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 REPLAY_S = 10.0
-"""Time limit of a replay."""
+"""Of a replay."""
 _MAX_WAITING = 128
 """Queued batches of up to 8 MiB each; lost ones are requested again."""
 _RECONNECT_MS, _MAX_RECONNECT_MS = 100, 5000
@@ -46,14 +46,10 @@ class KVEventSubscriber:
         *,
         replay_s: float = REPLAY_S,
     ) -> None:
-        """Connect; the publisher may start later.
+        """Connect; the publisher may start later. Raise `UsageError` for malformed sockets, or without ZeroMQ.
 
-        Args:
-            sockets: the publisher's endpoints; `UsageError` if malformed, or without ZeroMQ.
-            hear: takes the topic and events of each batch, in order, in the subscriber's thread.
-            forget: takes the reason why all blocks of this publisher are void, in that thread.
-            log: receives events.
-            replay_s: time limit of a replay.
+        In the subscriber's thread, ``hear`` receives the topic and events of each batch, in order, and ``forget`` the
+        reason why all blocks of this publisher are void. ``replay_s`` is the time limit of a replay.
         """
         zmq = self._zmq = zeromq()
         self._sockets, self._log, self._replay_s = sockets, log, replay_s

@@ -21,7 +21,7 @@ from kvabr.types.errors import FormatError
 from kvabr.types.records import convert, message_decoder
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Limit of a received batch."""
+"""Of a received batch."""
 MAX_TOPIC_BYTES = 1024
 STORAGE = "STORAGE"
 """vLLM's name for storage beyond memory. Dynamo skips unknown media, ``REMOTE``, and events that name an owner."""
@@ -46,7 +46,7 @@ class KVBlocksStored(Struct, frozen=True, tag="BlockStored"):
     """None: the engine's own cache."""
     lora_name: _Text | None = None
     extra_keys: Any = None
-    """Per block, what its hash covers in addition to tokens."""
+    """Per block, additional contents of its hash."""
     group_idx: int | None = None
     kv_cache_spec_kind: _Text | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -89,7 +89,7 @@ _KINDS: dict[str, type[KVEvent]] = {
 }
 _MAPS = message_decoder(cast("type[KVEvent]", KVEvent))
 _REQUIRED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
-"""Fields that vLLM's reader requires, even if None."""
+"""By vLLM's reader, even if None."""
 _MAX_FIELDS, _ARRAY_FIELDS = 32, 11
 """Array events: maximum number of fields, and fields with the same position in all versions."""
 _ARRAYS = message_decoder(cast("type[list[Any]]", Annotated[list[Any], Meta(min_length=1, max_length=_MAX_FIELDS)]))
