@@ -137,7 +137,7 @@ class Policy(ABC):
 
     divides: ClassVar[bool] = False
     """True if the policy weighs computing against fetching. Then a prompt that the engine computes faster than a usual
-    lookup is not looked up."""
+    lookup is not looked up, and the policy is also asked while `View.full`, to give an idle engine work."""
 
     def start(self, view: View) -> None:  # noqa: B027  # an optional hook
         """Start a play."""
