@@ -1,9 +1,7 @@
 """Adapters of serving engines: transformers, vLLM, LMCache and SGLang.
 
-Each is imported when its engine loads it. Nothing else in kvabr imports an engine, except commands and measurements
-that
-load a transformers model. An adapter uses one of three plays of `kvabr.AsyncClient` (`kvabr.Client` for code with
-threads):
+An adapter is imported when its engine loads it. It uses one of three plays of `kvabr.AsyncClient` (`kvabr.Client` for
+code with threads):
 
 ================  ===============================  ====================================================================
 play              engine                           the adapter
@@ -23,7 +21,6 @@ cost of a prefill         timed once        as it serves     unknown          un
 upgrades of a used cache  `Steps`           no               no               no
 ========================  ================  ===============  ===============  ===============
 
-All publish by `kvabr.publish.publisher.Publisher`. An adapter is a package with an `Adapter` in its attribute
-``ADAPTER``, and the class or function that the engine loads. `kvabr.engines.adapters.BUILTIN` or an entry point lists
-it. Its settings derive from `kvabr.engines.settings.EngineSettings`.
+All publish by `kvabr.publish.publisher.Publisher`. An adapter is a package with an `Adapter` in ``ADAPTER``, listed in
+`kvabr.engines.adapters.BUILTIN` or an entry point. Its settings derive from `kvabr.engines.settings.EngineSettings`.
 """

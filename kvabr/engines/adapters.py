@@ -1,7 +1,6 @@
 """The registry of adapters: features, supported and installed versions.
 
-An adapter is a package with an `Adapter` in its attribute ``ADAPTER``, in `BUILTIN` or an entry point of the group
-``kvabr.engines``. See `kvabr.engines`.
+An adapter is a package with an `Adapter` in ``ADAPTER``, listed in `BUILTIN` or an entry point of ``kvabr.engines``.
 """
 
 from __future__ import annotations
@@ -35,21 +34,16 @@ class Adapter:
     tested: tuple[str, str]
     """First tested version, and first version too new."""
     mode: EngineMode
-    """``hole``: any group with a complete left side can be computed; ``suffix``: only all groups after the first miss.
-    """
+    """``hole``: can compute any group with a complete left side; ``suffix``: only all groups after the first miss."""
     layout: str
     rate: str
     """Source of the cost of a prefill."""
     plays: str
-    """How it waits for a play."""
     upgrades: bool = False
-    """A cache in use can be upgraded."""
     publishes: bool = True
-    """It can publish the engine's caches."""
     passages: str = "no"
     """How it plays prompts made of passages: ``no``, or ``recomputed`` if tokens matter."""
     also: tuple[str, ...] = ()
-    """Other distributions with the engine."""
 
     @property
     def installed(self) -> str | None:
@@ -75,7 +69,7 @@ class Adapter:
 
 
 def adapters() -> dict[str, Adapter]:
-    """Return every adapter by name, including those of installed distributions; raise `UsageError` for a broken one."""
+    """Return all adapters by name, including entry points; raise `UsageError` for a broken one."""
     declared: list[Adapter] = [importlib.import_module(package).ADAPTER for package in BUILTIN]
     found = {adapter.name: adapter for adapter in declared}
     for entry in metadata.entry_points(group="kvabr.engines"):
@@ -111,7 +105,7 @@ def _checked(adapter: Adapter, version: str) -> bool:
 
 
 def require(module: str) -> ModuleType:
-    """Import a module of the extra ``model``; otherwise raise `ModelError` with the install command."""
+    """Import a module of the extra ``model``; raise `ModelError` without it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

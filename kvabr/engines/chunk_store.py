@@ -1,8 +1,8 @@
 """Caches that an engine names by its own keys instead of tokens: published, found and played by key.
 
-Keys of LMCache's chunks and SGLang's pages are hashes of all tokens up to their end, so group digests are derived from
-them. The AC tracks undo the rotary embedding by position, which a key does not reveal, so they are published only if
-the adapter has the position; the catalog then contains it, and adapters that request another position get no cache.
+Keys of LMCache's chunks and SGLang's pages are hashes of all tokens up to their end; group digests are derived from
+them. The AC tracks undo the rotary embedding by position, so they are published only with a known position, and readers
+at another position get no cache.
 """
 
 from __future__ import annotations
@@ -54,12 +54,10 @@ from kvabr.types.naming import DIGITS, LAYERS, MARK, TrackNamespace, safe_name, 
 LOG = logging.getLogger("kvabr.engines.chunk_store")
 
 _MAX_FOUND_BYTES = 64 << 20
-"""Memory for catalogs between lookup and fetch."""
 _MAX_PROFILES = 8
 _PROFILE_S = 300.0
-"""Time limit of a profile's download, in the background."""
 _PAUSED_SHARE = 0.1
-"""Share of the deadline for a play while the origin does not answer: groups may be cached locally."""
+"""Share of the deadline for a play of locally cached groups while the origin does not answer."""
 
 _USUAL_DIMS = (128, 64)
 
@@ -91,8 +89,8 @@ def spec_of(
 ) -> KVSpec:
     """Return the spec of an engine's caches; raise `FormatError` if the engine quantises them.
 
-    ``model`` is a result of `named`; ``engine`` stands for the tokenizer, which keys hide; ``heads`` are those of one
-    rank. ``latent``: one vector of ``dim`` per token, without heads (MLA).
+    ``model`` is a result of `named`; ``engine`` replaces the tokenizer; ``heads`` are one rank's. ``latent``: one
+    vector of ``dim`` per token, without heads (MLA).
     """
     if (kind := str(dtype).removeprefix("torch.")) not in DTYPES:
         raise FormatError(f"the engine quantises its cache to {dtype}; kvabr's tracks need 16 or 32 bits")
@@ -108,16 +106,9 @@ def named(
     *,
     folder: Path | None = None,
 ) -> str:
-    """Return the model's name for its caches.
+    """Return the model's name for its caches, from the settings or ``given`` by the engine; raise `ModelError`.
 
-    Args:
-        settings: a name in them stands for the weights.
-        given: the engine's name of the model: a repository, a path, or any other.
-        facts: other facts that change KV, see `with_facts`.
-        folder: of the weights, if known.
-
-    Raises:
-        ModelError: the weights cannot be read.
+    ``facts`` are others that change KV, see `with_facts`; ``folder`` has the weights, if known.
     """
     raw = settings.model or given
     if settings.model is None and folder is not None:
@@ -126,10 +117,7 @@ def named(
 
 
 def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
-    """Return the codec profile for an engine's caches, which also has their rotary embedding.
-
-    The names of models and tokenizers differ, so the user must choose the right one. Default: the shipped profile of
-    the same name, if any.
+    """Return the codec profile for an engine's caches: the user's, or the shipped one of the same name, if any.
 
     Raises:
         AssetError, FormatError: the file cannot be read, or has no profile.
@@ -152,8 +140,8 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
 def head_dim_of(model: str, width: int, settings: EngineSettings) -> int:
     """Return the dimensions of a head, given only those of all heads together.
 
-    They are those of the profile (see `profile_for`) if the total fits. Otherwise 128 or 64 if that divides the total;
-    plain tracks scale each token of each head, so it matters little.
+    They are the profile's if these fit, or else 128 or 64; it matters little, as plain tracks scale each token and
+    head.
     """
     profile = _profile_of(model, settings)
     if profile is not None and profile.spec.only.halves == 2:
@@ -171,10 +159,7 @@ def _profile_of(model: str, settings: EngineSettings) -> Profile | None:
 
 
 def _alike(one: KVSpec, other: KVSpec, *, any_heads: bool) -> bool:
-    """Return True for specs of the same caches, ignoring unknown rotary embeddings.
-
-    With ``any_heads``, only the total width of heads counts.
-    """
+    """Return True for specs of the same caches (``any_heads``: the same width), ignoring unknown rotary embeddings."""
     ropes = {each.rope for spec in (one, other) for each in spec.classes} - {None}
     bare = [replace(spec, classes=tuple(replace(each, rope=None) for each in spec.classes)) for spec in (one, other)]
     if any_heads and [each.heads * each.k_dim for each in one.classes] == [
@@ -206,16 +191,13 @@ def namespace(spec: KVSpec, key: str) -> TrackNamespace:
 
 
 def _digest(spec: KVSpec, key: str, index: int | None) -> str:
-    # The digest of the last group must not depend on the number of groups, which readers do not have.
+    # Readers do not have the number of groups, so the digest of the last one must not depend on it.
     place = "last" if index is None else str(index)
     return hashlib.sha256(f"kvabr.{spec.tokenizer}/1\0{place}\0{key}".encode()).hexdigest()
 
 
 def places(played: PlayedPrefix, kv: torch.Tensor) -> list[Place]:
-    """Return the places of a cache's groups in a tensor [layer, K/V, head, token, dim] of any strides.
-
-    See `kvabr.client.result.expand_here`.
-    """
+    """Return the places of a cache's groups in a tensor [layer, K/V, head, token, dim], for `expand_here`."""
     firsts = [unit.first - played.spans[unit.part].first for unit in played.units]
     room, pairs = TensorRoom(kv), zip(played.units, firsts, strict=True)
     return [room.place(first, unit.tokens) for unit, first in pairs]
@@ -270,7 +252,7 @@ class ChunkStore:
             step_tokens: tokens per step of the engine, unless in the settings.
             least: minimum length of a prefix that the engine fetches.
             origin: shared with other stores, and closed by its owner; None: this store opens one.
-            any_heads: the engine hides its heads, see `head_dim_of`; caches of the same total width are accepted.
+            any_heads: accept caches of the same total width, see `head_dim_of`.
 
         Raises:
             UsageError: the store cannot be opened, a track is unknown, or a setting is wrong.
@@ -280,11 +262,9 @@ class ChunkStore:
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self.trouble = TroubleLog(LOG)
         self.generation = settings.generation(version)
-        """The engine's weights."""
         self._tails = KeyedTails(settings, settings.step_tokens or step_tokens, least)
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
         self._profiles: dict[str, asyncio.Task[None]] = {}
-        """Downloads of profiles, by digest."""
         self.publisher: Publisher | None = None
         profile = profile_for(self.spec, settings)
         if profile is not None:
@@ -324,17 +304,16 @@ class ChunkStore:
     async def leading(
         self, keys: Sequence[str], positions: Sequence[range | None] | None = None, *, goes_on: bool = False
     ) -> int:
-        """Return the number of leading caches for the engine to fetch, in one round trip. See `find`.
+        """Return the number of leading caches to fetch, in one round trip, without the tail; see `find`.
 
-        These are all available ones, less a tail that is better computed with the question
-        (`kvabr.engines.keyed_tails`). ``goes_on``: the prompt may have more keys.
+        ``goes_on``: the prompt may have more keys.
         """
         return sum(takewhile(bool, await self.offered(keys, positions, goes_on=goes_on)))
 
     async def offered(
         self, keys: Sequence[str], positions: Sequence[range | None] | None = None, *, goes_on: bool = False
     ) -> list[bool]:
-        """Return, for each cache of a prompt, whether the engine should fetch it, as `leading`, but also after gaps."""
+        """Return a flag for each cache of a prompt to fetch; as `leading`, but also after gaps."""
         found = await asyncio.gather(*map(self.find, keys, positions or repeat(None)))
         there = [one is not None for one in found]
         catalogs = [one.catalog for one in takewhile(lambda one: one is not None, found) if one is not None]
@@ -344,7 +323,7 @@ class ChunkStore:
     async def _kept(self, keys: Sequence[str], catalogs: Sequence[Catalog], *, goes_on: bool) -> int:
         if not catalogs or (goes_on and len(catalogs) == len(keys)):
             return len(catalogs)
-        # After the last key follow tokens that do not fill a cache; their number is unknown.
+        # An unknown number of tokens follows the last key, too few for a cache.
         size = catalogs[0].tokens
         rest = max(1, size // 2) if self._min_tokens == self._max_tokens else 1
         texts, following = [self._text(key) for key in keys], (len(keys) - len(catalogs)) * size + rest
@@ -355,16 +334,15 @@ class ChunkStore:
             return len(catalogs)
 
     async def find(self, key: str, positions: range | None = None) -> Found | None:
-        """Return the catalog of a cache; None if it is missing or of another kind.
+        """Return the catalog of a cache; None if it is missing, of another kind, or for other ``positions``.
 
-        ``positions``, if known, are its possible positions in the prompt; a cache published for another one is not
-        returned. An empty range means that the key stands for several caches.
+        An empty range means that the key stands for several caches.
         """
         text = self._text(key)
         found = self._found.get(text) or await self._ask(text)
         if found is None or text != self._text(key):
             return None
-        # Without a profile, the asset does not depend on its position, which its publisher may not have had.
+        # Without a profile, the asset does not depend on its position.
         at = None if found.catalog.profile is None else found.catalog.position
         if positions is None or (positions and at is None) or at in positions:
             return found
@@ -399,7 +377,6 @@ class ChunkStore:
         return found
 
     def _fits(self, catalog: Catalog) -> bool:
-        """Return True if a catalog fits the engine; otherwise log the reason."""
         if not _alike(catalog.spec, self.spec, any_heads=self._any_heads):
             why = f"{catalog.spec}; this engine's {self.spec}"
         elif not self._min_tokens <= catalog.tokens <= self._max_tokens:
@@ -410,7 +387,6 @@ class ChunkStore:
         return False
 
     def _failed(self, began_s: float, what: str, error: KvabrError) -> None:
-        """Record a failure of the origin, and pause requests."""
         pause_s = self._pause.failed(began_s)
         more = "" if pause_s is None else f"; no further requests until it answers, for at least {pause_s:.1f} s"
         self.trouble.tell(what, f"{error}{more}")
@@ -471,8 +447,8 @@ class ChunkStore:
     def put(self, key: str, kv: torch.Tensor, position: int | None = None) -> Future[int | None]:
         """Publish a cache in the background; return its bytes, 0 if published before, None if not published.
 
-        Thread-safe. ``kv``, [layer, K/V, head, token, dim], must not change before the future is done. Without the
-        ``position`` of its first token there are no AC tracks.
+        Thread-safe. ``kv``, [layer, K/V, head, token, dim], must not change before the future is done. AC tracks need
+        the ``position`` of the first token.
         """
         done: Future[int | None] = Future()
         if self.publisher is None:

@@ -23,7 +23,7 @@ _MAX_WAITING = 1 << 16
 
 @dataclass(frozen=True)
 class ClientArguments:
-    """Arguments of an engine's client; engines with equal ones share a client in a player process."""
+    """Arguments of an engine's client; equal ones share a client in a player process."""
 
     urls: tuple[str, ...]
     peer: PeerOptions
@@ -72,5 +72,4 @@ class ClientArguments:
 
 
 def _absolute(path: Any) -> Any:
-    """Make a path absolute for other processes; keep URLs."""
     return path.absolute() if isinstance(path, Path) else path

@@ -1,7 +1,4 @@
-"""The client of an engine's adapter, in the engine's process or in a player process shared by the engines of a node.
-
-In the engine's process, network, policy and checks share the interpreter's lock with the model's thread.
-"""
+"""The client of an adapter, in the engine's process or in a player process shared by the engines of a node."""
 
 from __future__ import annotations
 

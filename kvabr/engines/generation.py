@@ -1,8 +1,7 @@
 """The generation of an engine's weights: the part of its caches' names that may change while it runs.
 
-Trainers replace loaded weights in memory, where their digest is unknown. So after a signal that they may have changed
-(SGLang's ``clear()``, vLLM's ``reset_cache()``), names get a random part: earlier caches are not played, and new ones
-only by this engine. If a version is declared, engines with the same version share their caches.
+Trainers replace weights in memory, where their digest is unknown. So after SGLang's ``clear()`` or vLLM's
+``reset_cache()``, names get a random part, and the engine shares no caches unless it declares a version.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ class Generation:
     def __init__(self, declared: Callable[[], str | None] = lambda: None) -> None:
         """Start with the loaded weights.
 
-        ``declared`` returns the currently declared version, if any; it is called often, and may raise `UsageError` the
-        first time.
+        ``declared`` returns the declared version, if any; called often; may raise `UsageError` the first time.
         """
         self._declared = declared
         self._signalled = self._version = declared()
@@ -57,13 +55,12 @@ class VersionFile:
     """A file with the declared version of the weights, written by the tool that replaces them."""
 
     def __init__(self, path: Path) -> None:
-        """Take a file, read on demand and after changes."""
         self._path = path
         self._read: FileVersion | None = None
         self._text: str | None = None
 
     def __call__(self) -> str | None:
-        """Return the file's text, or its last one if unreadable; raise `UsageError` if it never was readable."""
+        """Return the file's text, or the last one if unreadable; raise `UsageError` if it never was readable."""
         found = FileVersion.of(self._path)
         if found is None or found != self._read:
             try:

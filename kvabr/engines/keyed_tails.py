@@ -1,7 +1,7 @@
 """Tails of prompts that are cached under keys: the last tokens, computed with the question (`kvabr.abr.tail`).
 
-Engines request the number of cached keys and compute the rest, so a tail is a smaller answer. A repeated request for
-exactly the promised keys gets the same answer, and the tails of all current requests fit into the engine's steps.
+A tail reduces the reported number of cached keys. Repeated requests get the same answer, and the tails of all current
+requests fit into the engine's steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvabr.engines.settings import EngineSettings
 from kvabr.types.catalog import Catalog, Track
 
 _MAX_PROMISED, _PROMISED_S = 1 << 16, 60.0
-"""Remembered promises, and their lifetime: an engine repeats its request before it fetches."""
+"""Limits of remembered promises: an engine repeats its request before it fetches."""
 
 
 class PromisedPlace(NamedTuple):
@@ -44,7 +44,7 @@ class KeyedTails:
         self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MAX_PROMISED, _PROMISED_S)
 
     def place(self, key: str) -> PromisedPlace:
-        """Return the position of a cache in the prompt that it was last promised for; by default alone."""
+        """Return the latest promised position of a cache; default: alone."""
         return self._promised.get(key, PromisedPlace(0, 1))
 
     async def leading(
@@ -52,14 +52,8 @@ class KeyedTails:
     ) -> int:
         """Return the number of found caches, in the prompt's order, for the engine to fetch.
 
-        Args:
-            client: has the link's speed.
-            keys: all requested keys.
-            found: catalogs of the first of them.
-            following: tokens after these, always computed.
-
-        Raises:
-            TransportError, PolicyError: as `AsyncClient.tail_of`.
+        ``found`` has the catalogs of the first ``keys``; ``following`` is the number of tokens after all keys. Raise as
+        `AsyncClient.tail_of`.
         """
         kept = len(found)
         again = kept == len(keys) and kept > 0 and keys[-1] in self._promised
@@ -93,7 +87,7 @@ class KeyedTails:
 def as_one(found: Sequence[Catalog]) -> Catalog | None:
     """Merge the catalogs of consecutive caches into one with a group per cache; None if they do not fit together.
 
-    All but the last must have the same length. Each states the loss of a whole prompt, since publishers use the prior.
+    All but the last must have the same length.
     """
     first, last, size = found[0], found[-1], found[0].tokens
     if any(each.tokens != size for each in found[:-1]) or last.tokens > size or not first.even:

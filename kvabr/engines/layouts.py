@@ -1,7 +1,6 @@
 """Layouts of engines' KV caches, and conversion to and from kvabr's. Pure functions over tensors.
 
-kvabr's layout is ``[layer, K/V, head, token, dim]`` per layer class (`kvabr.types.kv`). A paged engine has one tensor
-per layer, cut into numbered blocks of tokens.
+A paged engine has one tensor per layer, cut into numbered blocks.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of keys and values, [block, head, token, dim], of a layer's paged cache.
 
-    Keys have ``k_dim`` dimensions, by default as many as values. Raise `FormatError` for another shape, or a transposed
-    cache that is not contiguous or has keys and values of different dimensions.
+    ``k_dim`` defaults to half of the dimensions. Raise `FormatError` for another shape, or a transposed cache that is
+    not contiguous or has keys and values of different dimensions.
     """
     if cache.dim() != 4 or (k_dim is None and cache.shape[-1] % 2):
         raise FormatError(f"a paged cache is [block, head, token, 2 x dim], this one is {tuple(cache.shape)}")
@@ -70,8 +69,8 @@ def block_layers(
 def head_shard(heads: int, rank: int, ranks: int) -> range:
     """Return the KV heads, of ``heads``, in one rank of a tensor-parallel engine.
 
-    With more ranks than heads, each head is in several ranks, as in vLLM, SGLang and Megatron. Raise `UsageError` if
-    heads and ranks do not divide each other, or for an unknown rank.
+    With more ranks than heads, each head is in several ranks. Raise `UsageError` if heads and ranks do not divide each
+    other, or for an unknown rank.
     """
     if not 0 <= rank < ranks:
         raise UsageError(f"there is no rank {rank} among {ranks} tensor-parallel ranks")
@@ -88,7 +87,7 @@ def whole_blocks(tokens: int, block: int) -> int:
 
 
 def check_block_size(block: int, group: int) -> None:
-    """Raise `UsageError` unless an engine's block size and an asset's group size, in tokens, divide one another."""
+    """Raise `UsageError` unless an engine's block size and a group size, in tokens, divide one another."""
     if block <= 0 or (block % group and group % block):
         fitting = ", ".join(str(size) for size in (16, 32, 64, 128, 256) if not (size % group and group % size))
         raise UsageError(

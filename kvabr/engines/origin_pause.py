@@ -1,10 +1,7 @@
 """Pauses requests to a failed origin, so that they do not delay an engine.
 
-After a failure, requests pause for a growing time, and at least until the origin answers a probe in the background, so
-one that returns is used within a second.
-
-A failure of a request with too little time proves little, as does one while another request was answered: this machine
-may be slow. After these, a probe is sent while requests continue.
+After a failure, requests pause for a growing time, and at least until the origin answers a probe. If a request had
+little time, or another was answered meanwhile, requests continue and a probe decides.
 """
 
 from __future__ import annotations
@@ -47,15 +44,10 @@ class OriginPause:
         self._pauses.reset()
 
     def failed(self, began_s: float, *, within_s: float = FAIR_S, rtt_s: float = 0.0) -> float | None:
-        """Record a failed request, and begin a pause; concurrent failures count as one.
+        """Record a failed request; concurrent failures count as one. Return the seconds of a new pause, if any.
 
-        Args:
-            began_s: start of the request, by `time.monotonic`.
-            within_s: its time limit. If short, a pause begins only if a probe fails, too.
-            rtt_s: round trip time to the origin; 0.0: unknown.
-
-        Returns:
-            The seconds of the pause, if one began.
+        ``began_s`` is by `time.monotonic`. After a short ``within_s``, a pause begins only if a probe fails, too.
+        ``rtt_s`` is the round trip time to the origin; 0.0: unknown.
         """
         if within_s < max(FAIR_S, FAIR_ROUND_TRIPS * rtt_s) or self._answered_s > began_s:
             if not (self._silent or self._probing):

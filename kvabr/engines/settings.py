@@ -1,7 +1,6 @@
 """Settings in an engine's configuration: keys shared by all adapters, read and checked.
 
-Each adapter subclasses `EngineSettings` for its own keys and defaults. Needs the extra ``engines`` (pydantic), which
-vLLM, LMCache and SGLang include; imported only by their adapters.
+Adapters subclass `EngineSettings`. Needs the extra ``engines`` (pydantic), which vLLM, LMCache and SGLang include.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from kvabr.types.peer import PeerOptions
 
 _TROUBLE_EVERY_S = 60.0
 _TROUBLE_LOCK = threading.Lock()
-"""Shared by all `TroubleLog`s, and held during a fork, so that no child inherits it locked."""
+"""Held during a fork, so that no child inherits it locked."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_TROUBLE_LOCK.acquire, after_in_parent=_TROUBLE_LOCK.release, after_in_child=_TROUBLE_LOCK.release
@@ -55,7 +54,7 @@ INSIDE, OWN = "inside", "process"
 
 
 def _checked(check: Callable[[str], object]) -> AfterValidator:
-    """Return a validator that converts kvabr's errors to pydantic's, to be reported with their key."""
+    """Return a validator that converts kvabr's errors to pydantic's."""
 
     def validate(value: str) -> str:
         try:
@@ -267,7 +266,7 @@ class EngineSettings(SettingsTable):
         return spec if self.group_tokens is None else replace(spec, group_tokens=self.group_tokens)
 
     def generation(self, declared: Callable[[], str | None] = lambda: None) -> Generation:
-        """Return the generation of the weights; ``declared`` returns a version that the engine declares, if any.
+        """Return the generation of the weights, given the engine's declared version.
 
         Raise `UsageError` if the version file cannot be read.
         """
@@ -295,9 +294,9 @@ class TroubleLog:
         self._timer: threading.Timer | None = None
 
     def tell(self, what: str, why: object) -> None:
-        """Log a problem after which the engine computes tokens itself.
+        """Log a problem that makes the engine compute tokens.
 
-        ``what`` is one of few kinds, ``why`` the reason, an exception or a text.
+        ``what`` is one of few kinds, ``why`` an exception or a text.
         """
         text = str(why) or repr(why)
         with _TROUBLE_LOCK:

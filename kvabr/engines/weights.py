@@ -1,15 +1,12 @@
 """The name of a model in a folder: its base name and a digest of all its weights, or a declared name.
 
-The digest covers every byte of the files that an engine may load: weights in any format, configurations, indices, and
-code. Tokenizers have their own digest. Files are hashed in pieces by several threads, with SHA-256, which every machine
-has.
+The digest (SHA-256) covers every byte of the files that an engine may load: weights in any format, configurations,
+indices, and code, but no tokenizers. A file is read again only if its size, times or inode differ from a record in the
+folder (``.kvabr-weights.json``), or in the user's cache directory if the folder is read-only. Concurrent processes,
+such as ranks, wait for the reading one.
 
-A file is read again only if its size, times or inode differ from a record in the folder (``.kvabr-weights.json``), or
-in the user's cache directory if the folder is read-only. Concurrent processes, such as ranks, wait for the one that
-reads.
-
-An operator may declare a name or version in ``kvabr-name.json`` in the folder: ``{"version": "2026-11"}`` stands for
-the weights, ``{"model": "assistant-1f0c2a3b"}`` is the whole name, such as that of existing caches.
+An operator may declare a name or version in ``kvabr-name.json`` in the folder: ``{"version": "2026-11"}`` replaces the
+digest, ``{"model": "assistant-1f0c2a3b"}`` the whole name.
 
 Imports neither torch nor an engine.
 """
@@ -46,7 +43,6 @@ DECLARED = "kvabr-name.json"
 RECORD = ".kvabr-weights.json"
 _SCHEMA = "kvabr.weights/1"
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz", ".msgpack", ".h5", ".py"})
-"""Suffixes of files with weights and code."""
 _CONFIGS = re.compile(r"config\.json|params\.json|adapter_config\.json|.*quant.*\.json|.*\.index\.json")
 _PIECE_BYTES, _READ_BYTES = 32 << 20, 1 << 20
 _THREADS = 16
@@ -56,18 +52,13 @@ _SETTLED_S = 2.0
 """Seconds after which a file's times reliably show the next change, despite coarse clocks."""
 _REPORT_S = 0.2
 _LOG_S = 10.0
-"""Seconds between log lines while weights are read."""
 
 
 def model_name(folder: Path, progress: Progress | None = None) -> str:
-    """Return the name for caches of the model in a folder.
+    """Return the name for caches of the model in a folder with a ``config.json``.
 
-    Args:
-        folder: has at least a ``config.json``.
-        progress: takes the progress of reading weights; None: it is logged.
-
-    Raises:
-        ModelError: a file cannot be read or changes meanwhile, or ``kvabr-name.json`` is malformed.
+    ``progress`` takes the progress of reading weights; None: it is logged. Raise `ModelError` if a file cannot be read
+    or changes meanwhile, or ``kvabr-name.json`` is malformed.
     """
     declared = _declared(folder)
     if "model" in declared:
@@ -99,7 +90,7 @@ def weights_digest(folder: Path, progress: Progress | None = None) -> str:
 
 
 def local_folder(name: str, marker: str = "config.json") -> Path | None:
-    """Return the folder of a model if an engine's name of it is a path with a ``marker`` file."""
+    """Return a model's folder if an engine's name of it is a path with a ``marker`` file."""
     with contextlib.suppress(OSError, ValueError):
         if (Path(name) / marker).is_file():
             return Path(name)
@@ -107,15 +98,10 @@ def local_folder(name: str, marker: str = "config.json") -> Path | None:
 
 
 def cached_folder(name: str, revision: str | None = None, *, marker: str = "config.json") -> Path | None:
-    """Return a model's folder: a path, or a snapshot in Hugging Face's cache.
+    """Return a model's folder on this machine: a path, or a snapshot in Hugging Face's cache; None without one.
 
-    Args:
-        name: path of a folder with a ``marker`` file, or a repository such as ``org/model``.
-        revision: branch, tag or commit of the repository; None: ``main``.
-        marker: required file.
-
-    Returns:
-        None if there is no such folder on this machine.
+    ``name`` is a folder with a ``marker`` file, or a repository such as ``org/model``; ``revision`` its branch, tag or
+    commit, default ``main``.
     """
     if (found := local_folder(name, marker)) is not None:
         return found
@@ -132,7 +118,6 @@ def cached_folder(name: str, revision: str | None = None, *, marker: str = "conf
 
 
 def _title(folder: Path) -> str:
-    """Return the name of the folder, or of the repository of a snapshot in Hugging Face's cache."""
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
         return safe_name(repository.removeprefix("models--").replace("--", "/"), LOOSE)
@@ -140,7 +125,6 @@ def _title(folder: Path) -> str:
 
 
 def _declared(folder: Path) -> dict[str, str]:
-    """Return the operator's declaration."""
     path = folder / DECLARED
     if not path.is_file():
         return {}
@@ -155,7 +139,6 @@ def _declared(folder: Path) -> dict[str, str]:
 
 
 def _versions(folder: Path) -> dict[str, FileVersion]:
-    """Return the files that a model's KV may depend on."""
     found: dict[str, FileVersion] = {}
     try:
         names = [path.name for path in folder.iterdir()]
@@ -173,7 +156,6 @@ def _versions(folder: Path) -> dict[str, FileVersion]:
 
 
 def _hashed(folder: Path, names: list[str], progress: Progress) -> dict[str, str]:
-    """Return the digests of files, each over the digests of its pieces."""
     sizes: dict[str, int] = {}
     for name in names:
         sizes[name] = (folder / name).stat().st_size
@@ -191,7 +173,6 @@ def _hashed(folder: Path, names: list[str], progress: Progress) -> dict[str, str
 
 
 def _piece(path: Path, at: int, meter: _Meter) -> bytes:
-    """Return the digest of a piece of a file, releasing the interpreter's lock."""
     digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
@@ -205,8 +186,6 @@ def _piece(path: Path, at: int, meter: _Meter) -> bytes:
 
 
 class _Meter:
-    """Adds up the progress of threads, and reports it regularly."""
-
     def __init__(self, total: int, progress: Progress) -> None:
         self._total, self._progress = total, progress
         self._done, self._reported_s = 0, time.monotonic()
@@ -223,8 +202,6 @@ class _Meter:
 
 
 class _LogProgress:
-    """Logs progress if reading takes long."""
-
     def __init__(self, folder: Path) -> None:
         self._folder, self._next_s = folder, time.monotonic() + _LOG_S / 5
 
@@ -240,10 +217,7 @@ class _LogProgress:
 
 
 class _Entry(NamedTuple):
-    """A record's entry of a file."""
-
     version: tuple[int, ...]
-    """Result of `_stamp`."""
     sha256: str
 
 
@@ -253,7 +227,6 @@ def _stamp(version: FileVersion) -> tuple[int, ...]:
 
 
 def _known(folder: Path, found: Mapping[str, FileVersion]) -> dict[str, str]:
-    """Return the digests of files with valid records."""
     known: dict[str, str] = {}
     for path in (_cached(folder, ".json"), folder / RECORD):
         for name, entry in _entries(path).items():
@@ -263,7 +236,6 @@ def _known(folder: Path, found: Mapping[str, FileVersion]) -> dict[str, str]:
 
 
 def _entries(path: Path) -> dict[str, _Entry]:
-    """Return the entries of a record; empty if it is malformed."""
     try:
         value = json.loads(read_bytes(path, _MAX_RECORD_BYTES))
         if value["schema"] != _SCHEMA:
@@ -277,7 +249,6 @@ def _entries(path: Path) -> dict[str, _Entry]:
 
 
 def _keep(folder: Path, found: Mapping[str, FileVersion], known: Mapping[str, str]) -> None:
-    """Write a record of settled files, in the folder if possible."""
     settled_ns = time.time_ns() - int(_SETTLED_S * 1e9)
     files: dict[str, Any] = {
         name: {"version": _stamp(version), "sha256": known[name]}
@@ -296,7 +267,6 @@ def _keep(folder: Path, found: Mapping[str, FileVersion], known: Mapping[str, st
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process of this user reads the folder."""
     handle = None
     with contextlib.suppress(OSError):
         path = _cached(folder, ".lock")
@@ -311,6 +281,5 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _cached(folder: Path, suffix: str) -> Path:
-    """Return the path of a file about a folder in the user's cache directory."""
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     return user_cache_path("kvabr", appauthor=False) / "weights" / f"{name}{suffix}"

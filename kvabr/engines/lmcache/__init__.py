@@ -13,9 +13,8 @@ allows when fetched. In LMCache's configuration::
       remote_storage_plugin.kvabr.publish: /srv/kvabr
       remote_storage_plugin.kvabr.deadline_s: 1.0
 
-`kvabr.engines.chunk_store.KeyedSettings` has all keys. ``publish`` is a folder for `kvabr serve`; without it an
-instance only fetches, without ``url`` it only stores. With a codec profile of the model (``profile``), the AC tracks
-are published too.
+`kvabr.engines.chunk_store.KeyedSettings` has all keys. ``publish`` is a folder for `kvabr serve`. AC tracks need a
+codec profile of the model (``profile``).
 
 The daemon of LMCache's multi-process mode loads an adapter by its arguments::
 

@@ -19,9 +19,8 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 
 _OWN_KEYS = ("module_path", "class_name")
-"""Keys for LMCache itself."""
 _DCP = "##lmcache-dcp-layout"
-"""Start of a suffix of the model's name in a daemon, if ranks of decode context parallelism hold parts of a chunk."""
+"""Start of a suffix of a daemon's model name, if ranks of decode context parallelism hold parts of a chunk."""
 _MAX_PLACES = 1 << 16
 _AMBIGUOUS = -1
 ChunkHash = int | bytes
@@ -29,7 +28,7 @@ ChunkHash = int | bytes
 
 
 def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> KeyedSettings:
-    """Return the settings of a plug-in that the user lists as ``plugin``; see `KeyedSettings.read`."""
+    """Return the settings of a plug-in listed as ``plugin``; see `KeyedSettings.read`."""
     prefix = f"remote_storage_plugin.{plugin}."
     given = {key.removeprefix(prefix): value for key, value in (extra_config or {}).items() if key.startswith(prefix)}
     for key in _OWN_KEYS:
@@ -38,9 +37,9 @@ def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr")
 
 
 def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
-    """Return the spec of chunks of LMCache's shape (layers, 2, tokens, heads of one rank, dim); FP8 is not supported.
+    """Return the spec of chunks: (layers, 2, tokens, heads of one rank, dim); MLA: (layers, 1, tokens, 1, dim).
 
-    MLA's shape is (layers, 1, tokens, 1, dim).
+    FP8 is not supported.
     """
     layers, halves, _, heads, dim = shape
     if halves == 1 and heads == 1:
@@ -51,15 +50,10 @@ def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
 
 
 def name_of(settings: KeyedSettings, metadata: Any) -> str:
-    """Return the model's name for its chunks; errors as `kvabr.engines.chunk_store.named`.
+    """Return the model's name for its chunks, given an ``LMCacheMetadata``; errors as `chunk_store.named`.
 
-    LMCache reports only a model's name and the shape of a worker's caches. With several workers the shape is part of
-    the name, since their numbers do not show whether they share layers or heads. For MLA it always is: each
-    tensor-parallel rank has the whole cache, and one publishes it for all.
-
-    Args:
-        settings: the user's.
-        metadata: an ``LMCacheMetadata``.
+    With several workers the name includes the shape, since LMCache does not report whether they share layers or heads;
+    for MLA always: one rank publishes for all.
     """
     given = str(metadata.model_name)
     layers, halves, _, heads, dim = metadata.kv_shape
@@ -91,10 +85,9 @@ class ObjectLayout:
 
 
 def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -> KVSpec:
-    """Return the spec of a daemon's objects, with the shapes of `as_kv`.
+    """Return the spec of a daemon's objects, with the shapes of `as_kv`; ``heads`` returns the dimensions of a head.
 
-    ``heads`` returns the dimensions of a head, given those of all. Raise `FormatError` for objects of several kinds of
-    layers, and as `spec_of`.
+    Raise `FormatError` for several kinds of layers, and as `spec_of`.
     """
     if len(layout.shapes) != 1:
         raise FormatError(f"an object of {len(layout.shapes)} kinds of layers; kvabr takes those of one")
@@ -146,18 +139,14 @@ def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
 
 
 class Places:
-    """Positions of chunks in their prompts, by hash. Thread-safe.
-
-    LMCache gives its storages only hashes. Its token database computes them from the tokens of a whole prompt, and
-    yields each with the chunk's first token: see `watch`.
-    """
+    """Positions of chunks in their prompts, by hash, from LMCache's token database (`watch`). Thread-safe."""
 
     def __init__(self) -> None:
         self._first: LRUCache[ChunkHash, int] = LRUCache(_MAX_PLACES)
         self._lock = threading.Lock()
 
     def note(self, chunk_hash: ChunkHash, first: int) -> None:
-        """Record where a chunk begins; a hash seen at two positions has none."""
+        """Record where a chunk begins; a hash at two positions has none."""
         with self._lock:
             known = self._first.get(chunk_hash, first)
             self._first[chunk_hash] = first if known == first else _AMBIGUOUS
@@ -169,10 +158,7 @@ class Places:
         return None if first == _AMBIGUOUS else first
 
     def possible(self, chunk_hash: ChunkHash) -> range | None:
-        """Return the possible positions of a chunk for `ChunkStore.find`.
-
-        One, none for a hash seen at two positions, or None if unknown.
-        """
+        """Return a chunk's possible positions for `ChunkStore.find`: one, none if ambiguous, or None if unknown."""
         with self._lock:
             first = self._first.get(chunk_hash)
         if first is None:
@@ -180,11 +166,7 @@ class Places:
         return range(0) if first == _AMBIGUOUS else range(first, first + 1)
 
     def watch(self, database: type[Any]) -> None:
-        """Record all chunks that objects of a class like LMCache's `ChunkedTokenDatabase` cut from now on.
-
-        Its method ``process_tokens(tokens, ...)`` yields (first token, end, key or hash). Calls with hashes are
-        ignored, as they may not be those of a whole prompt.
-        """
+        """Record all chunks that objects of a class like LMCache's `ChunkedTokenDatabase` cut from now on."""
         made: Callable[..., Iterable[Any]] = database.process_tokens
         if getattr(made, "kvabr_places", None) is self:
             return
@@ -200,7 +182,7 @@ class Places:
     def watch_hasher(self, hasher: type[Any]) -> None:
         """Record all chunks that objects of a class like the daemon's `TokenHasher` hash from now on.
 
-        Its method ``hash_tokens(tokens, prefix_hash)`` hashes a chunk after another, or after ``none_hash``.
+        ``hash_tokens(tokens, prefix_hash)`` hashes a chunk after another, or after ``none_hash``.
         """
         made: Callable[..., Any] = hasher.hash_tokens
         if getattr(made, "kvabr_places", None) is self:

@@ -1,15 +1,14 @@
 """Objects of LMCache's daemon in a coded form of fixed length: kvabr's codecs for LMCache's own stores.
 
-LMCache's stores read an object into a buffer of known size, and some treat a shorter one as damaged. So each object has
-the size of a track of constant rate, or a configured share of its own, filled with layers of the AC codec: bases first,
-and each layer for all groups or none.
+LMCache reads objects of known size. So each object has the size of a track of constant rate, or a configured share of
+its own, filled with layers of the AC codec: bases first, and each layer for all groups or none.
 
     magic 4 | version 1 | kind 1 | frames 2 | position 8 | dims of a head 4 | CRC-32 of all before 4 | frames, each
     after its length 4 | zeros
 
-All numbers are unsigned and little-endian. Frames are those of `kvabr.codec.container`, with checksums. Objects without
-suitable tracks have one frame, their bytes with a CRC-32. All checksums cover the object's name, or frames its digest,
-so objects and profiles cannot be confused. Needs no LMCache.
+Numbers are unsigned and little-endian. Frames are those of `kvabr.codec.container`. Objects without suitable tracks
+have one frame, their bytes with a CRC-32. Checksums cover the object's name, or frames its digest, so objects and
+profiles cannot be confused. Needs no LMCache.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ from kvabr.types.naming import LAYERS
 _MAGIC, _VERSION = b"KVLO", 1
 _HEAD, _CRC, _LENGTH = struct.Struct("<4sBBHQI"), struct.Struct("<I"), struct.Struct("<I")
 _TRACKS, _BYTES = 1, 2
-"""Kinds of objects."""
 _UNKNOWN_POSITION = (1 << 64) - 1
-"""Unknown position."""
 _MODEL = "object"
 """Name of the model in frames; the store's keys have the real one."""
 _PROBE = KVSpec.uniform(_MODEL, "lmcache", 1, 1, 64, "float16")
@@ -66,16 +63,12 @@ class SerdeSettings(SettingsTable):
 
 
 class _Plan(NamedTuple):
-    """Coding of objects of one layout."""
-
     spec: KVSpec
     size: int
 
 
 @dataclass(frozen=True)
 class _Head:
-    """The fields of an object's head, and its frames."""
-
     kind: int
     frames: Sequence[memoryview]
     position: int | None
@@ -86,7 +79,7 @@ class ObjectCoder:
     """Codes objects; thread-safe."""
 
     def __init__(self, settings: SerdeSettings) -> None:
-        """Load the profile; raise `UsageError`, or an error of the profile's file."""
+        """Raise `UsageError` for a wrong track, or an error of the profile's file."""
         self._layers = settings.track == "layers" or (settings.track is None and settings.profile is not None)
         self._plain = settings.fallback if self._layers else settings.track or "Int8"
         self._share, self._trouble = settings.share, TroubleLog(LOG)
@@ -109,12 +102,8 @@ class ObjectCoder:
     ) -> bytes:
         """Return a coded object of `size` bytes.
 
-        Args:
-            name: of the object.
-            layout: its shapes and element types.
-            data: its bytes.
-            chunk: the same as a tensor, if it is one; see `as_kv`.
-            position: of its first token in the prompt; None (unknown) excludes layers.
+        ``chunk`` is ``data`` as a tensor, if it is one, see `as_kv`; an unknown ``position`` of its first token
+        excludes layers.
 
         Raises:
             NotFiniteError: NaN or infinity; LMCache does not store the object.
@@ -223,7 +212,6 @@ def _layers_within(limit: int, name: str, groups: Sequence[tuple[GroupContext, t
 def _contexts(
     spec: KVSpec, kv: torch.Tensor, position: int = 0, profile: Profile | None = None
 ) -> list[tuple[GroupContext, torch.Tensor]]:
-    """Return the groups of an object with their contexts."""
     return [
         (GroupContext(spec, position + first, last - first, profile, memo={}), kv[:, :, :, first:last])
         for first, last in _ranges(spec, kv.shape[3])
@@ -267,7 +255,6 @@ def _write_bytes(name: str, head: _Head, data: memoryview) -> None:
 
 
 def _parsed(coded: memoryview) -> _Head:
-    """Parse the head of an object, and its frames, checking only their lengths."""
     if len(coded) < _HEAD.size + _CRC.size:
         raise FormatError(f"a coded object of LMCache has {len(coded)} bytes, too few for its head")
     magic, version, kind, count, position, head_dim = _HEAD.unpack_from(coded)

@@ -1,7 +1,6 @@
 """The plug-in that LMCache loads: `KvabrAdapter`, which makes a `ChunkConnector`.
 
-The client runs on LMCache's event loop. All requests share one connection, earliest deadline first. A late chunk counts
-as missing.
+The client runs on LMCache's event loop. Late chunks are misses.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not th
         return url.startswith(self.schema) or (plugin != url and extract_plugin_type(plugin) == "kvabr")
 
     def create_connector(self, context: ConnectorContext) -> ChunkConnector:
-        """Make the connector of a configuration.
-
-        If that is wrong or unsupported, raise `IrrecoverableException`: LMCache logs an error and continues without the
-        plug-in.
-        """
+        """Make the connector; raise `IrrecoverableException` for a wrong configuration (LMCache continues)."""
         config, metadata = context.config, context.metadata
         if config is None or metadata is None:
             raise IrrecoverableException("kvabr: LMCache passed no configuration, or no metadata")
@@ -75,11 +70,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         config: LMCacheEngineConfig,
         metadata: LMCacheMetadata,
     ) -> None:
-        """Prepare without dialling.
-
-        LMCache passes its event loop, the memory to allocate chunks in, its configuration, and the shape and type of
-        the cache.
-        """
+        """Prepare without dialling; LMCache allocates chunks in ``memory``."""
         super().__init__(config, metadata)
         if len(self.meta_shapes) != 1 or config.use_layerwise:
             raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
@@ -97,7 +88,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             settings,
             "a chunk of LMCache",
             max_tokens=chunk_tokens,
-            # A key hides the length of its chunk, but LMCache copies as many tokens as a full chunk has.
+            # LMCache always copies as many tokens as a full chunk has.
             min_tokens=1 if config.save_unfull_chunk else chunk_tokens,
             unplaced="the position of a chunk is not known: LMCache did not cut it from a prompt's tokens here",
         )
@@ -116,11 +107,11 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return self.batched_contains([key]) == 1
 
     def support_batched_contains(self) -> bool:
-        """Return True: one round trip looks up many chunks."""
+        """Return True."""
         return True
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
-        """Return the number of leading chunks to fetch, see `ChunkStore.leading`; not for the event loop's thread."""
+        """Return the number of leading chunks to fetch; not for the event loop's thread."""
         leading = self._store.leading(
             [chunk_key(key) for key in keys], [PLACES.possible(key.chunk_hash) for key in keys]
         )
@@ -171,7 +162,6 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         try:
             return list(await asyncio.gather(*getting))
         except BaseException:
-            # LMCache has cancelled the call: release received chunks.
             for task in getting:
                 task.cancel()
             for chunk in await asyncio.gather(*getting, return_exceptions=True):

@@ -1,7 +1,7 @@
 """The adapter for LMCache's daemon, next to its own stores: `KvabrL2`.
 
-The daemon calls from its controllers' threads, and polls descriptors for results. Everything runs on one event loop in
-a separate thread, within the time limits of the settings: late answers and objects are misses.
+The daemon calls from its threads, and polls descriptors for results. Everything runs on one event loop in a separate
+thread, within the settings' time limits: late answers and objects are misses.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CompletedTasks(Generic[_R]):
             return self._results.pop(task, None)
 
     def pop_all(self) -> dict[int, _R]:
-        """Return all results that have not been returned."""
+        """Return all new results."""
         with self._lock:
             results, self._results = self._results, {}
         return results
@@ -90,7 +90,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
     """The ``class_name`` for ``--l2-adapter``."""
 
     def __init__(self, adapter_params: dict[str, Any], l1_memory_desc: object = None) -> None:
-        """Read ``adapter_params`` (see `KeyedSettings`) without dialling; raise `UsageError` if they are wrong."""
+        """Read ``adapter_params`` (see `KeyedSettings`); raise `UsageError` if they are wrong."""
         super().__init__()
         del l1_memory_desc
         ADAPTER.check()
@@ -132,10 +132,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return int(self._loaded.notifier.fileno())
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begin to publish objects, which keep their memory until the task is done.
-
-        Without ``publish``, storing nothing counts as success.
-        """
+        """Begin to publish objects, which keep their memory meanwhile; without ``publish`` succeed."""
         _check_pairs(keys, objects)
         return self._submit(self._stored, L2StoreResult(False, 0), lambda: self._store(keys, objects))
 
@@ -146,10 +143,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Begin to look up objects.
-
-        Nothing is locked: objects that disappear later are misses.
-        """
+        """Begin to look up objects, without locks: objects that disappear later are misses."""
         return self._submit(self._looked_up, Bitmap(len(keys)), lambda: self._look_up(keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -169,7 +163,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return self._loaded.pop(task_id)
 
     def report_status(self) -> dict[str, Any]:
-        """Return the state for LMCache's ``/status``; a silent origin is not unhealthy."""
+        """Return the state for LMCache's ``/status``."""
         return {
             "is_healthy": not self._closing,
             "type": type(self).__name__,
@@ -195,8 +189,6 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
     # ----------------------------------------------------------------------- tasks
 
     def _submit(self, done: CompletedTasks[_R], failed: _R, work: Callable[[], Coroutine[Any, Any, _R]]) -> int:
-        """Begin a task and return its number; it has a result in any event."""
-
         async def run() -> None:
             (result,) = await self._all(failed, [work()])
             done.add(task, result)
@@ -267,7 +259,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
 
     async def _look_up(self, keys: Sequence[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
         found = Bitmap(len(keys))
-        # Chunks of a prompt in order, of each rank and group of layers.
+        # Chunks of a prompt in order, by rank and group of layers.
         rows = [list(row) for _, row in groupby(range(len(keys)), lambda place: replace(keys[place], chunk_hash=b""))]
         offered = await self._all([], (self._offered([keys[place] for place in row], layouts) for row in rows))
         for row, there in zip(rows, offered, strict=True):
@@ -295,7 +287,6 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return came
 
     async def _load_one(self, key: ObjectKey, held: MemoryObj) -> bool:
-        """Play an object into its memory; return whether it arrived."""
         if (kind := await self._kind(_kind_of(key, held))) is None:
             return False
         chunk = _tensor(held)
@@ -309,7 +300,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return wrong is None
 
     async def _all(self, failed: _R, works: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
-        """Run all; return ``failed`` for each failure, after all have ended."""
+        """Run all to the end; return ``failed`` for each failure."""
         results = await asyncio.gather(*works, return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException):

@@ -1,7 +1,6 @@
 """LMCache's serde ``kvabr``: kvabr's codecs for objects in the daemon's own stores, such as a folder or Redis.
 
-Importing this module registers it. A daemon imports it for kvabr's adapters only: `CodedL2` wraps any adapter of
-LMCache, given the table of its own specification.
+Importing this module registers it. A daemon imports only kvabr's adapters, so `CodedL2` wraps any adapter of LMCache.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ def _bytes_of(held: MemoryObj) -> memoryview:
 
 
 def _chunk_of(held: MemoryObj, layout: ObjectLayout) -> torch.Tensor | None:
-    """Return an object of one part as a tensor."""
     if len(layout.shapes) != 1:
         return None
     chunk: torch.Tensor | None = held.tensor

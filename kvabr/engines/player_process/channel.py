@@ -1,8 +1,7 @@
 """Messages between two processes of one user: pickled objects and open files, over a Unix socket.
 
-Bytes, codec profiles and catalogs are not part of the pickle. The sender puts bytes into shared memory (`regions`).
-Profiles and catalogs are sent once, and then named by digest; both ends keep the same recent catalogs. If a receiver
-has just dropped a named catalog, `LackingError` is raised.
+Bytes are in shared memory (`regions`). Profiles and catalogs are sent once, and then named by digest; `LackingError` is
+raised for a catalog that the receiver has dropped.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ _READ_BYTES = 256 << 10
 _MAX_FILES = 8
 _NO_BYTES = memoryview(b"")
 _MAX_CATALOG_BYTES = 16 << 20
-"""Limit of kept catalogs per direction, pickled: two for a million tokens, or hundreds for 8,192. One larger catalog is
-kept alone. Objects take two to three times as much.
+"""Limit of kept catalogs per direction, pickled: two for a million tokens, or hundreds for 8,192. A larger one is kept
+alone. Objects need two to three times as much.
 """
 _BYTES, _PROFILE, _CATALOG = 0, 1, 2
-"""Kinds of placeholders in a pickle: bytes in shared memory, a profile, or a catalog."""
 _CREDENTIALS = struct.Struct("=iii")
 """Process, user and group of the other end of a socket on Linux."""
 
@@ -51,7 +49,6 @@ class LackingError(FormatError):
     """A message names a catalog that is no longer kept."""
 
     def __init__(self, message: Any) -> None:
-        """Take a message with None in place of the catalog."""
         super().__init__("a catalog is no longer kept")
         self.message = message
 
@@ -76,9 +73,7 @@ class ProcessChannel:
         self._came, self._files = bytearray(), deque[int]()
         self._waiting: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._sent_profiles: set[str] = set()
-        """Profiles at the other end."""
         self._profiles: dict[str, Profile] = {}
-        """Profiles from the other end."""
         self._sent, self._got = _Catalogs(), _Catalogs()
         self._open = True
         self._loop.add_reader(link, self._read)
@@ -93,11 +88,8 @@ class ProcessChannel:
     ) -> None:
         """Send an object; do nothing after the end of the connection.
 
-        Args:
-            message: the object.
-            places: offset and bytes in shared memory of views within the message, by their ids.
-            file: an open file to send along, which may be closed afterwards.
-            theirs: name catalogs from the other end, although it may have dropped them.
+        ``places`` are offset and bytes in shared memory of the message's views, by their ids. ``file`` is sent along,
+        and may be closed afterwards. ``theirs``: name catalogs from the other end, although it may have dropped them.
         """
         if not self._open:
             return
@@ -211,7 +203,6 @@ class _Catalogs:
         return digest in self._kept
 
     def get(self, digest: str) -> Catalog | None:
-        """Return a catalog, if kept."""
         return self._kept[digest][0] if digest in self._kept else None
 
     def use(self, used: Mapping[str, tuple[Catalog, int]]) -> None:
@@ -250,7 +241,6 @@ class _Pickler(pickle.Pickler):
         return None
 
     def _new(self, catalog: Catalog) -> bytes | None:
-        """Return a pickled catalog if the other end lacks it."""
         digest, data = catalog.digest, None
         if digest in self._sent or digest in self.used:
             self.used.setdefault(digest, (catalog, 0))

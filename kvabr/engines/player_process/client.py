@@ -71,8 +71,6 @@ T = TypeVar("T")
 def _remote(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[RemoteClient, P], Coroutine[Any, Any, T]]:
-    """Return a method of `AsyncClient` as a call in the player process."""
-
     async def call(self: RemoteClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         value: T = await self.call(method.__name__, args, kwargs)
         return value
@@ -85,10 +83,7 @@ class RemoteClient:
     """The part of `AsyncClient` that adapters need, for one event loop."""
 
     def __init__(self, arguments: ClientArguments, player: str) -> None:
-        """Prepare; a process is found or started on demand.
-
-        ``player`` is the socket of a running process, or `OWN`.
-        """
+        """Prepare; ``player`` is the socket of a running process, or `OWN` to start one on demand."""
         self.metrics = ClientMetrics()
         """Empty: the player process counts."""
         self._arguments = arguments
@@ -98,9 +93,7 @@ class RemoteClient:
         self._link: asyncio.Task[_Link] | None = None
         self._home = HomeProcess("the client of the player process")
         self._pauses, self._again_s = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S), 0.0
-        """Earliest restart after a process that ended at once."""
         self._playing = 0
-        """Running plays, which share this process' GPU."""
 
     find = _remote(AsyncClient.find)
     find_asset = _remote(AsyncClient.find_asset)
@@ -171,7 +164,6 @@ class RemoteClient:
         return replace(how, device=None, decode_share=share, policy=own[0], estimator=own[1])
 
     async def _connected(self) -> _Link:
-        """Return the connection to the process, connecting if needed."""
         self._home.check()  # a forked child must not write to the parent's socket
         made = self._link
         if made is None or (made.done() and (made.cancelled() or made.exception() or made.result().over)):
@@ -224,7 +216,6 @@ class RemoteClient:
 
 
 _LIMITS = ("deadline", "within_s", "probe_s")
-"""Options with a call's time limit."""
 
 
 _MIN_S = 1e-6
@@ -232,30 +223,24 @@ _MIN_S = 1e-6
 
 
 def _longest_s(options: Mapping[str, Any]) -> float:
-    """Return a call's time limit from its options; 0 without one."""
     how = options.get("options")
     patience = how.patience if isinstance(how, PlayOptions) else 1.0
     return max(1.0, patience) * max(options.get(name) or 0.0 for name in _LIMITS)
 
 
 def _shorten(options: dict[str, Any], waited_s: float) -> None:
-    """Subtract the time waited for the process from a call's limits."""
     for name in _LIMITS:
         if options.get(name):
             options[name] = max(min(options[name], _MIN_S), options[name] - waited_s)
 
 
 def _from_here(plugin: str) -> str:
-    """Return a plug-in's name, with an absolute path for files."""
     file, colon, rest = plugin.partition(":")
     return f"{Path(file).absolute()}{colon}{rest}" if file.endswith(".py") else plugin
 
 
 class _Link:
-    """A connection to a player process."""
-
     def __init__(self, link: socket.socket) -> None:
-        """Take over a connected socket; errors as `ProcessChannel`."""
         self._loop = asyncio.get_running_loop()
         self._channel = ProcessChannel(link, self._received, self._lost)
         self.over = False
@@ -263,10 +248,8 @@ class _Link:
         self._numbers = count(OPENED + 1)
         self._regions: dict[int, mmap.mmap | memoryview] = {}
         self._shared: memoryview | None = None
-        """Memory of the next message's views."""
 
     async def open(self, message: OpenClient) -> None:
-        """Begin; raise `UsageError` if the process refuses."""
         try:
             await self._answer(OPENED, message)
         except BaseException:
@@ -297,7 +280,6 @@ class _Link:
             del self._answers[number]
 
     def close(self) -> None:
-        """End the connection and all calls."""
         self._channel.close()
         self._lost(ConnectionLostError("this side closed the connection"))
 
@@ -340,17 +322,12 @@ class _Link:
         return shown.data.toreadonly()
 
     def _released(self, region: int) -> None:
-        """Release a region, in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._channel.send, ReleaseRegion(region))
 
 
 def start(path: Path) -> None:
-    """Start a player process that ends some time after the last engine; its output is in a file next to the socket.
-
-    Raises:
-        TransportError: it cannot be started.
-    """
+    """Start a player process, with its output next to the socket; raise `TransportError` if it cannot be started."""
     try:
         private_folder(path.parent)
         with path.with_suffix(".log").open("ab") as log:

@@ -26,7 +26,6 @@ class CallMethod:
     """Call a method of the client."""
 
     number: int
-    """From 1 on."""
     name: str
     args: tuple[Any, ...]
     options: Mapping[str, Any]

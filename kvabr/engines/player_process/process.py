@@ -42,23 +42,18 @@ _CALLS = frozenset(
 )
 """Methods of `AsyncClient` that engines may call."""
 _KEEP_S = 60.0
-"""Seconds to keep an unused client, with its connections and groups."""
 _ENGINES = 64
-"""Engines that may share a client."""
 _MAX_SPARE_BYTES = 512 << 20
 _PAUSE_S = 1.0
-"""Pause of a listener that could not accept an engine."""
 
 
 class PlayerProcess:
     """Serves the engines of a node, on one event loop."""
 
     def __init__(self, listener: socket.socket, log: FilteringBoundLogger, metrics: ClientMetrics) -> None:
-        """Take over a listening socket; ``metrics`` counts for all clients."""
         self._listener, self._log, self._metrics = listener, log, metrics
         self._clients: dict[ClientArguments, _Shared] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        """Clients being closed."""
         self._engines: set[_Engine] = set()
         self._changed = asyncio.Event()
 
@@ -130,19 +125,13 @@ class PlayerProcess:
 
 
 class _Shared:
-    """A client with its number of engines."""
-
     def __init__(self, client: AsyncClient) -> None:
         self.client, self.users = client, 0
         self.ends: asyncio.TimerHandle | None = None
-        """Timer to drop an unused client."""
 
 
 class _Engine:
-    """The connection of an engine's process."""
-
     def __init__(self, process: PlayerProcess, link: socket.socket) -> None:
-        """Take over a connection; errors as `ProcessChannel`."""
         self._process = process
         self._channel = ProcessChannel(link, self._received, self._over)
         self._arguments: ClientArguments | None = None
@@ -151,7 +140,6 @@ class _Engine:
         self._regions = Regions(_MAX_SPARE_BYTES, lambda region: self._channel.send(ForgetRegion(region)))
 
     def close(self) -> None:
-        """End all calls and the connection."""
         self._channel.close()
         self._over(None)
 
@@ -226,7 +214,6 @@ class _Engine:
             self._channel.send(CallAnswer(number, error=PlayError(f"{type(error).__name__}: {error}")))
 
     async def _hand_over(self, number: int, played: PlayedPrefix) -> None:
-        """Send a play, with its bytes in shared memory."""
         views = {id(view): view for group in played.groups for view in (group.payload, *group.below)}
         placed, nbytes = laid_out(views.values())
         if not nbytes:

@@ -1,7 +1,7 @@
 """Shared memory with played groups, written by a player process and read by an engine's process.
 
-A region is reused: fresh memory costs both ends as much time as copying to it, and pinning it for a device as much
-again. It is an anonymous file, freed with the last process that has it open or mapped.
+Regions are reused, since fresh memory and pinning each cost as much time as a copy. A region is an anonymous file,
+freed with the last process that has it open or mapped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Region:
             raise
 
     def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Copy pieces to their offsets, releasing the interpreter's lock."""
+        """Copy pieces to their offsets, without the interpreter's lock."""
         here = np.frombuffer(self._memory, np.uint8)
         for at, piece in pieces:
             here[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
@@ -63,7 +63,6 @@ class Regions:
         self._most, self._forget = most_spare_bytes, forget
         self._used: dict[int, Region] = {}
         self._spare: list[Region] = []
-        """Least recently used first."""
         self._made = 0
 
     def take(self, size: int) -> Region:
@@ -116,9 +115,9 @@ def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]]
 
 
 def mapped(file: int, pin: buffers.Pin | None) -> mmap.mmap | memoryview:
-    """Map a region in the reading process, and close the file.
+    """Map a region in the reading process, and close the file; ``pin`` pins memory for a device.
 
-    ``pin`` pins memory for a device. Raise `FormatError` if it is not a region, `OSError` if there is no memory.
+    Raise `FormatError` if it is not a region, `OSError` if there is no memory.
     """
     try:
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _FIXED != _FIXED:

@@ -17,14 +17,12 @@ from kvabr import __version__
 from kvabr.types.errors import UsageError
 
 _MAX_CHARACTERS = 107
-"""Limit of a Unix socket's path on Linux."""
 
 
 def own_socket() -> Path:
-    """Return the socket of the process shared by this user's engines.
+    """Return the socket of this user's engines, one per installation of kvabr and Python environment.
 
-    There is one per installation of kvabr and Python environment, in the first folder that only this user can enter.
-    Raise `UsageError` if there is none.
+    Raise `UsageError` without a folder that only this user can enter.
     """
     installation = hashlib.sha256(os.fsencode(f"{Path(__file__).resolve()}\n{sys.prefix}")).hexdigest()[:8]
     given, wrong = os.environ.get("XDG_RUNTIME_DIR"), []
@@ -39,7 +37,6 @@ def own_socket() -> Path:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield default folders for this user's sockets."""
     with suppress(FileNotFoundError):  # no temporary folder
         yield Path(tempfile.gettempdir()) / f"kvabr-{os.geteuid()}"
     with suppress(RuntimeError):  # no home
@@ -47,10 +44,7 @@ def _folders() -> Iterator[Path]:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that only this user can enter; raise `UsageError` if others can enter it.
-
-    Raise `OSError` if it cannot be made.
-    """
+    """Make a folder that only this user can enter; raise `UsageError` if others can, or `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -63,9 +57,7 @@ def private_folder(folder: Path) -> None:
 def listening(path: Path) -> tuple[socket.socket, int] | None:
     """Return a listening socket and its open lock file; None if another process listens.
 
-    Raises:
-        UsageError: the path is too long, or others can enter its folder.
-        OSError: it cannot be used.
+    Raise `UsageError` if the path is too long or others can enter its folder, or `OSError`.
     """
     if len(os.fsencode(path)) > _MAX_CHARACTERS:
         raise UsageError(f"{path}: the path of a socket has at most {_MAX_CHARACTERS} characters; give a shorter one")

@@ -8,9 +8,8 @@ allows when prefetched. SGLang needs two options::
         "class_name": "KvabrStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true,
         "kvabr": {"url": "moqt://origin.example:4443/", "publish": "/srv/kvabr", "deadline_s": 1.0}}'
 
-`kvabr.engines.chunk_store.KeyedSettings` has all keys. A page of 128 tokens is one group; smaller pages cost a request
-each. With a codec profile of the model (``profile``), the AC tracks are published too, if the prefix keys give a page's
-position. Only `backend` imports SGLang.
+`kvabr.engines.chunk_store.KeyedSettings` has all keys. A page of 128 tokens is one group; smaller pages need a request
+each. AC tracks need a codec profile (``profile``) and prefix keys. Only `backend` imports SGLang.
 """
 
 from kvabr.engines.adapters import Adapter

@@ -1,8 +1,7 @@
 """The backend for SGLang: `KvabrStorage`.
 
-SGLang may have further pools, such as a draft model's or that of window layers, with their own pages under the same
-keys. Its prefetch and backup threads block in calls. The pages of a call share a deadline and a connection; a late page
-ends HiCache's prefix.
+SGLang may have further pools, such as a draft model's, with their own pages under the same keys. The pages of a call
+share a deadline; a late page ends HiCache's prefix.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class PagePool:
     def positions(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> list[range | None]:
         """Return the possible positions of requested pages in a prompt.
 
-        SGLang's prefix keys lack those of the last matching node of its tree, so a page may be later than they imply,
-        but not earlier.
+        SGLang's prefix keys lack those of the last matching node of its tree, so pages may be later than they imply.
         """
         before, size = self.pages_before(extra_info), self.pages.tokens
         if before is None:
@@ -67,10 +65,7 @@ class PagePool:
         return [one is not None for one in found]
 
     def pages_before(self, extra_info: HiCacheStorageExtraInfo | None) -> int | None:
-        """Return the number of pages before a call's first one.
-
-        None: unknown, or the tokens of a page are not consecutive.
-        """
+        """Return the number of pages before a call's first one; None: unknown, or ranks share a page."""
         if extra_info is None or extra_info.prefix_keys is None or self.pages.shards > 1:
             return None
         return len(extra_info.prefix_keys)
@@ -80,7 +75,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     """Plays and publishes pages of HiCache."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        """Read the configuration, and raise if it is wrong; `register_mem_pool_host` sets the layout of the pages."""
+        """Raise `UsageError` for a wrong configuration."""
         del kwargs
         ADAPTER.check()
         self._config, self._settings = storage_config, read_settings(storage_config.extra_config)
@@ -163,7 +158,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Play pages into the host pool, at the indices of all their tokens; return a success flag for each."""
+        """Play pages into the host pool, at the indices of all their tokens; return success flags."""
         pool = self._pool()
         return self._play(pool, keys, pool.pages.at(host_indices, len(keys)), pool.positions(keys, extra_info))
 
@@ -198,7 +193,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Publish pages of the host pool, wait for their encoding, and return a success flag for each."""
+        """Publish pages of the host pool, wait for their encoding, and return success flags."""
         pool = self._pool()
         return self._publish(pool, keys, pool.pages.at(host_indices, len(keys)), extra_info)
 
@@ -227,10 +222,10 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         return all(self._publish(pool, keys, [pool.pages.flat(value) for value in values]))
 
     def clear(self) -> bool:
-        """Stop using the current names of caches: SGLang calls this when its weights have changed.
+        """Stop using the current names of caches, since SGLang's weights have changed.
 
-        Caches with the old weights remain; ``publish_mib`` and `kvabr store` remove them. If the update has a
-        ``weight_version``, engines with that version share new caches.
+        Old caches remain; ``publish_mib`` and `kvabr store` remove them. Engines with the same ``weight_version`` share
+        new ones.
         """
         for pool in self._pools.values():
             pool.store.generation.changed()
@@ -258,8 +253,6 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def _play(
         self, pool: PagePool, keys: Sequence[str], pages: Sequence[torch.Tensor], positions: Sequence[range | None]
     ) -> list[bool]:
-        """Play pages, and decode them together; return a success flag for each."""
-
         async def play() -> list[PlayedPrefix | None]:
             return await asyncio.gather(*map(pool.store.play, pool.named(keys), positions))
 
@@ -281,7 +274,6 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         pages: Sequence[torch.Tensor],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Publish pages; return a success flag for each, once their memory is free."""
         at_once, before = self._settings.queue, pool.pages_before(extra_info)
         results: list[bool] = []
         for first in range(0, len(keys), at_once):  # SGLang may write more pages than the queue holds

@@ -1,7 +1,7 @@
 """Facts about SGLang's model for the names of caches: ranks, weights, quantisation, overrides; and its step size.
 
-A storage backend receives only ranks and a name. The rest is in the context of the process
-(``sglang.srt.runtime_context``), which is read if SGLang has loaded it. Does not import SGLang.
+A storage backend receives only ranks and a name; ``sglang.srt.runtime_context`` has the rest, if loaded. Does not
+import SGLang.
 """
 
 from __future__ import annotations
@@ -34,16 +34,12 @@ class ServerFacts:
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    """Folder of its weights."""
 
 
 def name_of(config: Any, settings: KeyedSettings, dtype: torch.dtype) -> str:
     """Return the model's name for its pages; errors as `kvabr.engines.chunk_store.named`.
 
-    Args:
-        config: a ``HiCacheStorageConfig``.
-        settings: the user's.
-        dtype: element type of the host pool.
+    ``config`` is a ``HiCacheStorageConfig``, ``dtype`` the element type of the host pool.
     """
     server, given = server_facts(), config.model_name or "model"
     facts = {**server.facts, **shard_facts(config), "dtype": unusual_dtype(dtype)}
@@ -89,7 +85,7 @@ def shard_facts(config: Any) -> dict[str, Any]:
 
 
 def unusual_dtype(dtype: torch.dtype) -> str | None:
-    """Return the element type of a cache unless it is bfloat16, the usual one."""
+    """Return the element type of a cache unless it is bfloat16."""
     return None if dtype is torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
@@ -106,7 +102,6 @@ def step_tokens() -> int:
 
 
 def _from_context(name: str) -> Any:
-    """Return the result of a function of SGLang's context, if available."""
     try:
         return getattr(sys.modules[_CONTEXT], name)()
     except (KeyError, AttributeError, ValueError, AssertionError, RuntimeError):

@@ -64,7 +64,6 @@ class HostPages:
         if getattr(pool, "v_head_dim", dim) != dim:
             raise FormatError("keys and values of different widths; kvabr has tracks for equal ones")
         self.tokens: int = pool.page_size
-        """Tokens of a page in this pool."""
         self.shards = int(getattr(pool, "dcp_size", 1) or 1)
         """Ranks of decode context parallelism, each with an equal part of a page's tokens."""
         page_view(buffer, pool.layout, 0, self.tokens, latent=self.latent)

@@ -1,13 +1,14 @@
 """Hugging Face transformers plays through kvabr: prompt in, `DynamicCache` out, ready for ``generate()``.
 
-    model = AutoModelForCausalLM.from_pretrained("./my-llama") engine = engine_of(model, "./my-llama") with
-    kvabr.Client("moqt://origin.example/", engine=engine) as client:
-        ready = play_cache(client, engine, input_ids, deadline=2.0) output = model.generate(input_ids,
-        past_key_values=ready.cache, max_new_tokens=64)
+    model = AutoModelForCausalLM.from_pretrained("./my-llama")
+    engine = engine_of(model, "./my-llama")
+    with kvabr.Client("moqt://origin.example/", engine=engine) as client:
+        ready = play_cache(client, engine, input_ids, deadline=2.0)
+        output = model.generate(input_ids, past_key_values=ready.cache, max_new_tokens=64)
 
 The longest cached prefix is played; late groups are computed in place (mode ``hole``), and the model computes uncached
-tokens. `play_cache_async` is for asyncio. `publish_cache` publishes a prefill's cache, `prefill_live` during the
-prefill, and `Steps` allows upgrades of a cache while ``generate()`` reads it.
+tokens. `publish_cache` publishes a prefill's cache, `prefill_live` during the prefill, and `Steps` allows upgrades of a
+cache while ``generate()`` reads it.
 """
 
 from __future__ import annotations

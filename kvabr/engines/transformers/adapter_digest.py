@@ -1,8 +1,7 @@
 """Digests of LoRA adapters, equal for PEFT's modules in memory and for the folder that PEFT saves.
 
-A digest covers the matrices of each module, in float32, and their scales. Names, versions of PEFT, and training
-settings are ignored. For other adapters (DoRA, tokens that switch it on, kinds other than LoRA), the whole
-configuration counts.
+A digest covers the matrices of each module, in float32, and their scales, but no names, versions or training settings.
+For other adapters (DoRA, activation tokens, kinds other than LoRA), the whole configuration counts.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ _READ_BYTES = 64 << 20
 _SOURCE = frozenset(
     {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
 )
-"""Keys about an adapter's origin."""
 _IMPLIED = frozenset(
     {"alpha_pattern", "bias", "corda_config", "eva_config", "exclude_modules", "fan_in_fan_out", "init_lora_weights"}
     | {"layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config"}
     | {"megatron_config", "megatron_core", "peft_type", "qalora_group_size", "r", "rank_pattern", "runtime_config"}
     | {"target_modules", "target_parameters", "use_rslora", "ensure_weight_tying"}
 )
-"""Keys implied by the weights of a LoRA adapter, their places and scales, or used only in training."""
+"""Keys implied by weights, places and scales of a LoRA adapter, or used only in training."""
 _PLAIN_NAME = re.compile(r"\^?[\w.-]+")
 _PREFIX = "base_model.model."
 _MODULE = re.compile(r"(?P<place>.+)\.(?P<name>lora_(?:embedding_)?[A-Za-z_]+(?:\.\w+)*)")
@@ -46,7 +44,7 @@ def module_digest(place: str, scale: float | str | None, config: Mapping[str, An
     """Return the digest of an adapter's effect in one module.
 
     ``place`` is the module's name in the model, ``scale`` the factor of its matrices' product, ``config`` a result of
-    `config_of`, and ``own`` has its tensors, without the adapter's name in theirs.
+    `config_of`, and ``own`` has its tensors, named without the adapter.
     """
     digest = hashlib.sha256(json.dumps([place, str(scale), config], sort_keys=True, default=str).encode())
     for name, tensor in sorted(own, key=lambda pair: pair[0]):
@@ -61,12 +59,12 @@ def module_digest(place: str, scale: float | str | None, config: Mapping[str, An
 
 
 def joined_digest(modules: Iterable[bytes]) -> str:
-    """Return the digest of an adapter, or of several together, given those of all its modules."""
+    """Return the digest of one or more adapters, given those of all modules."""
     return hashlib.sha256(b"kvabr.adapter/1\0" + b"".join(sorted(modules))).hexdigest()
 
 
 def config_of(config: Any) -> dict[str, Any] | None:
-    """Return the relevant part of an adapter's configuration, in addition to weights and scales."""
+    """Return the relevant configuration of an adapter, without weights and scales."""
     if config is None:
         return None
     values = dict(config.to_dict() if hasattr(config, "to_dict") else config)
@@ -108,7 +106,6 @@ def folder_digest(folder: Path) -> str:
 
 
 def _modules(path: Path, stored: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return the names of each module's tensors, in the module and in the file."""
     found: dict[str, list[tuple[str, str]]] = {}
     for name in stored:
         parts = _MODULE.fullmatch(name.removeprefix(_PREFIX))
@@ -123,7 +120,6 @@ def _modules(path: Path, stored: Iterable[str]) -> dict[str, list[tuple[str, str
 
 
 def _scale(folder: Path, config: Mapping[str, Any], place: str) -> float:
-    """Return PEFT's scale of a module."""
     rank = _pattern(folder, config.get("rank_pattern"), place, config.get("r"))
     alpha = _pattern(folder, config.get("alpha_pattern"), place, config.get("lora_alpha"))
     if not isinstance(rank, int) or rank < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float):

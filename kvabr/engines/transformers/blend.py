@@ -1,11 +1,8 @@
 """Recompute any tokens of a transformers cache, and measure a question's attention: the `BlendEngine` protocol.
 
-In a recompute, the model gets only the tokens to compute, with their positions and a mask. Layer by layer, their new
-keys and values replace the cached ones before attention, so recomputing all tokens is a full prefill, and tokens after
-the cache are the usual suffix.
-
-The model's own attention (sdpa or eager) is used. Its weights are read with a torch function mode of the thread; no
-class, module or setting of the model is changed.
+The model gets only the tokens to compute, with their positions and a mask. Layer by layer, their keys and values
+replace the cached ones before attention. A torch function mode of the thread reads the weights of the model's own
+attention (sdpa or eager).
 """
 
 from __future__ import annotations
@@ -35,9 +32,7 @@ _MASKED = ("sdpa", "eager")
 def blend_engine(engine: TransformersEngine) -> TransformersBlendEngine:
     """Return an engine of the same model that can recompute any tokens of a cache.
 
-    Raises:
-        ModelError: the model's cache cannot be joined from passages.
-        UsageError: not a `TransformersEngine`.
+    Raise `ModelError` if its cache cannot be joined from passages, `UsageError` for another kind of engine.
     """
     if not issubclass(given := type(engine), TransformersEngine):
         raise UsageError(f"blend_engine takes a TransformersEngine (a loaded model's .engine), not {given.__name__}")
@@ -103,16 +98,16 @@ class TransformersBlendEngine(TransformersEngine):
         work: Sequence[tuple[torch.Tensor, torch.Tensor]],
         watch: _Watch | None = None,
     ) -> None:
-        """Compute tokens, replacing their keys and values in ``work``, with as many layers as that has."""
+        """Compute tokens, replacing their keys and values in ``work``, in as many layers as that has."""
         ids, places = (torch.tensor(list(each), device=self.device) for each in (tokens, at))
         step = self.pass_tokens(len(tokens))
         for first in range(0, len(at), step):
             here = places[first : first + step]
             seen = int(here[-1]) + 1
-            # One additional layer, whose update ends the pass.
+            # The update of an additional layer ends the pass.
             every = [*work, (None, None)]
             layers = [_layer_class()(*pair, here, seen, watch, index) for index, pair in enumerate(every)]
-            # Additive floats: eager attention adds its mask, so that a boolean one would hide no token.
+            # Eager attention adds its mask, so a boolean one would hide no token.
             mask = torch.zeros(1, 1, len(here), seen, dtype=self.dtype, device=self.device)
             hidden = torch.arange(seen, device=self.device)[None] > here[:, None]
             mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
@@ -135,7 +130,6 @@ class TransformersBlendEngine(TransformersEngine):
         return out
 
     def _check_cache(self, kv: torch.Tensor) -> int:
-        """Return the tokens of a cache, or raise `ModelError`."""
         if kv.dim() != 5 or tuple(kv.shape) != self.spec.shape(kv.shape[3]):
             raise ModelError(
                 f"not a cache of {self.spec.model}: shape {tuple(kv.shape)}, not {self.spec.shape(1)} with its tokens"
@@ -158,7 +152,6 @@ class _Watch(TorchFunctionMode):
         self._rows, self._reduce = rows, reduce
 
     def begin(self, layer: int) -> None:
-        """Set the layer of the next attention."""
         self.layer = layer if layer in self._rows else -1
 
     def __torch_function__(
@@ -194,15 +187,13 @@ def _weights(
     """Return the weights of a call of scaled dot-product attention with an additive mask, float32."""
     heads = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(heads, dim=1) if heads > 1 else key
-    # In the model's own type, as in eager attention: copying all keys to float32 takes longer than the product.
+    # In the model's own type: copying all keys to float32 takes longer than the product.
     scores = (query @ key.transpose(2, 3)).float() * (query.shape[3] ** -0.5 if scale is None else scale)
     return torch.softmax(scores if attn_mask is None else scores + attn_mask, dim=-1)
 
 
 @cache
 def _layer_class() -> Any:
-    """Return the class of a cache layer with tokens to recompute."""
-
     class PatchedLayer(require("transformers").cache_utils.DynamicLayer):  # type: ignore[misc]
         def __init__(
             self, keys: Any, values: Any, at: torch.Tensor, seen: int, watch: _Watch | None, index: int
@@ -232,7 +223,6 @@ def _check_positions(tokens: Sequence[int], at: Sequence[int], cached: int) -> N
 
 
 def _unfit(model: Any, spec: KVSpec) -> str | None:
-    """Return why a model's passages cannot be joined; None if they can."""
     if not is_plain(spec) or len(spec.classes) != 1 or spec.only.halves != 2:
         kinds = sorted({each.role or each.kind for each in spec.classes})
         return f"not all of its layers keep keys and values of every token in one shape (it has: {', '.join(kinds)})"

@@ -8,8 +8,8 @@ distinguishes their layer class:
 - ``convolution``: the last inputs of a short convolution, [channel, tap].
 - ``indexer``: one key per token for the selection in sparse attention (DeepSeek V3.2, GLM DSA).
 
-A second state of the same kind has a letter after its role. A state exists only after the computed tokens; snapshots
-for shorter prompts are kept during the prefill (`SNAPSHOTS`).
+A second state of the same kind has a letter after its role. A state exists only after the computed tokens; a prefill
+keeps `SNAPSHOTS` for shorter prompts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ _SLIDING_STATE = "LinearAttentionAndSlidingWindowAttentionLayer"
 _FULL_LAYERS = {SLIDING: "DynamicLayer", _SLIDING_STATE: "LinearAttentionAndFullAttentionLayer"}
 """Layers with windows, and their replacements that keep every token."""
 LAYERS = (*_FULL_LAYERS, *_FULL_LAYERS.values(), "DynamicIndexedLayer", "LinearAttentionLayer")
-"""Supported layers."""
 RECURRENT, SCAN, CONVOLUTION, INDEXER = "recurrent", "scan", "convolution", "indexer"
 _CACHELESS_TYPES = ("moe", "mlp")
-"""Layer types in a configuration without any cache."""
 EMPTY = "DummyLayer"
 """Placeholder for layers without a cache, or with another layer's, from transformers 5.24 on."""
 SNAPSHOTS = "kvabr_snapshots"
@@ -89,8 +87,8 @@ def is_plain(spec: KVSpec) -> bool:
 def dynamic_cache(parts: Sequence[torch.Tensor], spec: KVSpec, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a `DynamicCache` of all tokens in all layers, for keys and values only.
 
-    ``parts`` has one tensor per layer class of ``spec``; ``dtype`` and ``device`` are the model's. If they are those of
-    the parts, the layers are views; the model appends to copies, and masks windows.
+    ``parts`` has one tensor per layer class of ``spec``; layers are views of parts in the model's ``dtype`` and
+    ``device``. The model appends to copies, and masks windows.
     """
     cache = require("transformers").DynamicCache()
     if parts[0].shape[3]:
@@ -111,8 +109,8 @@ def whole_cache(parts: Sequence[torch.Tensor], spec: KVSpec, model: Any) -> Any:
 def windowed_cache(parts: Sequence[torch.Tensor], spans: Sequence[Span], spec: KVSpec, tokens: int, model: Any) -> Any:
     """Return a copy of the first ``tokens`` tokens of a played cache in the model's own form.
 
-    Window layers have only visible tokens. ``parts`` has one tensor per layer class with the tokens of ``spans``; that
-    of a state has the snapshot after ``tokens`` tokens.
+    Window layers have only visible tokens. ``parts`` has one tensor per layer class with the tokens of ``spans``; a
+    state's has the snapshot after ``tokens`` tokens.
     """
     shown = [
         part if is_state(one) else part[:, :, :, : max(0, tokens - span.first)]
@@ -122,7 +120,6 @@ def windowed_cache(parts: Sequence[torch.Tensor], spans: Sequence[Span], spec: K
 
 
 def _filled(cache: Any, parts: Sequence[torch.Tensor], spec: KVSpec, model: Any, tokens: int | None = None) -> Any:
-    """Copy a cache into an empty one; with ``tokens`` only the current content of windows."""
     places = _places(model)
     for layer, pair in sorted(_keys_and_values(parts, spec).items()):
         both = [part.to(device=model.device, dtype=model.dtype)[None] for part in pair]
@@ -152,7 +149,6 @@ def _filled(cache: Any, parts: Sequence[torch.Tensor], spec: KVSpec, model: Any,
 
 
 def _put_state(cache: Any, place: int, only: LayerClass, state: torch.Tensor, model: Any) -> None:
-    """Copy one state, [head, row, column], into a layer of a cache."""
     number = _number(only.role)
     keeps = only.dtype == "float32" and not only.role.startswith(CONVOLUTION) and not hasattr(cache, "linear_cache")
     state = state.to(device=model.device, dtype=torch.float32 if keeps else model.dtype, copy=True)
@@ -172,7 +168,7 @@ def _put_state(cache: Any, place: int, only: LayerClass, state: torch.Tensor, mo
 
 
 def replace_states(cache: Any) -> None:
-    """Make layers replace a changed recurrent state: an overwritten one has no gradient."""
+    """Make layers replace a changed recurrent state, since an overwritten one has no gradient."""
     for layer in getattr(cache, "layers", ()):
         if hasattr(layer, "recurrent_states"):
 
@@ -194,7 +190,6 @@ def rewind(cache: Any, spec: KVSpec, tokens: int) -> bool:
 
 
 def _number(role: str) -> int:
-    """Return the number of a role's state among those of one kind."""
     base = next((name for name in (RECURRENT, SCAN, CONVOLUTION) if role.startswith(name)), None)
     if base is None:
         raise ModelError(f"unsupported role {role!r} of a state")
@@ -245,7 +240,6 @@ def states_of(cache: Any) -> States:
 
 
 def _states(cache: Any, place: int) -> dict[str, torch.Tensor]:
-    """Return the states of one layer by role, [head, row, column]."""
     if hasattr(cache, "linear_cache"):
         kept = cache.linear_cache[place] if place < len(cache.linear_cache) else None
         return {RECURRENT: _one(kept, place)[0]} if isinstance(kept, torch.Tensor) else {}
@@ -277,8 +271,7 @@ def read_cache(
 ) -> tuple[torch.Tensor, ...]:
     """Copy tokens ``first`` to ``last`` - 1 from a cache of ``spec`` with all tokens, to the CPU.
 
-    For states, the result has the ``snapshots`` (by number of tokens) of a cache of ``last`` tokens one after the
-    other; None: the current state.
+    States are the ``snapshots`` (by number of tokens) of a cache of ``last`` tokens; None: the current state.
     """
     places, out = held_layers(cache), []
     for part in spec.parts:
@@ -353,7 +346,6 @@ def snapshots_of(cache: Any, spec: KVSpec) -> dict[int, States]:
 
 
 def _checked_states(cache: Any, spec: KVSpec, tokens: int) -> dict[int, States]:
-    """Return the checked snapshots of a published cache of ``tokens`` tokens."""
     kept = snapshots_of(cache, spec) if has_states(spec) else {}
     ends = sorted(set().union(*(snapshot_ends(part, tokens) for part in spec.parts)))
     if missing := [end for end in ends if end not in kept]:

@@ -1,7 +1,6 @@
 """The engine protocol on Hugging Face transformers: hole mode, and scoring of continuations.
 
-Works with causal language models with keys and values (of all tokens or a window) or states. The caller's tensors are
-never modified.
+The caller's tensors are never modified.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ CHUNK = 512
 _GPU_CHUNK = 8192
 """The same for a GPU, which needs as long for one token as for a few hundred."""
 _MASK_ELEMENTS = 1 << 28
-"""Maximum elements of an attention mask (new tokens by all tokens); limits the tokens of a pass."""
+"""Maximum elements of an attention mask (new tokens by all tokens)."""
 
 SCORE_CHUNK = 128
 """Tokens scored at once: logits over a vocabulary are large."""
@@ -47,14 +46,10 @@ class TransformersEngine:
     """A transformers causal language model as an engine (see `kvabr.types.engine.Engine`)."""
 
     def __init__(self, model: Any, spec: KVSpec, *, context: int, watched: bool = False) -> None:
-        """Wrap a model with a context of ``context`` tokens.
-
-        If ``watched``, later changes of its adapters or weights, which the spec's name does not cover, are refused.
-        """
+        """Wrap a model of ``context`` tokens; ``watched``: refuse later changes of adapters or weights."""
         self.model, self.spec, self.context = model, spec, context
         self._state = state_of(model) if watched else None
         self.mode: EngineMode = "hole"
-        """transformers can fill in any run of tokens."""
         self.cache_argument = cache_argument(model)
         self._most_tokens = _GPU_CHUNK
         self._takes_positions = "position_ids" in signature(model.base_model.forward).parameters
@@ -177,14 +172,13 @@ class TransformersEngine:
     def gradient_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradient of the model's output by the cache, by which a calibration weights errors.
+        """Return the gradient of the model's output by the cache; calibrations weight errors with it.
 
         Its expected square over the model's own next tokens is the Fisher information, the growth of the KL divergence
-        with an error. Next tokens are therefore sampled, not taken from the text.
+        with an error. So one next token after each of ``tokens`` is sampled, and their log-probabilities are summed.
 
         Returns:
-            The gradient of the summed log-probability of one sampled token after each of ``tokens``; the shapes of
-            ``kv``, float32.
+            The shapes of ``kv``, float32.
 
         Raises:
             ModelError: as for `score`; or the model's output is not finite.
@@ -212,15 +206,12 @@ class TransformersEngine:
 
     @property
     def concurrent(self) -> bool:
-        """True if two threads may compute at once, and are faster.
-
-        transformers changes length-dependent rotary embeddings in place.
-        """
+        """True if two threads may compute at once: transformers changes length-dependent rotary embeddings in place."""
         steady = all(each.kind != "state" and each.rope is not None for each in self.spec.classes)
         return steady and self.device.type == "cpu"
 
     def check_weights(self) -> None:
-        """Raise `ModelError`, naming the weights, if any are NaN or infinite."""
+        """Raise `ModelError` if any weights are NaN or infinite."""
         for name, weights in self.model.named_parameters():
             if not weights.is_meta:
                 check_finite(name, weights.detach())
@@ -262,10 +253,7 @@ class TransformersEngine:
         return ids, before, start
 
     def check_unchanged(self) -> None:
-        """Raise `ModelError` if the model's adapters or weights have changed since the engine was made.
-
-        This takes milliseconds, so it is done once per prompt.
-        """
+        """Raise `ModelError` if adapters or weights have changed since the engine was made; takes milliseconds."""
         if self._state is not None and state_of(self.model) != self._state:
             raise ModelError(
                 f"the adapters or weights of {self.spec.model} have changed since this engine was made, so its caches "
@@ -293,7 +281,7 @@ def sample_next(logits: torch.Tensor, seed: int, model: str) -> torch.Tensor:
     chances = likely.detach().cpu()
     if not bool(torch.isfinite(chances).all()):
         raise ModelError(f"{model}: its output is NaN or infinite; its weights are damaged")
-    # One random number per row: torch.multinomial draws one per token of the vocabulary, which is slow.
+    # torch.multinomial draws one random number per token of the vocabulary, which is slow.
     upto = chances.exp().cumsum_(dim=-1)
     drawn = torch.rand((len(upto), 1), generator=torch.Generator().manual_seed(seed)) * upto[:, -1:]
     said = torch.searchsorted(upto, drawn, right=True).clamp_(max=upto.shape[1] - 1)

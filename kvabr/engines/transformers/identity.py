@@ -1,7 +1,6 @@
 """Facts about a loaded model for the names of its caches: adapters, quantisation, changes in memory.
 
-A model may differ from its folder by changes during and after loading. PEFT's adapters count by their effect: those
-merged into a layer, else the active ones. They are recognised by attributes, without PEFT.
+PEFT's adapters, recognised by attributes, count by their effect: those merged into a layer, else the active ones.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NOT_OF_KV = frozenset(
 def unwrapped(model: Any) -> Any:
     """Return the transformers model in a ``PeftModel``, with its adapters in its layers; another model unchanged.
 
-    Raise `ModelError` if the adapter puts its own tokens before every prompt.
+    Raise `ModelError` for prompt or prefix tuning.
     """
     if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
         return model
@@ -48,10 +47,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def facts_of(model: Any, folder: Path) -> dict[str, Any]:
-    """Return the facts that change the KV of a loaded model beyond the files in its folder, see `with_facts`.
-
-    All are empty for an unchanged model.
-    """
+    """Return the facts that change a model's KV beyond its folder, see `with_facts`; empty for an unchanged model."""
     return {
         "adapters": adapters_digest(model),
         "config": _changed_config(model, folder),
@@ -75,8 +71,7 @@ def state_of(model: Any) -> tuple[object, ...] | None:
 def adapters_digest(model: Any) -> str | None:
     """Return a digest of the active adapters' weights, configurations and scales; None without any.
 
-    Merging an adapter does not change it (the weights differ only by rounding), nor do names of adapters and inactive
-    modules.
+    Merging an adapter does not change it, nor do names of adapters and inactive modules.
     """
     parts: list[bytes] = []
     modules = dict(model.named_modules())
@@ -113,7 +108,6 @@ def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _feed(digest: Any, tensor: torch.Tensor) -> None:
-    """Add a tensor, its element type and its shape to a digest."""
     digest.update(f"\0{tensor.dtype}{tuple(tensor.shape)}\0".encode())
     flat = tensor.detach().reshape(-1)
     step = max(1, _READ_BYTES // max(1, flat.element_size()))
@@ -123,7 +117,6 @@ def _feed(digest: Any, tensor: torch.Tensor) -> None:
 
 
 def _changed_config(model: Any, folder: Path) -> dict[str, Any]:
-    """Return the differences of a model's configuration from its folder's that may change KV."""
     transformers = require("transformers")
     own = _values(model.config)
     try:
@@ -144,7 +137,6 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _quantization(model: Any, folder: Path) -> Any:
-    """Return the quantisation applied while loading; None if it is the folder's."""
     own = getattr(model.config, "quantization_config", None)
     if own is None:
         return None
@@ -175,7 +167,6 @@ def _has_its_folders_weights(model: Any, folder: Path) -> bool:
 
 
 def _alike(stored: Any, held: torch.Tensor) -> bool:
-    """Compare a few elements of a tensor with a stored one."""
     shape = stored.get_shape()
     if tuple(shape) != tuple(held.shape) or not shape or 0 in shape:
         return True
@@ -193,7 +184,6 @@ def _alike(stored: Any, held: torch.Tensor) -> bool:
 
 
 def _memory_digest(model: Any) -> str:
-    """Return a digest of all weights in memory, without adapters."""
     digest = hashlib.sha256()
     inside = {name for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")}
     for name, tensor in sorted(model.named_parameters(remove_duplicate=False)):

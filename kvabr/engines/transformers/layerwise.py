@@ -1,12 +1,11 @@
 """A transformers model with decoder layers read from disk one at a time, for calibrations of large models.
 
-Memory holds the embedding, the head and one layer. Every call of the model reads every layer once, so all contexts go
-through each layer before the next is read (`LayerwiseEngine.by_layer`). Gradients by the cache are computed likewise,
-from the last layer to the first: of each layer's input only the scored tokens are kept, in a temporary file, and its
-output is computed again.
+Memory holds the embedding, the head and one layer. A call of the model reads every layer once, so all contexts go
+through each layer before the next is read. Gradients by the cache are computed likewise, from the last layer to the
+first: a temporary file has each layer's input at the scored tokens, and its output is computed again.
 
 Each layer must depend only on the previous output and shared inputs (masks, rotations), and have keys and values:
-Llama, Mistral, Qwen, SmolLM, Gemma 3, OLMo and others. Other models are refused.
+Llama, Mistral, Qwen, SmolLM, Gemma 3, OLMo and others.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
 
 _OUTER = "embed_tokens", "layers", "norm", "rotary_emb"
-"""Allowed modules in the body of a supported model."""
 _CACHE = object()
-"""Placeholder for a cache among the arguments of a layer."""
 
 
 class DiskLayers:
@@ -41,8 +38,7 @@ class DiskLayers:
     def __init__(self, model: Any, weights: WeightFiles, device: torch.device, dtype: torch.dtype) -> None:
         """Make the layers of a model on the meta device read their weights when called.
 
-        Raises:
-            ModelError: the model's class is unsupported, or its weights do not fit it.
+        Raise `ModelError` for an unsupported class, or weights that do not fit it.
         """
         self._name = type(model).__name__
         body = model.base_model
@@ -65,7 +61,6 @@ class DiskLayers:
         return ModelError(f"a {self._name} cannot be run layer by layer: {why}; use --load whole")
 
     def _fill_buffers(self) -> None:
-        """Compute buffers, such as the frequencies of rotary embeddings."""
         for name, module in self._model.named_modules():
             unmade = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
             for key in unmade:
@@ -78,7 +73,6 @@ class DiskLayers:
                 raise self._refused(f"its {name} has a buffer that kvabr cannot compute")
 
     def _read_outer(self, inside: str) -> None:
-        """Read everything but the layers, and tie shared weights."""
         outer = {
             name: tuple(each.shape)
             for name, each in self._model.named_parameters()
@@ -128,10 +122,7 @@ class DiskLayers:
         return made
 
     def prepared(self, call: Callable[[], Any], cache: Any) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """Return the input of the first layer, and every layer's arguments, in a call of the model's body.
-
-        `_CACHE` stands for the cache.
-        """
+        """Return the first layer's input and every layer's arguments, with `_CACHE`, in a call of the model's body."""
         first: list[torch.Tensor] = []
         given: list[dict[str, Any]] = []
 
@@ -174,8 +165,7 @@ class DiskLayers:
 def open_layers(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, DiskLayers]:
     """Return a causal language model of a directory, evaluating, and its layers on disk.
 
-    Raises:
-        ModelError: transformers does not support the model, or it cannot be run layer by layer.
+    Raise `ModelError` if transformers does not support the model, or it cannot be run layer by layer.
     """
     transformers = require("transformers")
     try:
@@ -334,13 +324,11 @@ class LayerwiseEngine(TransformersEngine):
         return int(self.model.get_input_embeddings().weight.shape[1])
 
     def _enter(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return the input of the first layer, [1, token, channel]."""
         cache = new_cache(self.model, whole=True)
         batch = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         return self._layers.prepared(lambda: self.model.base_model(**self._given(cache, batch, 0)), cache)[0]
 
     def _run(self, index: int, hidden: torch.Tensor, span: tuple[int, int], cache: Any) -> torch.Tensor:
-        """Run one layer on the tokens of a span (start, length) after a cache."""
         if span not in self._spans:
             self._spans[span] = self._prepare(*span)
         given = {name: cache if value is _CACHE else value for name, value in self._spans[span][index].items()}
@@ -348,10 +336,8 @@ class LayerwiseEngine(TransformersEngine):
 
     @torch.no_grad()
     def _prepare(self, start: int, count: int) -> list[dict[str, Any]]:
-        """Return every layer's arguments for tokens after ``start`` others, without the cache."""
         cache = new_cache(self.model, whole=True)
         if start:
-            # Masks depend only on the number of tokens.
             for index in range(len(self._layers.layers)):
                 few = torch.zeros((1, 1, start, 1), dtype=self.dtype, device=self.device)
                 cache.update(few, few, index)
@@ -359,7 +345,6 @@ class LayerwiseEngine(TransformersEngine):
         return self._layers.prepared(lambda: self.model.base_model(**self._given(cache, ids, start)), cache)[1]
 
     def _head(self, hidden: torch.Tensor, tokens: Sequence[int], seed: int) -> torch.Tensor:
-        """Return the gradient of sampled next tokens' log-probability by the last layer's output."""
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
@@ -373,7 +358,7 @@ def _is_plain(part: KVSpec) -> bool:
 
 
 class _Inputs:
-    """Inputs of every layer at the scored tokens of every context, in a file."""
+    """Inputs of every layer at the scored tokens of every context, in a file, each [1, token, channel]."""
 
     def __init__(self, file: IO[bytes], tokens: Sequence[int], width: int, dtype: torch.dtype) -> None:
         self._file, self._tokens, self._width, self._dtype = file, tokens, width, dtype
@@ -382,12 +367,10 @@ class _Inputs:
         self._layer = sum(sizes)
 
     def write(self, layer: int, place: int, hidden: torch.Tensor) -> None:
-        """Store [1, token, channel]."""
         self._file.seek(layer * self._layer + self._starts[place])
         self._file.write(raw(hidden.cpu()))
 
     def read(self, layer: int, place: int) -> torch.Tensor:
-        """Return [1, token, channel], on the CPU."""
         shape = 1, self._tokens[place], self._width
         data = bytearray(math.prod(shape) * self._dtype.itemsize)
         self._file.seek(layer * self._layer + self._starts[place])

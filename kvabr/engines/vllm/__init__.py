@@ -9,15 +9,8 @@ The engine's configuration names it::
         kv_connector_extra_config={"url": "moqt://origin.example/", "deadline_s": 2.0},
     )
 
-vLLM builds one in its scheduler and one in each worker. The scheduler's half (`scheduler`) looks up prompts at the
-origin; the worker's half (`worker`) plays caches, and publishes computed ones.
-
-A request waits while its cache is played. vLLM is then promised the received tokens (`promises`) and allocates blocks,
-into which the worker decodes them while other requests run. vLLM computes the tokens after them, so the player protects
-the first groups. Layers may have several block tables (`caches`, `blocks`); blocks dropped from windows are kept until
-they are published (`windows`).
-
-Only `connector` imports vLLM.
+vLLM builds one in its scheduler (`scheduler`) and one in each worker (`worker`). A request waits while its cache is
+played into blocks; vLLM then computes the tokens after it. Only `connector` imports vLLM.
 """
 
 from __future__ import annotations
@@ -43,11 +36,7 @@ ADAPTER = Adapter(
 
 
 def register() -> None:
-    """Register the connector's name with vLLM, so that it needs no module path; idempotent.
-
-    vLLM calls this in each of its processes (entry point ``vllm.general_plugins``). Its MultiConnector looks up
-    connectors by name only.
-    """
+    """Register the connector with vLLM in each of its processes (entry point ``vllm.general_plugins``); idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM's own
 
     if "KvabrConnector" not in KVConnectorFactory._registry:  # noqa: SLF001  # no other way to ask
@@ -55,7 +44,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import vLLM with its connector on first use; raise `ModelError` without vLLM."""
+    """Import the connector on first use; raise `ModelError` without vLLM."""
     if name != "KvabrConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

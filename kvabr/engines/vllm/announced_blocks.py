@@ -1,12 +1,8 @@
-"""KV events of the connector: blocks available from kvabr, for routers, in vLLM's format.
+"""KV events of the connector, for routers, in vLLM's format: blocks available from kvabr.
 
-Requests with an adapter or media are not announced: routers that name blocks by tokens would mistake them for the base
-model's, or for those of any picture.
-
-Blocks have vLLM's own names, and the medium of storage to distinguish them from the engine's. A prefix is announced
-whenever a lookup finds it, since a router may have forgotten it (vLLM clears everything when its prefix cache is
-reset), and when all workers have published it. It is removed when a later lookup finds less, when the engine's weights
-change, or when it is evicted from memory here.
+Requests with an adapter or media are not announced: routers name blocks by tokens only. A prefix is announced on every
+lookup that finds it, since a router may have forgotten it, and when all workers have published it. It is removed when a
+lookup finds less, the weights change, or there are more than `MAX_BLOCKS`.
 """
 
 from __future__ import annotations
@@ -24,19 +20,17 @@ _MAX_PENDING = 1024
 
 
 class AnnouncedBlocks:
-    """Announced blocks and pending events; requests are vLLM's own objects."""
+    """Announced blocks and pending events; requests are vLLM's objects."""
 
     def __init__(self, block: int, ranks: int = 1, most: int = MAX_BLOCKS) -> None:
         """Start; a block has ``block`` tokens, and ``ranks`` workers publish a part each."""
         self._block, self._ranks, self._most = block, ranks, most
         self._announced: OrderedDict[bytes, None] = OrderedDict()
-        """Announced names, the oldest first."""
         self._pending: OrderedDict[str, tuple[Any, int]] = OrderedDict()
-        """Requests being published, and the number of finished workers."""
         self._events: list[KVEvent] = []
 
     def found(self, request: Any, tokens: int) -> None:
-        """Record a lookup: ``tokens`` of a request's prompt are available."""
+        """Announce the first ``tokens`` of a request's prompt."""
         if not _plain(request):
             return
         names: Sequence[bytes] = request.block_hashes[: int(request.num_prompt_tokens) // self._block]
@@ -69,17 +63,16 @@ class AnnouncedBlocks:
             self.found(known, max(tokens, self._had(known)))
 
     def reset(self) -> None:
-        """Remove everything: caches have other names from now on."""
+        """Remove everything, because caches get other names."""
         self._pending.clear()
         self._remove(list(self._announced))
 
     def take(self) -> list[KVEvent]:
-        """Return, once, the pending events."""
+        """Return and clear the pending events."""
         events, self._events = self._events, []
         return events
 
     def _had(self, request: Any) -> int:
-        """Return the announced tokens of a prompt: more may be published than this request has."""
         names = request.block_hashes[: int(request.num_prompt_tokens) // self._block]
         return self._block * next((at for at, name in enumerate(names) if name not in self._announced), len(names))
 
@@ -103,5 +96,5 @@ class AnnouncedBlocks:
 
 
 def _plain(request: Any) -> bool:
-    """Return True if a request's cache depends on tokens and salt only."""
+    """Return True if only tokens and salt determine a request's cache."""
     return getattr(request, "lora_request", None) is None and not getattr(request, "mm_features", None)

@@ -1,4 +1,4 @@
-"""The engine's blocks in one worker: plays are written into them, and publications are read from them."""
+"""The engine's blocks in one worker: plays write into them, and publications read them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Caches = Mapping[str, torch.Tensor]
 """vLLM's tensor of each layer, [block, head, token, dim of key and value], or, for states, [block, 1, 1, byte]."""
 LayoutOf = Callable[[torch.Tensor], BlockLayout]
 Store = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Has the engine store keys and values, [token, head, dim] in its own element type: layer name, keys, values, slots."""
+"""Stores keys and values, [token, head, dim] in the engine's element type: layer name, keys, values, slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class _Shelf:
     blocks: BlockLayers
 
     def rows(self, kv: torch.Tensor) -> list[torch.Tensor]:
-        """Return the layers of a class's tensor that are stored here, [K/V, head, token, dim] each."""
+        """Return the stored layers of a class's tensor, [K/V, head, token, dim] each."""
         return [codes(kv)[row] for row in self.pages.rows]
 
     def slots(self, numbers: NDArray[np.int64], first: int, tokens: NDArray[np.int64]) -> BlockSlots:
-        """Return the slots of tokens in blocks that begin with token ``first``, the start of a block; -1 outside."""
+        """Return the slots of tokens in blocks that begin at token ``first``; -1 outside."""
         block = self.pages.block
         place = tokens - first
         inside = (place >= 0) & (place < len(numbers) * block)
@@ -65,15 +65,12 @@ class _StateShelf:
             self.form.write(states, block, kv[row, 0])
 
     def read(self, kv: torch.Tensor, block: int) -> None:
-        """Copy a block into a snapshot."""
         for states, row in zip(self.layers, self.pages.rows, strict=True):
             self.form.read(states, block, kv[row, 0])
 
 
 @dataclass(frozen=True, eq=False)
 class _GroupPlace:
-    """Destination of a group: its layers may have several block tables, and a rank holds some heads."""
-
     shape: tuple[int, ...]
     """[layer, K/V, head, token, dim]."""
     dtype: torch.dtype
@@ -81,7 +78,6 @@ class _GroupPlace:
     direct: BlockSlots | None
     whole: None = field(default=None, init=False)
     writes: tuple[Callable[[torch.Tensor], None], ...]
-    """One copy per block table."""
 
     def fits(self, shape: Sequence[int]) -> bool:
         return tuple(shape) == self.shape
@@ -95,22 +91,19 @@ _CLEARED_BLOCKS = 64
 
 
 class _Own(NamedTuple):
-    """The part of a played class that this rank holds."""
-
     part: int
     rows: range
     heads: range
     whole: bool
-    """True for all layers and heads."""
 
 
 class EngineBlocks:
     """The engine's caches in one worker; thread-safe for different blocks."""
 
     def __init__(self, model: ServedModel, caches: Caches, layout_of: LayoutOf, store: Store | None = None) -> None:
-        """Take the engine's caches by vLLM's names; caches that it quantises need ``store``.
+        """Take the engine's caches by vLLM's names; quantised ones need ``store``.
 
-        Raise `UsageError` if the caches differ from vLLM's configuration.
+        Raise `UsageError` if they differ from vLLM's configuration.
         """
         self._model, self._store = model, store
         named = {name for pages in model.caches.pages for name in pages.names}
@@ -154,19 +147,10 @@ class EngineBlocks:
     def places(
         self, prefix: PlayedPrefix, first: int, last: int, runs: Runs
     ) -> tuple[list[CodedGroup], list[Place], list[int]]:
-        """Return the groups to decode for tokens ``first`` to ``last`` - 1, and their places.
+        """Return the groups to decode for tokens ``first`` to ``last`` - 1, their places, and their first tokens.
 
-        Args:
-            prefix: a play of the whole model or of this rank.
-            first: start of a block in every table.
-            last: end of a block in every table.
-            runs: the blocks of these tokens; those dropped from windows are skipped.
-
-        Returns:
-            The groups, the place of each, and the token before which all is in place without it.
-
-        Raises:
-            PlayError: the play lacks tokens of a block.
+        ``runs`` has the blocks of these tokens, whole in every table; those dropped from windows are skipped. Raise
+        `PlayError` if the play, of the model or this rank, lacks tokens of a block.
         """
         own, spans = self._own(prefix.spec), prefix.spans
         numbers: dict[int, NDArray[np.int64]] = {}
@@ -221,7 +205,6 @@ class EngineBlocks:
         first: int,
         runs: Runs,
     ) -> _GroupPlace | None:
-        """Return the place of a group; None if it is not needed."""
         shape = group.context.spec.shape(group.context.tokens)
         direct: BlockSlots | None = None
         dtype, device = group.context.spec.torch_dtype, torch.device("cpu")
@@ -254,7 +237,6 @@ class EngineBlocks:
         return _GroupPlace(shape, dtype, device, direct if len(writes) == 1 else None, tuple(writes))
 
     def _clear(self, shelf: _Shelf, run: Sequence[int]) -> None:
-        """Write zeros into the blocks of layers that were not played."""
         for first in range(0, len(run), _CLEARED_BLOCKS):
             there = BlockSlots.of_blocks(shelf.blocks, run[first : first + _CLEARED_BLOCKS])
             tokens = len(run[first : first + _CLEARED_BLOCKS]) * shelf.pages.held
@@ -262,7 +244,7 @@ class EngineBlocks:
             there.write(torch.zeros(shape, dtype=there.dtype, device=there.device))
 
     def _own(self, played: KVSpec) -> Mapping[int, _Own]:
-        """Return this rank's part of each class in a play of the model or of the rank; drafts may be missing."""
+        """Return this rank's part of each class in a play of the model or the rank."""
         model = self._model
         given = [(len(one.layers), one.heads) for one in played.classes]
         if given == [(len(one.layers), one.heads) for one in model.shard.classes]:
@@ -306,7 +288,6 @@ def _write_some(slots: BlockSlots, rows: list[int], heads: range, group: torch.T
 def _store_some(
     store: Store, names: Sequence[str], slots: BlockSlots, rows: list[int], heads: range, group: torch.Tensor
 ) -> None:
-    """Have the engine store some layers and heads of a group."""
     used = np.flatnonzero(slots.slots >= 0)
     at, there = torch.from_numpy(used).to(group.device), torch.from_numpy(slots.slots[used]).to(group.device)
     for name, row in zip(names, rows, strict=True):

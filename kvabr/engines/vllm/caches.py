@@ -1,10 +1,7 @@
 """vLLM's KV-cache configuration as layer classes, and the block table of each layer.
 
-vLLM describes each layer's cache by a ``KVCacheSpec``, and puts layers that can share a block table into *KV cache
-groups*. A group has layers of one kind, but a kind may have several groups: of Gemma 3's 15 window layers, each three
-have a table. Blocks that leave a window are taken from a request, and become block 0 in its table.
-
-Reads vLLM's objects by the names of their types and fields, without importing vLLM.
+vLLM's *KV cache groups* are layers of one kind with one block table; a kind may have several. Blocks that leave a
+window become block 0 in their table. Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ _KINDS = {
     "ChunkedLocalAttentionSpec": "chunked",
     "MLAAttentionSpec": "latent",
 }
-"""Kinds of layer classes by the exact type of vLLM's spec; subclasses are unknown."""
+"""Kinds of layer classes by the exact type of vLLM's spec."""
 _FP8 = 1
 """vLLM's ``KVQuantMode`` for FP8 with one scale per layer for keys and one for values."""
 NONE = DraftCaches()
@@ -43,7 +40,7 @@ class UnknownCacheError(UsageError):
 
 
 Scales = Mapping[str, tuple[float, float]]
-"""Scales of keys and values in FP8, by vLLM's layer name; default 1."""
+"""FP8 scales of keys and values by vLLM's layer name; default 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Quantisation:
     """vLLM's quantisation of its cache."""
 
     dtype: str = ""
-    """Element type of codes with one scale per layer, one of `QUANTISED`; empty: not quantised."""
+    """Element type of codes, one of `QUANTISED`; empty if not quantised."""
     scales: Scales = field(default_factory=dict)
 
 
@@ -65,19 +62,15 @@ class Pages:
     group: int
     """Index of the block table (KV-cache group)."""
     part: int
-    """Index of the layer class; -1 if all layers of the table are in other pipeline stages."""
+    """Index of the layer class; -1 for a table of other pipeline stages."""
     block: int
     """Tokens in a block, over all ranks that share it."""
     names: tuple[str, ...]
-    """vLLM's names of the layers; empty if they are in other pipeline stages."""
     rows: tuple[int, ...]
-    """Their indices among the layers of the class."""
     passing: bool = False
-    """True for windows and chunks: blocks out of sight are taken from a request."""
+    """True for windows and chunks, which drop blocks."""
     form: StateForm | None = None
-    """Form of a state; None for layers of tokens."""
     interleaving: Interleaving = WHOLE
-    """Tokens of a block in this rank."""
 
     @property
     def held(self) -> int:
@@ -85,7 +78,7 @@ class Pages:
         return self.block // self.interleaving.ranks
 
     def absent(self, blocks: Sequence[int]) -> int:
-        """Return the number of leading blocks that the request no longer has."""
+        """Return the number of leading blocks that were dropped."""
         if not self.passing:
             return 0
         return next((place for place, block in enumerate(blocks) if block != ABSENT_BLOCK), len(blocks))
@@ -96,12 +89,12 @@ class EngineCaches:
     """The layer classes of a model or pipeline stage, and vLLM's pages for them."""
 
     classes: tuple[LayerClass, ...]
-    """In the order of `kvabr.engines.transformers.spec_of`, with all heads of the model, without rotary embeddings."""
+    """In the order of `kvabr.engines.transformers.spec_of`, with all heads, without rotary embeddings."""
     pages: tuple[Pages, ...]
 
     @property
     def block(self) -> int:
-        """Tokens in a block; the least common multiple of all tables."""
+        """Tokens in a block: the least common multiple of all tables."""
         return math.lcm(*(each.block for each in self.pages))
 
     @property
@@ -111,7 +104,7 @@ class EngineCaches:
         return tuple(sizes[group] for group in range(len(sizes)))
 
     def runs(self, tables: Sequence[Sequence[int]], first: int, last: int) -> tuple[tuple[int, ...], ...]:
-        """Return the blocks of tokens ``first`` to ``last`` - 1 in each of a request's tables."""
+        """Return the blocks of tokens ``first`` to ``last`` - 1 in each table."""
         pairs = zip(tables, self.blocks, strict=True)
         return tuple(tuple(table[first // size : last // size]) for table, size in pairs)
 
@@ -122,7 +115,7 @@ class EngineCaches:
 
     @property
     def latent(self) -> bool:
-        """True if layers have one vector for keys and values (MLA)."""
+        """True if keys and values share one vector (MLA)."""
         return any(one.kind == "latent" for one in self.classes)
 
     @property
@@ -144,14 +137,11 @@ class _Layer:
     block: int
     name: str
     shared: bool = False
-    """Ranks share the tokens of a block."""
     dtype: str = ""
-    """Own element type, for states and codes."""
     form: StateForm | None = field(default=None, compare=False)
 
     @property
     def title(self) -> tuple[object, ...]:
-        """Key of the layer class."""
         return self.role, self.kind, self.window, self.heads, self.k_dim, self.v_dim, self.dtype
 
 
@@ -169,19 +159,10 @@ def engine_caches(
 ) -> EngineCaches:
     """Return the layer classes and pages of a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
 
-    Args:
-        config: vLLM's configuration of its KV cache.
-        layers: layer numbers of the model or of this pipeline stage.
-        dtype: published element type of unquantised classes.
-        held: element type of unquantised caches in the engine.
-        heads_of: returns the KV heads of the whole model, given those of this rank.
-        cpu: vLLM computes on a CPU, with another form of some states.
-        draft: the model's draft, whose layers have their own role.
-        interleaving: tokens of a block in this rank.
-        quantisation: of quantised layers.
+    ``layers`` are those of the model or pipeline stage; ``dtype`` is the published element type of unquantised classes,
+    ``held`` the engine's; ``heads_of`` maps a rank's KV heads to the model's; on a ``cpu`` some states differ.
 
-    Raises:
-        UnknownCacheError: an unknown form of a layer's cache, or layers other than the model's.
+    Raise `UnknownCacheError` for an unknown form of a layer's cache, or layers other than the model's.
     """
     every = _layers(config, held, heads_of, cpu, interleaving, quantisation)
     found = sorted(_with_roles(every, draft, layers.stop))
@@ -219,7 +200,6 @@ def engine_caches(
 
 
 def _with_roles(found: Iterator[_Layer], draft: DraftCaches, layers: int) -> Iterator[_Layer]:
-    """Yield layers, with the draft's role for its own."""
     for layer in found:
         if not draft.has(layer.name, layer.number, layers):
             yield layer
@@ -230,7 +210,6 @@ def _with_roles(found: Iterator[_Layer], draft: DraftCaches, layers: int) -> Ite
 
 
 def _elsewhere(config: Any, interleaving: Interleaving) -> Iterator[Pages]:
-    """Yield the tables with all layers in other pipeline stages."""
     for number, group in enumerate(config.kv_cache_groups):
         if not group.layer_names:
             spec = group.kv_cache_spec
@@ -264,7 +243,6 @@ def _class_of(own: Sequence[_Layer], dtype: str, quantisation: Quantisation) -> 
 
 
 def _shared(spec: Any, interleaving: Interleaving) -> bool:
-    """Return True if ranks share the tokens of a layer's blocks."""
     if interleaving.ranks == 1:
         return False
     shared = getattr(spec, "dcp_sharded", None)
@@ -381,7 +359,7 @@ def _layer(
 
 
 def _unlike(spec: Any, held: torch.dtype, mode: int, *, codes: bool) -> str | None:
-    """Describe how a layer's cache differs from keys and values of every token; None if it does not."""
+    """Describe how a layer's cache differs from unquantised keys and values of every token, if it does."""
     wanted = torch.uint8 if codes else held
     if spec.dtype != wanted or (mode > 0) != codes:
         return f"in {str(spec.dtype).removeprefix('torch.')} instead of {str(wanted).removeprefix('torch.')}"

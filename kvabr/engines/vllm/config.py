@@ -356,7 +356,6 @@ def _was_plain(one: LayerClass) -> bool:
 
 
 def _quantisation(cache: Any, scales: Scales) -> Quantisation:
-    """Return vLLM's quantisation; raise `UsageError` if kvabr cannot exchange it."""
     stored = str(cache.cache_dtype)
     codes = FP8_CACHES.get(stored)
     if codes is not None:
@@ -392,8 +391,7 @@ def _whole(
 ) -> tuple[LayerClass, ...] | None:
     """Return the classes of the whole model, given those of a pipeline stage; None if they are unknown.
 
-    vLLM does not describe other stages. Without layer types in the model, all layers are assumed alike; a cache that
-    differs is rejected as foreign.
+    Without layer types in the model, all layers are assumed alike; a cache that differs is rejected as foreign.
     """
     if len(layers) == total:
         return tuple(own)
@@ -442,10 +440,7 @@ def _names(model: Any, settings: VllmSettings, facts: Mapping[str, Any]) -> tupl
 
 
 def facts_of(config: Any) -> dict[str, Any]:
-    """Return the facts, beyond the model's files, that change its KV; see `with_facts`.
-
-    With vLLM's defaults there are none.
-    """
+    """Return the facts, beyond files and defaults, that change the model's KV; see `with_facts`."""
     model, load = config.model_config, getattr(config, "load_config", None)
     stored = config.cache_config.cache_dtype
     cache = FP8_CACHES.get(stored)
@@ -482,7 +477,7 @@ def _is_long(model: Any) -> bool:
 
 
 def _text(value: object) -> str | None:
-    """Return a setting as text that is the same in every process; None if it is empty."""
+    """Return a setting as text, the same in every process; None if it is empty."""
     if not value:
         return None
     if is_dataclass(value) and not isinstance(value, type):
@@ -495,10 +490,9 @@ def _function(given: Any) -> str:
 
 
 def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec | None]:
-    """Return the rotary embedding of each layer class of a transformers configuration.
+    """Return the rotary embedding of each layer class, probed on a model with one small layer per class.
 
-    They are probed on a model with one small layer per class. None if a spec cannot express one, or the model cannot be
-    built; published caches with an embedding are then rejected as foreign.
+    None if a spec cannot express it, or the model cannot be built; published caches with an embedding are then foreign.
     """
     unknown: list[RopeSpec | None] = [None] * len(classes)
     firsts = sorted({one.layers[0] for one in classes if not one.role})
@@ -523,6 +517,5 @@ def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec
 
 
 def _same(found: LayerClass, wanted: LayerClass) -> bool:
-    """Return True if two classes differ only in layers, element type and embedding."""
     alike = replace(found, layers=wanted.layers, dtype=wanted.dtype, scales=wanted.scales, rope=None)
     return alike == replace(wanted, rope=None)

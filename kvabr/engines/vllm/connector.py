@@ -1,8 +1,4 @@
-"""`KvabrConnector`, vLLM's interface to the two halves. Only this module imports vLLM.
-
-It implements ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py), an experimental interface,
-in the versions of `kvabr.engines.vllm.ADAPTER`.
-"""
+"""`KvabrConnector`, vLLM's experimental interface ``KVConnectorBase_V1``. Only this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -61,7 +57,6 @@ with contextlib.suppress(ModuleNotFoundError):  # vLLM 0.31 does not count hits 
 
     _HIT_SOURCE = CacheHitSource.P2P
 _REPORTED = "kvabr_told"
-"""Attribute of a request whose served cache a connector has reported."""
 _BLOCKS_MAY_FAIL = hasattr(KVConnectorBase_V1, "get_block_ids_with_load_errors")
 
 
@@ -73,7 +68,7 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class KvabrScales(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Carries the scales of a cache in FP8 from a worker to the scheduler at the start."""
+    """Carries the scales of an FP8 cache from a worker to the scheduler."""
 
     def __init__(self, scales: Scales) -> None:
         self.scales = scales
@@ -92,7 +87,6 @@ class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
     ) -> None:
         self.placed = placed
         self.published = published
-        """Requests that have finished publishing, with the number of tokens now cached."""
         self.cost = cost
         self.publishing = publishing
 
@@ -105,20 +99,14 @@ class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Loads and publishes KV caches through kvabr, see `kvabr.engines.vllm`.
-
-    Supports vLLM's hybrid memory allocator (HMA) for models with several KV cache groups.
-    """
+    """Loads and publishes KV caches through kvabr, see `kvabr.engines.vllm`; supports the hybrid memory allocator."""
 
     _cache_hit_source = _HIT_SOURCE
     _scheduler: SchedulerHalf | IdleScheduler
     _worker: WorkerHalf | IdleWorker
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Start the half for this role; raise `UsageError` for an unusable configuration.
-
-        If kvabr does not know the model's cache, the connector does nothing, and vLLM computes everything.
-        """
+        """Start the half for this role, idle if the cache is unknown; raise `UsageError` for a wrong configuration."""
         super().__init__(vllm_config, role, kv_cache_config)
         ADAPTER.check(vllm.__version__)
         transfer = self._kv_transfer_config
@@ -172,7 +160,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.register(kv_caches, partial(layout_of, config), partial(store, config), keepers=self._keepers())
 
     def _keepers(self) -> list[str]:
-        """Return the other connectors in vLLM's MultiConnector that store or publish the engine's cache."""
+        """Return the other connectors of a MultiConnector that keep the engine's cache."""
         every = getattr(get_kv_transfer_group(), "sub_connectors", ()) if has_kv_transfer_group() else ()
         others = [one for one in every if one is not self and one._kv_transfer_config.is_kv_producer]  # noqa: SLF001
         return sorted({type(one).__name__ for one in others})
@@ -202,7 +190,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.set_xfer_handshake_metadata({rank: known for (stage, rank), known in metadata.items() if stage == 0})
 
     def unregister_kv_caches(self) -> None:
-        """Stop using the engine's cache: vLLM (0.33) is going to sleep."""
+        """Stop using the engine's cache: vLLM is going to sleep."""
         self._worker.sleep()
 
     def restore_kv_caches(self) -> None:
@@ -210,7 +198,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.wake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step and its plays: vLLM may call `start_load_kv` only after the forward pass."""
+        """Begin a step and its plays; `start_load_kv` may follow the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, KvabrMetadata):
             self._worker.begin(connector_metadata.step)
@@ -245,7 +233,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return ended plays and the cost of a prefill for the scheduler."""
+        """Return ended plays and the prefill cost for the scheduler."""
         placed, cost, was = self._worker.placed(), self._worker.measured(), self._publishing
         published = self._worker.published()
         now = self._publishing = self._to_count
@@ -271,7 +259,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KvabrMetadata(self._scheduler.step(scheduled, self._tables, before=before, preempted=preempted))
 
     def has_pending_push_work(self) -> bool:
-        """Return True if vLLM must run more steps to collect counters of publications."""
+        """Return True if vLLM must run more steps to collect counters."""
         return self._scheduler.publishing
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -287,7 +275,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._scheduler.published(name, tokens)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return, once, blocks that became available from kvabr or unavailable, by vLLM's names."""
+        """Return and clear the KV events, with vLLM's block names."""
         announced = self._scheduler.announced
         return () if announced is None else map(_event, announced.take())
 
@@ -306,20 +294,18 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished_all_groups(request, (block_ids,))
 
     def _evict(self, blocks: set[int]) -> None:
-        """Remove blocks from vLLM's prefix cache."""
         assert self._kv_cache_manager is not None  # noqa: S101  # vLLM binds it to the scheduler's connector
         self._kv_cache_manager.evict_blocks(blocks)
 
     def _tables(self, request: str) -> Sequence[Sequence[int]]:
-        """Return a request's block tables, one per KV cache group."""
         assert self._kv_cache_manager is not None  # noqa: S101  # vLLM binds it to the scheduler's connector
         tables: Sequence[Sequence[int]] = self._kv_cache_manager.get_block_ids(request)
         return tables
 
     def reset_cache(self) -> bool | None:
-        """Stop using the current names of caches: vLLM calls this when weights may have changed.
+        """Stop using the current names of caches, since weights may have changed; caches of others remain.
 
-        Caches published by others with the old weights remain. Return False if loads are in progress, None in a worker.
+        Return False if loads are in progress, None in a worker.
         """
         return self._scheduler.reset() if self._role == KVConnectorRole.SCHEDULER else None
 
@@ -374,7 +360,7 @@ class KvabrStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvabr_*``: a counter for every key of `stats.HELP`, and the histograms of `stats.HISTOGRAMS`."""
+    """``vllm:kvabr_*``: counters of `stats.HELP` and histograms of `stats.HISTOGRAMS`."""
 
     def __init__(
         self, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: _PerEngine
@@ -419,7 +405,6 @@ def _description(settings: VllmSettings, model: ServedModel, *, consumes: bool, 
 
 
 def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
-    """Return the publishers of this engine's caches; raise for an unusable file in the settings."""
     assert settings.publish is not None  # noqa: S101  # a producer's settings have it
     spec = model.shard
     if settings.profile is not None and model.undrafted is not None:
@@ -440,7 +425,6 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
 
 
 def _announced(config: Any, kv_cache_config: Any, model: ServedModel) -> AnnouncedBlocks | None:
-    """Return a collector of KV events if vLLM publishes them."""
     wanted = getattr(config, "kv_events_config", None)
     if wanted is None or not wanted.enable_kv_cache_events:
         return None
@@ -448,7 +432,6 @@ def _announced(config: Any, kv_cache_config: Any, model: ServedModel) -> Announc
 
 
 def _event(event: KVEvent) -> KVCacheEvent:
-    """Convert an event to vLLM's own class."""
     assert not isinstance(event, KVBlocksCleared)  # noqa: S101  # that would be about the engine's own blocks, too
     names = list(map(maybe_convert_block_hash, event.block_hashes))
     if isinstance(event, KVBlocksRemoved):
@@ -466,9 +449,9 @@ def _event(event: KVEvent) -> KVCacheEvent:
 
 
 def scales_of(config: Any) -> Scales:
-    """Return the scales of this worker's layers by name; empty without quantisation or if all are 1.
+    """Return the FP8 scales of this worker's layers by name; empty if all are 1.
 
-    Raise `UsageError` if its FP8 cache has another meaning than in other engines.
+    Raise `UsageError` for an unsupported format or scales per head.
     """
     stored, scales = config.cache_config.cache_dtype, {}
     for name, layer in config.compilation_config.static_forward_context.items():
@@ -493,15 +476,15 @@ def scales_of(config: Any) -> Scales:
 
 
 def store(config: Any, name: str, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store keys and values, [token, head, dim], in slots of a layer's cache with its own kernel."""
+    """Store keys and values, [token, head, dim], in a layer's cache with its own kernel."""
     layer = config.compilation_config.static_forward_context[name]
     layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
 
 def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:
-    """Return the layout of a layer's blocks; on a CPU, probe it by storing known numbers with the attention kernel.
+    """Return the layout of a layer's blocks; on a CPU, store known numbers with the attention kernel to probe it.
 
-    Raise `UsageError` for an unknown order.
+    Raise `UsageError` for an unknown layout.
     """
     if cache.device.type != "cpu":
         return BlockLayout.PLAIN

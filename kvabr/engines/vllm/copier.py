@@ -16,9 +16,7 @@ class Copier:
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._stream: Any = None
-        """CUDA stream of the copies; None on a CPU."""
         self._fence: Any = None
-        """CUDA event that copies wait for."""
         self._last: Future[None] | None = None
 
     @property
@@ -27,7 +25,7 @@ class Copier:
         return self._stream is not None
 
     def use(self, device: Any) -> None:
-        """Copy to and from the blocks of this device."""
+        """Copy to and from blocks on this device."""
         if device.type == "cuda":
             # The lowest priority, which is also the engine's: the streams do not wait for each other.
             self._stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
@@ -53,7 +51,7 @@ class Copier:
             self._last.result()
 
     def close(self) -> None:
-        """End after all submitted copies."""
+        """Finish the submitted copies and end."""
         self._thread.shutdown(wait=True)
 
     @contextlib.contextmanager

@@ -1,11 +1,10 @@
 """Draft heads and draft models: their layers form layer classes with the role `DRAFT`.
 
-vLLM verifies a draft's proposals, so its cache affects only how many tokens are accepted. It cannot be computed from
-the model's cache, so both are published and played together.
+vLLM verifies a draft's proposals, so its cache affects only the number of accepted tokens. Both caches are published
+and played together.
 
-EAGLE and MTP compute the draft's KV of a token from the following token. At the end of a prefix, that is the
-publisher's next token, not necessarily this prompt's. vLLM therefore drops the last block of a hit; kvabr promises
-tokens only up to one before the end of the shared prefix.
+EAGLE and MTP compute the draft's KV of a token from the following token, which at the end of a prefix is the
+publisher's. So kvabr promises tokens only up to one before the end of the shared prefix.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvabr.engines.weights import cached_folder, model_name
 from kvabr.types.errors import KvabrError
 
 DRAFT = "draft"
-"""Start of the role of a draft's layer class."""
+"""Prefix of the role of a draft's layer class."""
 _NAME = re.compile(r"(?:draft_model|mtp)\.")
 _METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 
@@ -30,11 +29,11 @@ class DraftCaches:
     """The draft of an engine's model."""
 
     facts: tuple[str | None, ...] = ()
-    """Facts in the name of caches; empty without a draft that has a cache."""
+    """Facts in cache names; empty without a draft cache."""
     ahead: int = 0
     """Following tokens that a token's KV depends on."""
     why: str | None = None
-    """Why its caches cannot be exchanged, if so."""
+    """Why its caches cannot be exchanged; None if they can."""
 
     def has(self, name: str, number: int, layers: int) -> bool:
         """Return True for a layer of the draft, given vLLM's name and number, and the model's layers."""
@@ -77,7 +76,6 @@ def _names(speculative: Any, target: str) -> tuple[str | None, ...]:
 
 
 def _ahead(speculative: Any) -> int:
-    """Return the number of following tokens that the draft's KV of a token depends on."""
     if not speculative.use_eagle():
         return 0
     several = getattr(speculative, "use_multi_module_mtp", None)

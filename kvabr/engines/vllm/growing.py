@@ -1,7 +1,6 @@
 """In the scheduler: the tokens that each step adds to caches published during prefill.
 
-Tokens from vLLM's prefix cache or a play are part of a request's first step. A preempted request computes its tokens
-again, but they are handed over once.
+A preempted request computes its tokens again, but hands them over once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class Growth:
         self._caches, self._every, self._name_of = caches, math.lcm(caches.block, group_tokens), name_of
         self._open: dict[str, Any] = {}
         self._handed: dict[str, int] = {}
-        """Tokens handed over, by announced request."""
 
     def arrived(self, request: Any) -> None:
         """Record a request to publish."""

@@ -1,13 +1,9 @@
 """Hints in requests: keep a cache in this node's store for the next turn.
 
-``{"keep_s": 600}`` in a request's ``kv_transfer_params`` protects the cached groups of its prompt from eviction for ten
-minutes; ``{"back": true}`` for an hour, the maximum. Missing groups are fetched, including those that this engine is
-publishing. This happens after the request, at a lower priority than plays.
-
-A cache that was played with a loss is fetched again in better quality the same way, while the link is idle, for a few
-requests at a time, and without protection.
-
-Hints may protect half of the store; beyond it, the oldest lose their protection.
+``{"keep_s": 600}`` in ``kv_transfer_params`` protects the cached groups of a prompt from eviction for ten minutes;
+``{"back": true}`` for an hour, the maximum. Missing groups are fetched after the request, at a lower priority than
+plays. Groups played with a loss are fetched again in better quality, without protection. Hints may protect half of the
+store.
 """
 
 from __future__ import annotations
@@ -38,9 +34,8 @@ from kvabr.types.kv import KVSpec
 _log = logging.getLogger("vllm.kvabr")
 _MAX_KEEP_S = 3600.0
 _MAX_HINTS = 64
-"""Hints in progress at once; the rest is dropped and counted."""
+"""Concurrent hints; more are dropped and counted."""
 _TIMEOUT_S = 60.0
-"""Time limit of a hint."""
 _MAX_REFINED = 4
 """Prompts fetched again at once."""
 _LOOK_S = 1.0
@@ -52,9 +47,7 @@ _LOOKS = 8
 class _Hint:
     names: Names
     until_s: float
-    """By `time.monotonic`."""
     tokens: int = 0
-    """Tokens published by this engine."""
 
 
 class RequestHints:
@@ -68,11 +61,10 @@ class RequestHints:
         counts: ConnectorCounts,
         trouble: TroubleLog,
     ) -> None:
-        """Start; without a client there is no store, and hints are ignored."""
+        """Start; hints are ignored without a client."""
         self._settings, self._model, self._client = settings, model, client
         self._counts, self._trouble = counts, trouble
         self._publishing: OrderedDict[str, tuple[_Hint, int]] = OrderedDict()
-        """Hints of requests being published, and the number of finished workers."""
         self._running: set[Handle[None]] = set()
         self._refining: dict[Handle[None], Names] = {}
 
@@ -94,7 +86,7 @@ class RequestHints:
         return float(min(given, _MAX_KEEP_S))
 
     def ended(self, request: Any, names: Names, *, publishing: bool) -> None:
-        """Follow the hint of a request that ends, at once or after its publication."""
+        """Follow the hint of an ending request, at once or after its publication."""
         if not (seconds := self.seconds(request)):
             return
         self._counts.add("hints")
@@ -107,7 +99,7 @@ class RequestHints:
             self._follow(hint)
 
     def refine(self, names: Names) -> None:
-        """Fetch the cache of a request that was played with a loss in better quality."""
+        """Fetch a cache that was played with a loss in better quality."""
         if self._client is None or not (self._settings.store_mib or self._settings.disk):
             return
         self._refining = {each: names for each, names in self._refining.items() if not each.done()}
@@ -115,7 +107,6 @@ class RequestHints:
             self._refining[self._client.begin(partial(self._refine, names))] = names
 
     async def _refine(self, names: Names, client: EngineClient) -> None:
-        """Fetch a cache in the best quality, after all plays; runs on the client's event loop."""
         tokens, salt, adapter = names
         try:
             found = await find_cache(client, tokens, self._model.adapted(adapter).specs, salt, _TIMEOUT_S)
@@ -130,7 +121,7 @@ class RequestHints:
         return PlayOptions(policy=self._settings.policy, salt=salt)
 
     def published(self, request: str, tokens: int) -> None:
-        """Record that a worker has published this many tokens of a request."""
+        """Record the tokens of a request that a worker has published."""
         if request not in self._publishing:
             return
         hint, ranks = self._publishing.pop(request)
@@ -149,7 +140,6 @@ class RequestHints:
         self._running.add(self._client.begin(partial(self._keep, hint)))
 
     async def _keep(self, hint: _Hint, client: EngineClient) -> None:
-        """Fetch and keep a prompt's cache; runs on the client's event loop."""
         model, tokens = self._model.adapted(hint.names[2]), 0
         try:
             async with asyncio.timeout(_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Halves of a connector that does nothing, for unsupported caches."""
+"""Idle halves of a connector, for unsupported caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvabr.engines.vllm.stats import ConnectorCounts
 
 
 class IdleScheduler:
-    """Loads and publishes nothing."""
+    """Idle `SchedulerHalf`."""
 
     publishing, announced = False, None
 
@@ -53,7 +53,7 @@ class IdleScheduler:
 
 
 class IdleWorker:
-    """Plays and publishes nothing."""
+    """Idle `WorkerHalf`."""
 
     publishing = False
 

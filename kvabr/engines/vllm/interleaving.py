@@ -1,8 +1,7 @@
 """Context parallelism: ranks that share the tokens of every block.
 
-With ``decode_context_parallel_size`` N, a block of vLLM's tables has N times the tokens of one rank's block; runs of
-``cp_kv_cache_interleave_size`` tokens go to the ranks in turn. Caches are published as one; each rank plays all of it
-and keeps its own tokens.
+With ``decode_context_parallel_size`` N, a block of vLLM's tables has N times the tokens of a rank's block; ranks take
+turns of ``cp_kv_cache_interleave_size`` tokens. Each rank plays the whole cache and keeps its tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Interleaving:
     """Consecutive tokens of one rank."""
 
     def own(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Return which tokens of a block this rank holds, and their places in its own block."""
+        """Return a mask of a block's tokens in this rank, and their places in its own block."""
         turn, place = offsets // self.tokens, offsets % self.tokens
         return turn % self.ranks == self.rank, turn // self.ranks * self.tokens + place
 
@@ -36,11 +35,7 @@ WHOLE = Interleaving()
 
 
 def interleaving_of(parallel: Any) -> Interleaving:
-    """Return this rank's share, given vLLM's ``ParallelConfig``; raise `UsageError` if ranks and tokens do not fit.
-
-    Ranks of context parallelism are those of tensor parallelism, or the prefill context parallel ranks of each of
-    these.
-    """
+    """Return this rank's share, given vLLM's ``ParallelConfig``; raise `UsageError` if ranks and tokens do not fit."""
     ranks = int(getattr(parallel, "decode_context_parallel_size", 1))
     if ranks == 1:
         return WHOLE

@@ -1,16 +1,9 @@
-"""Loss limit of vLLM's prefix cache: lossy plays are not reused by later requests.
+"""Loss limit of vLLM's prefix cache: later requests do not reuse lossy plays.
 
-vLLM reuses the blocks of one request for all later ones with the same prefix, so one play over a slow link would affect
-them all. If a play loses more than `VllmSettings.keep_loss`, its blocks and those computed after them are evicted when
-its request ends.
-
-Until then, requests whose own play would have the same deadline or a shorter one may share its blocks. They are
-counted, their clients are informed, and their blocks are evicted too. For any other request, and for one with a lower
-limit of its own, the blocks are evicted at once, and vLLM asks again.
-
-A play within the limit counts with its own loss and the loss of the blocks before it, such as those of the
-conversation's previous turn. A request with a lower limit than that uses no blocks of vLLM's prefix cache, because
-later requests have computed more after them.
+If a play loses more than `VllmSettings.keep_loss`, its blocks and those computed after them are evicted when its
+request ends. Until then, requests with the same or a shorter deadline may share them; for any other request the blocks
+are evicted at once. The loss of a play within the limit includes that of the blocks before it; a request with a lower
+limit uses no blocks of vLLM's prefix cache.
 
 Pure: no vLLM, no clock, no threads.
 """
@@ -34,7 +27,6 @@ _MAX_REMEMBERED = 4096
 @dataclass(slots=True)
 class _Served:
     tokens: Sequence[int]
-    """Prompt, or at least its shared part."""
     apart: object
     """Key of its blocks in vLLM's prefix cache, in addition to tokens and media."""
     media: tuple[tuple[object, int], ...]
@@ -48,17 +40,13 @@ class _Served:
     before: float = 0.0
     """Loss, within the limit, of blocks before the load."""
     begins: object = None
-    """vLLM's hash of the first loaded block, if known."""
     shared: float = 0.0
-    """Loss, above the limit, of the play with shared blocks; 0: none."""
+    """Loss, above the limit, of the play with shared blocks."""
     blocks: set[int] = field(default_factory=set)
-    """Possibly in the prefix cache."""
     ran: bool = False
-    """It has computed tokens while it shared blocks, so its output depends on them."""
     unseen: int = 0
-    """Tokens scheduled since the blocks were recorded."""
     hidden: bool = False
-    """Its first blocks were evicted, so no request can share any."""
+    """Its first blocks were evicted, so they cannot be shared."""
 
     @property
     def leaves(self) -> float:
@@ -79,20 +67,18 @@ class KeptLosses:
     ) -> None:
         """Start without requests.
 
-        ``limit`` is the maximum loss in the prefix cache, nats per generated token; ``blocks`` the tokens in a block of
-        each table; ``evict`` takes block ids; ``hashed`` is the number of tokens in a block with a hash of its own, by
-        default the same as in a block of the first table.
+        ``limit`` is the maximum loss, nats per generated token; ``blocks`` the block size of each table, in tokens;
+        ``evict`` takes block ids; ``hashed`` is the tokens per hash, by default the first table's block size.
         """
         self._limit, self._sizes, self._evict, self._counts = limit, tuple(blocks), evict, counts
         self._hashed = hashed or self._sizes[0]
         self._served: dict[str, _Served] = {}
         self._left: OrderedDict[object, float] = OrderedDict()
-        """Loss of requests whose tokens include a block, by vLLM's hash of the first block of recent plays within the
-        limit."""
+        """Losses of recent plays within the limit, by vLLM's hash of their first block."""
         self._lossy: dict[str, _Served] = {}
 
     def begin(self, request: Any, deadline_s: float, first: int, loaded: int, tables: Sequence[Sequence[int]]) -> None:
-        """Record a load of ``loaded`` tokens from ``first`` on, with this deadline, into blocks of a request."""
+        """Record a load of ``loaded`` tokens from ``first`` on into blocks of a request."""
         served = self._served.setdefault(request.request_id, _new(request, deadline_s, first))
         served.first, served.deadline_s = min(first, served.first), min(deadline_s, served.deadline_s)
         served.loaded, served.hidden = loaded, False
@@ -101,10 +87,7 @@ class KeptLosses:
         served.begins = next(iter(_hashes(request)[first // self._hashed :][:1]), None)
 
     def lost(self, name: str, loss: float, worst: float) -> None:
-        """Record the expected loss of a request's play.
-
-        ``worst`` is the loss for a request that shares no later tokens.
-        """
+        """Record the expected loss of a request's play; ``worst`` if a request shares no later tokens."""
         served = self._served.get(name)
         if served is None:
             return
@@ -131,7 +114,7 @@ class KeptLosses:
     def may_share(self, request: Any, computed: int, deadline_s: float, most: float = math.inf) -> bool:
         """Return True if a request may use vLLM's first ``computed`` tokens; otherwise evict lossy blocks.
 
-        ``deadline_s`` is that of its own play, infinite without one; ``most`` is the maximum loss of these tokens.
+        ``deadline_s`` is its own play's, infinite without one; ``most`` the maximum loss of these tokens.
         """
         name, spared, shared = request.request_id, False, None
         for other, lossy in self._lossy.items() if unfit(request) is None else ():  # otherwise it has its own blocks
@@ -173,7 +156,7 @@ class KeptLosses:
                     self._evict(lossy.blocks)
 
     def over(self, name: str, tables: Sequence[Sequence[int]]) -> dict[str, float] | None:
-        """End a request, given its block tables; return its served losses, or None if nothing was loaded."""
+        """End a request, given its block tables; return its served losses, or None without a load."""
         served = self._served.get(name)
         if served is None:
             return None
@@ -191,7 +174,6 @@ class KeptLosses:
         self._lossy.pop(name, None)
 
     def _reaches(self, request: Any, computed: int, lossy: _Served) -> bool:
-        """Return True if the first ``computed`` tokens of a request use lossy blocks."""
         size = min(self._sizes)
         end = (lossy.first // size + 1) * size
         if computed < end or request.prompt_token_ids is None or apart(request) != lossy.apart:
@@ -208,7 +190,6 @@ class KeptLosses:
 
 
 def _hashes(request: Any) -> Sequence[object]:
-    """Return vLLM's hashes of a request's blocks, each covering all tokens before."""
     found: Sequence[object] = getattr(request, "block_hashes", ())
     return found
 

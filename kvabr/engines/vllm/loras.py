@@ -1,8 +1,7 @@
-"""LoRA adapters of requests: caches are named by an adapter's content, not by its name or folder.
+"""LoRA adapters of requests: caches are named by an adapter's content.
 
-An adapter's files are read once, on a separate thread, while its first requests wait. vLLM identifies adapters by name
-and folder, and reads files again after it has dropped an adapter. So if the files have changed since, the adapter is
-neither played nor published: its blocks may have either weights.
+A thread reads an adapter's files once, while its first requests wait. vLLM may read them again, so an adapter with
+changed files is neither played nor published.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ _Versions = tuple[FileVersion | None, ...]
 class _Adapter:
     folder: Path
     versions: _Versions
-    """Of its files, when they were read."""
     digest: Future[str]
     since_s: float
 
@@ -39,7 +37,7 @@ class Adapters:
     """The adapters that an engine has seen."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start; requests wait at most ``patience_s`` seconds after the first one for a digest."""
+        """Start; requests wait at most ``patience_s`` seconds for a digest."""
         self._patience_s, self._clock = patience_s, clock
         self._seen: dict[str, _Adapter] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -51,7 +49,7 @@ class Adapters:
         return adapter is not None and not adapter.digest.done() and adapter.since_s > late_s
 
     def digest(self, request: Any) -> str | None:
-        """Return the digest of a request's adapter, None without one; raise `ModelError` if it is unavailable."""
+        """Return the digest of a request's adapter, None without one; raise `ModelError` if unavailable."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return None
@@ -85,7 +83,6 @@ class Adapters:
 
 
 def _folder(path: str) -> Path:
-    """Return the folder of an adapter, given as such or as a repository of Hugging Face."""
     folder = Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises where there is no such user
     return cached_folder(str(folder), marker=CONFIG) or cached_folder(path, marker=CONFIG) or folder
 

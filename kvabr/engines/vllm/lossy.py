@@ -1,8 +1,6 @@
 """Lossy groups in vLLM's prefix cache: tokens computed after them are not exact.
 
-vLLM reuses a block if all tokens up to its end are equal. Blocks are smaller than groups, so two prompts may share the
-beginning of a lossy group only. A lossy group is therefore identified by its first block, named by all tokens up to its
-end.
+Prompts may share only the beginning of a group, so its first block, named by all tokens up to its end, identifies it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ class LossyGroups:
         self._spec, self._block, self.most = spec, block, most
         self._groups: OrderedDict[str, None] = OrderedDict()
         self._blocks: OrderedDict[str, None] = OrderedDict()
-        """First blocks of these groups."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -31,10 +28,7 @@ class LossyGroups:
         return chunk in self._groups
 
     def note(self, tokens: Sequence[int], salt: bytes, places: Iterable[int], model: str | None = None) -> None:
-        """Remember groups of a prompt, each given by its first token.
-
-        ``model`` names the model with an adapter.
-        """
+        """Remember groups of a prompt by their first tokens; ``model`` names the model with an adapter."""
         lossy = tuple(places)
         if not lossy:
             return
@@ -48,7 +42,7 @@ class LossyGroups:
                     kept.popitem(last=False)
 
     def before(self, tokens: Sequence[int], salt: bytes, model: str | None = None) -> bool:
-        """Return True if the engine may have used a lossy group for any of a prompt's tokens."""
+        """Return True if the engine may have used a lossy group for a prompt."""
         chain = self._chain(tokens, salt, self._block, model) if self._blocks else ()
         return any(each in self._blocks for each in chain)
 

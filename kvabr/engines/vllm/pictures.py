@@ -1,9 +1,7 @@
 """Media in requests: placeholder tokens carry a digest of the model's input.
 
-vLLM's own hash of a medium can be chosen by its client, can be replaced by an identifier in a picture's metadata, and
-ignores processor options of the engine. Caches are shared between engines and tenants, so the digest covers the
-processor's output instead: other contents, sizes and options are other tensors. It is computed on a thread, while the
-request waits.
+Clients can choose vLLM's own hash of a medium, which also ignores processor options. So the digest covers the
+processor's output. A thread computes it while the request waits.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from kvabr.types.errors import KvabrError, ModelError
 from kvabr.types.media import MediaTokens, Medium
 
 _DEPTH = 8
-"""Maximum nesting of lists of tensors in an input."""
 
 Features = Sequence[Any]
 """vLLM's ``MultiModalFeatureSpec``."""
@@ -43,7 +40,7 @@ class Pictures:
         return not media.done() and self._clock() < since_s + self._patience_s
 
     def tokens(self, request: Any) -> Sequence[int]:
-        """Return the ids of a prompt with the digests of its media; raise `ModelError` if these are unavailable."""
+        """Return the ids of a prompt with the digests of its media; raise `ModelError` if unavailable."""
         ids = request.prompt_token_ids
         if not getattr(request, "mm_features", None):
             return tuple(ids)
@@ -81,7 +78,6 @@ def _media(features: Features) -> list[Medium]:
 
 
 def _digest(feature: Any) -> str:
-    """Return the digest of a medium, 64 hex digits."""
     if not isinstance(feature.data, Mapping) or not feature.data:
         raise ModelError(
             "vLLM's scheduler has no access to their contents; start it without --mm-processor-cache-type shm"
@@ -95,7 +91,6 @@ def _digest(feature: Any) -> str:
 
 
 def _pieces(value: Any, depth: int) -> Iterator[bytes]:
-    """Yield the data of an input, each piece after its length."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         yield f"tensor {value.dtype} {tuple(value.shape)}\0".encode()

@@ -1,4 +1,4 @@
-"""Shared by the two halves of the connector: requests to the worker, lookups, and the client. Needs no vLLM."""
+"""Shared by both halves of the connector: requests to workers, lookups, and the client. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -28,26 +28,24 @@ class LoadRequest:
     """Play a cache, and keep it compressed for a `CopyRequest`."""
 
     play: int
-    """Unique in one engine."""
     request: str
     found: Found
     first: int
-    """First token to load; the engine has whole blocks before it."""
+    """First token to load, after the engine's own whole blocks."""
     last: int
     """Token after the last to load, at the end of a block."""
     behind: int
     """Tokens of the prompt from ``last`` on."""
     tail: int
-    """Maximum tokens before ``last`` for the engine to compute with them instead."""
+    """Maximum tokens before ``last`` that the engine may compute instead."""
     deadline_s: float
-    """Remaining seconds at the time of writing."""
+    """Seconds left when sent."""
     tokens: Sequence[int] = ()
-    """Ids of all its groups, for other ranks' lookups and for recording lossy plays; else empty."""
+    """Ids of its groups, if needed for other ranks' lookups or to record lossy plays."""
     salt: bytes = b""
     adapter: str | None = None
-    """Digest of the request's LoRA adapter."""
     engine_price: float = GPU_PRICE
-    """Price of an engine second, which other requests may need, in nats per generated token."""
+    """In nats per generated token."""
     max_loss: float = math.inf
     """Maximum expected loss, nats per generated token."""
 
@@ -65,7 +63,6 @@ class PlacedPlay:
     worst: float = 0.0
     """Expected loss of a request that shares no later tokens."""
     nbytes: int = 0
-    """Its host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +72,14 @@ class CopyRequest:
     play: int
     request: str
     first: int
-    """First token to copy, at the start of a block."""
     last: int
     """Token after the last to copy; every worker has all before it."""
     blocks: tuple[tuple[int, ...], ...]
-    """By block table of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepRequest:
-    """Keep window layers of groups that this step completes, before vLLM drops them."""
+    """Keep window layers of completed groups, before vLLM drops them."""
 
     chunks: tuple[str, ...]
     blocks: tuple[tuple[int, ...], ...]
@@ -93,7 +88,7 @@ class KeepRequest:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Keep the states at the end of a block after this step, before vLLM drops them."""
+    """Keep the states at the end of a block, before vLLM drops them."""
 
     chunk: str
     """Chained digest of the last group before it."""
@@ -107,11 +102,11 @@ class GrowRequest:
 
     request: str
     tokens: Sequence[int]
-    """Ids of all groups of its prompt in the first message, else empty."""
+    """Ids of all its groups in the first message, else empty."""
     first: int
     """First new token, at the start of a block."""
     last: int
-    """Token after the last new one, at the end of a block; ``first`` if there are none."""
+    """Token after the last new one, at the end of a block."""
     blocks: tuple[tuple[int, ...], ...]
     """By block table."""
     salt: bytes
@@ -119,12 +114,11 @@ class GrowRequest:
     had: int
     """Tokens that are not computed, in the first message."""
     step: int
-    """Tokens of it in this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Publish a request's cache, or finish its growing one. vLLM keeps the blocks until they are copied."""
+    """Publish a request's cache, or finish its growing one; vLLM keeps the blocks meanwhile."""
 
     request: str
     tokens: Sequence[int]
@@ -134,9 +128,8 @@ class PublishRequest:
     salt: bytes
     adapter: str | None = None
     chunks: tuple[str, ...] = ()
-    """As in `KeepRequest`."""
     alive: bool = False
-    """The request continues and keeps its blocks; only its growing cache ends."""
+    """The request continues and keeps its blocks."""
 
 
 @dataclass(slots=True)
@@ -144,7 +137,6 @@ class Step:
     """One step of the engine."""
 
     dropped: list[int] = field(default_factory=list)
-    """Plays to cancel."""
     loads: list[LoadRequest] = field(default_factory=list)
     copies: list[CopyRequest] = field(default_factory=list)
     kept: list[KeepRequest] = field(default_factory=list)
@@ -165,8 +157,7 @@ async def find_cache(
 ) -> Found | None:
     """Return the longest cached prefix for the first spec that has one; raise as `AsyncClient.find`.
 
-    The publisher's element type does not matter. All specs share ``within_s`` seconds; the client enforces it, because
-    its error has the reason.
+    All specs share ``within_s`` seconds; any element type fits.
     """
     ends_s = time.monotonic() + within_s
     for spec in specs:
@@ -185,11 +176,7 @@ def cut(found: Found, last: int) -> Found:
 
 
 def usable(catalog: Catalog, only: str | None, max_loss: float) -> Sequence[Track]:
-    """Return the tracks that a play may end on.
-
-    ``only`` is the track of a policy that plays a single one. If no track is within ``max_loss``, all are returned: the
-    play is cut.
-    """
+    """Return the tracks that a play may end on: ``only`` this, else all within ``max_loss``, else all."""
     chosen = [track for track in catalog.tracks if track.name == only] or catalog.tracks
     return [track for track in chosen if track.total_loss <= max_loss] or chosen
 
@@ -207,7 +194,6 @@ def within(found: Found, skip: int, most: int) -> Found:
 
 
 def _with_lower(catalog: Catalog, track: Track) -> int:
-    """Return the bytes of a track and those below it."""
     nbytes, lower = track.total_bytes, track.refines
     while lower is not None:
         nbytes, lower = nbytes + catalog.by_name[lower].total_bytes, catalog.by_name[lower].refines
@@ -216,9 +202,7 @@ def _with_lower(catalog: Catalog, track: Track) -> int:
 
 _MIN_FIND_S = 1e-3
 _PROBE_EVERY_S, _PROBE_S, _DIAL_S = 10.0, 1.0, 6.0
-"""Seconds between probes of the connection, less than QUIC's idle time; time limits of a probe on an open connection,
-and with a dial.
-"""
+"""Seconds between probes, less than QUIC's idle time; time limits of a probe without and with a dial."""
 _log = logging.getLogger("vllm.kvabr")
 _trouble = TroubleLog(_log)
 _clients: dict[VllmSettings, tuple[Background[EngineClient], int, Handle[None]]] = {}
@@ -226,10 +210,7 @@ _lock = threading.Lock()
 
 
 def take_client(settings: VllmSettings) -> Background[EngineClient]:
-    """Return the shared client for these settings.
-
-    A new client dials at once and stays connected.
-    """
+    """Return the shared client for these settings; a new one dials at once and stays connected."""
     with _lock:
         if settings in _clients:
             client, users, stays = _clients[settings]
@@ -254,10 +235,7 @@ def leave_client(settings: VllmSettings) -> None:
 
 
 async def _stay_connected(client: EngineClient, *, probes: bool) -> None:
-    """Dial, and probe the connection regularly, so that requests find it open.
-
-    Log once if the origin cannot be reached, and when it is back.
-    """
+    """Dial, and probe so that requests find the connection open; log its loss and return once."""
     with contextlib.suppress(KvabrError):  # the probe below logs the reason
         await client.known_link()  # a player process may still be starting
     within_s, away = _DIAL_S, False

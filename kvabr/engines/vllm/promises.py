@@ -1,20 +1,17 @@
-"""Promises to vLLM: what each waiting request has in place.
+"""Promises to vLLM: the tokens that each waiting request has in place.
 
-In every step, vLLM queries the number of tokens to load for each waiting request. The answer is "ask again" until all
-workers have reported the end of its play, then the number of verified tokens that every worker has. vLLM allocates
-blocks for these, and waits until they are decoded. If its own prefix cache has grown meanwhile, less is promised; if it
-has shrunk below the start of the play, the request is played again.
+In every step, vLLM queries the tokens to load for each waiting request. The answer is "ask again" until all workers
+have ended its play, then the tokens that every worker has. If vLLM's prefix cache has shrunk below the start of the
+play, the request is played again.
 
-Waiting requests share link and engine (`kvabr.engines.vllm.shares`): requests that can be in time together are played,
-earliest deadline first. The others are computed as soon as the engine has time; a late request waits until it delays no
-other, for at most one more deadline.
+Requests that can be in time together are played (`kvabr.engines.vllm.shares`), earliest deadline first. The others are
+computed when the engine has time; a late request waits until it delays no other, for at most one more deadline.
 
-Host memory is limited. While other plays hold some, a play gets a quarter of the free memory, by excluding large
-tracks; at its end it counts with its actual size. A request that does not fit with its smallest track waits, and is
-computed if there is no space in time. One above the limit is played alone, and lets others go first for half of
-its deadline.
+While other plays hold host memory, a play gets a quarter of the free memory, by excluding large tracks. A request that
+does not fit with its smallest track waits, and is computed if there is no space in time. A request above the limit is
+played alone, and yields to others for half of its deadline.
 
-Pure: no vLLM, no clock, no threads. Time is passed as ``now``, in seconds.
+Pure: no vLLM, no clock, no threads. ``now`` is the time in seconds.
 """
 
 from __future__ import annotations
@@ -32,21 +29,20 @@ from kvabr.player.session_types import GPU_PRICE
 from kvabr.types.cost import MISS_PENALTY
 
 _HUNG_S = 30.0
-"""Seconds after its deadline at which a play without a report is abandoned; workers end plays earlier."""
+"""Seconds after its deadline at which a play without a report is abandoned."""
 _FREE_DIVISOR = 4
-"""Divisor of the free memory for one play."""
+"""Part of the free memory for one play."""
 _MAX_UNPACED_PLAYS = 8
 """Concurrent plays while the link's speed is unknown."""
 _AHEAD_S, _AHEAD_TTFB = 0.05, 2.0
 """Work to begin ahead on the link, in seconds and in times to first byte."""
 _BASE_BUSY_SHARE = 0.5
-"""A play uses larger tracks only if its smallest one needs at most this share of the remaining time."""
+"""A play uses larger tracks only if its smallest needs at most this share of the remaining time."""
 _MIN_TRANSFER_FACTOR = 1.25
 """Minimum time of a play, relative to its expected transfer."""
 _LOOK_S, _QUADRATIC_FROM, _MAX_SHARED = 0.05, 128, 512
-"""Interval of sharing without events, and requests above which it grows quadratically, as the time (3 ms) does.
-
-Only the `_MAX_SHARED` earliest requests are considered. The engine's scheduler waits for all of it.
+"""Interval of sharing without events; requests above which it grows quadratically, as the time (3 ms) does; and
+requests considered, since the scheduler waits.
 """
 
 
@@ -57,13 +53,12 @@ class Terms:
     sizes: Sequence[int]
     """Host memory in bytes with each of its tracks as the largest, descending."""
     link_bytes: int = 0
-    """Minimum bytes over the link."""
     played_s: float = 0.0
     computed_s: float = 0.0
     loss: float = 0.0
     """Expected loss on its smallest track, nats per generated token."""
     chunks: Sequence[str] = ()
-    """Chained digests of the groups to load; requests with equal ones share downloads."""
+    """Chained digests of the groups to load; equal ones share downloads."""
 
 
 @dataclass(slots=True)
@@ -100,11 +95,8 @@ class _Held:
     terms: Terms
     bytes: int
     came: int = 0
-    """Maximum bytes reported by a worker."""
     ends: list[int] = field(default_factory=list)
-    """Token after the last in place, by worker."""
     promised: int = 0
-    """Token after the last promised."""
 
 
 class Promises:
@@ -122,14 +114,8 @@ class Promises:
     ) -> None:
         """Start without plays.
 
-        Args:
-            ranks: workers that report the end of each play.
-            block: tokens in a block of the engine.
-            max_bytes: host memory of all plays.
-            max_plays: concurrent plays.
-            same_ends: all workers need the same tokens: with windows, a worker that has more lacks blocks of a shorter
-                prefix.
-            numbers: of the plays; default from 1.
+        ``ranks`` workers report the end of each play; ``max_bytes`` limits the host memory of all plays. ``same_ends``:
+        workers need equally many tokens, since with windows a longer prefix lacks blocks of a shorter one.
         """
         self._ranks, self._block, self._same_ends = ranks, block, same_ends
         self._max_bytes, self._max_plays = max_bytes, max_plays
@@ -144,7 +130,6 @@ class Promises:
         self._rate = self._ttfb_s = 0.0
         """Bytes per second (0.0: unknown), and seconds to a first byte."""
         self._engine_s = self._looked_s = -math.inf
-        """Times when the engine is free, and of the last sharing."""
         self._changed = False
 
     @property
@@ -169,13 +154,8 @@ class Promises:
     ) -> int | None:
         """Return the number of promised tokens after the first ``computed``; None: ask again.
 
-        Args:
-            request: its id; queried repeatedly, with other numbers.
-            computed: vLLM's own tokens, in whole blocks.
-            last: token after the last at the origin.
-            terms: returns the request's costs, given its first token to load.
-            due_s: deadline of the play.
-            now: the time.
+        ``last`` is the token after the last at the origin; ``terms`` returns the costs, given the first token to load;
+        ``due_s`` is the deadline of the play.
         """
         held = self._held.get(request)
         if last <= computed or request in self._released:
@@ -213,10 +193,7 @@ class Promises:
         return True
 
     def use(self, request: str, external: int, now: float) -> tuple[int, int] | None:
-        """End the wait of a request that vLLM has scheduled with ``external`` promised tokens.
-
-        Return the play and the first token to copy, or None.
-        """
+        """End the wait of a request with ``external`` promised tokens; return the play and first token to copy."""
         held = self._held.get(request)
         if held is not None:
             part = external / max(1, held.begun.last - held.begun.first)
@@ -243,8 +220,7 @@ class Promises:
     def take(self, now: float) -> tuple[list[Begun], list[int], int, int]:
         """Share link and engine.
 
-        Return plays to begin, plays to drop first, and the numbers of requests without memory and of those computed so
-        that others are in time.
+        Return plays to begin and to drop, and the numbers of requests computed for lack of memory and of time.
         """
         self._share_out(now)
         news = self._begun, self._dropped, self._unplayed, self._crowded
@@ -270,7 +246,6 @@ class Promises:
         return None
 
     def _share_out(self, now: float) -> None:
-        """Begin plays, and release requests for computation, as link and engine allow."""
         few = len(self._waiting) <= _MAX_UNPACED_PLAYS
         look_s = _LOOK_S * max(1.0, min(_MAX_SHARED, len(self._waiting)) / _QUADRATIC_FROM) ** 2
         if not self._waiting or not ((self._changed and few) or now >= self._looked_s + look_s):
@@ -314,7 +289,6 @@ class Promises:
         return loads
 
     def _loads(self, order: Sequence[str]) -> list[Demand]:
-        """Return the demand of waiting requests, without groups that another one downloads."""
         loads, coming = [], {chunk for held in self._under_way() for chunk in held.terms.chunks}
         for name in order:
             load, chunks = _load(name, self._waiting[name]), self._waiting[name].terms.chunks
@@ -325,7 +299,6 @@ class Promises:
         return loads
 
     def _begin_unpaced(self, order: Sequence[str]) -> None:
-        """Begin a few plays in this order, without time limits."""
         scarce = len(self._waiting) + len(self._held) > 1
         for name in order:
             load = _load(name, self._waiting[name])
@@ -333,7 +306,6 @@ class Promises:
                 break
 
     def _yields(self, request: str, now: float) -> bool:
-        """Return True if others go before a request that must be played alone."""
         waiting = self._waiting[request]
         early = now < (waiting.asked_s + waiting.due_s) / 2
         return early and waiting.terms.sizes[-1] > self._max_bytes
@@ -342,11 +314,10 @@ class Promises:
         return [held for held in self._held.values() if len(held.ends) < self._ranks]
 
     def _end_s(self, load: Demand, now: float) -> float:
-        """Return the time at which a play must end for the engine to compute its prompt, and later ones, in time."""
+        """Return the time at which a play must end for its prompt and later ones to be in time."""
         return min(load.due_s, max(load.by_s, now + _MIN_TRANSFER_FACTOR * (load.here_s - now)) + load.played_s)
 
     def _compute(self, requests: Sequence[str], played: Sequence[Demand], now: float, *, late: bool = False) -> None:
-        """Release requests for which the engine has time before the played ones."""
         for name in requests:
             held, waiting = self._held.get(name), self._waiting.get(name)
             if waiting is not None:
@@ -369,9 +340,9 @@ class Promises:
     def _begin(
         self, request: str, load: Demand, end_s: float | None = None, *, least: bool = False, scarce: bool = False
     ) -> bool:
-        """Begin a play, ending at ``end_s``, if there is memory for it; return whether there is.
+        """Begin a play until ``end_s``; return False without memory for it.
 
-        ``least`` limits it to its smallest track; ``scarce``: the engine has no time to compute it.
+        ``least``: only its smallest track; ``scarce``: the engine has no time to compute it.
         """
         waiting = self._waiting[request]
         if (size := self._fitting(waiting.terms.sizes[-1:] if least else waiting.terms.sizes)) is None:
@@ -388,7 +359,6 @@ class Promises:
         return True
 
     def _fitting(self, sizes: Sequence[int]) -> int | None:
-        """Return a play's memory, given its sizes; None if it must wait."""
         if len(self._under_way()) >= self._max_plays:
             return None
         if not (used := self.held_bytes):

@@ -1,8 +1,7 @@
 """Publishing in a worker, from the engine's blocks: when a request ends, or group by group during its prefill.
 
-A growing cache is copied right after each step (``wait_for_save``), before later steps overwrite blocks. On a GPU the
-copies run during the next step, and the engine waits for them only if it has taken blocks away. A preempted request
-computes its tokens again, but they are published once.
+A growing cache is copied right after each step, before later steps overwrite blocks; on a GPU during the next step, and
+the engine waits only if it has taken blocks away.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ from kvabr.types.errors import KvabrError, UsageError
 
 _log = logging.getLogger("vllm.kvabr")
 _TIMEOUT_S = 60.0
-"""Time limit for waiting for a publication."""
 _MAX_GPU_SHARE = 0.25
-"""Share of a GPU's free memory for a published cache."""
 
 _Read = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -66,7 +63,6 @@ class Publishers:
     """Destinations of published caches."""
 
     ended: Publisher
-    """For ended requests."""
     live: LivePublisher | None = None
     """For requests during prefill, into the same store."""
 
@@ -86,7 +82,6 @@ class Publications:
         self._counts, self._trouble = engine.counts, TroubleLog(_log)
         self._windows, self._states = KeptWindows(kept), KeptStates(kept)
         self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing if pages.names))
-        """Layer classes with windows."""
         self._growing: dict[str, LiveSlot | None] = {}
         """Growing caches; None: not published."""
         self._kept: list[KeepRequest] = []
@@ -160,7 +155,6 @@ class Publications:
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _announce(self, grown: GrowRequest) -> LiveSlot | None:
-        """Begin a growing asset, if possible."""
         live = self._publishers.live
         assert live is not None  # noqa: S101  # nothing grows otherwise
         cost = self._engine.cost
@@ -201,7 +195,6 @@ class Publications:
             slot.fail(str(error))
 
     def _end(self, publication: PublishRequest) -> None:
-        """End a growing cache after all copies from its blocks."""
         slot = self._growing.pop(publication.request)
 
         def end() -> None:
@@ -239,7 +232,6 @@ class Publications:
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _keep_states(self, snapshot: SnapshotRequest) -> None:
-        """Keep the states after the step, unless a lossy play affected them."""
         if snapshot.chunk in self._engine.lossy:
             return
         began_s = time.thread_time()
@@ -250,7 +242,6 @@ class Publications:
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _publish(self, publication: PublishRequest) -> None:
-        """Publish a cache, or release its blocks at once."""
         why, model = "dropped_failed", self._model.adapted(publication.adapter)
         try:
             slot = self._publishers.ended.reserve(publication.tokens, publication.salt, model.shard.model)
@@ -275,7 +266,6 @@ class Publications:
         self._engine.gone(publication.request)
 
     def _reading(self, publication: PublishRequest, slot: Slot) -> _Read | None:
-        """Return a reader for a cache; None if vLLM has dropped a part of it."""
         kept = self._windows.take(publication.chunks) if self._passing else ()
         states = self._states.take(publication.chunks[-1]) if self._model.caches.states else {}
         if kept is None or len(kept) < len(self._passing) or states is None:
@@ -289,7 +279,6 @@ class Publications:
         kept: tuple[tuple[torch.Tensor, ...], ...],
         states: dict[int, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Return a prompt's cache, from blocks, ``kept`` window groups and ``states``."""
         parts = self._model.shard.parts
         dtypes = [self._model.kept(part) for part in parts]
         had = states | {
@@ -306,14 +295,12 @@ class Publications:
         return tuple(had[number] if one is None else one for number, one in enumerate(rest))
 
     def _device_for(self, size: int) -> torch.device:
-        """Return the GPU if a cache fits there and can be encoded there, else the CPU."""
         device: torch.device = self._engine.blocks.device
         if gpu.runs_on(device) and size <= torch.cuda.mem_get_info(device)[0] * _MAX_GPU_SHARE:
             return device
         return torch.device("cpu")
 
     def _take(self, publication: PublishRequest, slot: Slot, read: _Read) -> None:
-        """Copy a cache and release its blocks; called on the copying thread."""
         began_s = time.thread_time()
         try:
             with self._copier.apart():
@@ -334,7 +321,7 @@ class Publications:
                 self._begun_s = time.monotonic()
 
     def published(self) -> list[tuple[str, int]]:
-        """Return, once, requests that have finished publishing, with the number of tokens now cached."""
+        """Return, once, the published requests and their cached tokens."""
         with self._lock:
             ended, self._ended = self._ended, []
         return ended

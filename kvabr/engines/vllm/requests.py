@@ -1,4 +1,4 @@
-"""Parameters in requests' ``kv_transfer_params``, and the identity of their caches; checked like any input."""
+"""Parameters in requests' ``kv_transfer_params``, and the identity of their caches; untrusted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 OWN = "kvabr"
-"""Key of the served losses in the ``kv_transfer_params`` of an answer."""
+"""Key of the served losses in an answer's ``kv_transfer_params``."""
 _SWITCHES = frozenset({"play", "publish", "live", "back"})
 _KEYS = _SWITCHES | {"deadline_s", "keep_s", "max_loss", OWN}
 _FOREIGN_PREFIXES = ("do_remote_", "remote_")
@@ -37,7 +37,7 @@ def wants_back(request: Any) -> bool:
 
 
 def most_loss(request: Any) -> float | None:
-    """Return a request's bound on its expected loss, infinite without one; None if it is no number of zero or more."""
+    """Return a request's bound on its expected loss, infinite without one; None if invalid."""
     given = params(request).get("max_loss")
     if given is None:
         return math.inf
@@ -47,10 +47,7 @@ def most_loss(request: Any) -> float | None:
 
 
 def faults(request: Any) -> Iterator[tuple[str, str]]:
-    """Yield faults of a request's parameters with their consequences.
-
-    Only the first ones are checked, as an engine's step waits for this.
-    """
+    """Yield faults of a request's first `_MAX_KEYS` parameters with their consequences."""
     for key, value in islice(params(request).items(), _MAX_KEYS):
         if key in _SWITCHES and not (value is None or isinstance(value, bool)):
             yield f"{key} is neither true nor false", f"{str(value)[:80]!r} counts as false"
@@ -61,7 +58,7 @@ def faults(request: Any) -> Iterator[tuple[str, str]]:
 
 
 def unfit(request: Any) -> str | None:
-    """Return a part of a request's cache key that has no name, if any."""
+    """Return the part of a request's cache key that has no name, if any."""
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "embeddings instead of tokens"
     return None
@@ -80,10 +77,7 @@ def media_of(request: Any) -> tuple[tuple[object, int], ...]:
 
 
 def salt_of(request: Any, salt: bytes) -> bytes:
-    """Return the salt of a request's caches, given the engine's.
-
-    Its own ``cache_salt`` separates its cache from all others, as in vLLM's prefix cache.
-    """
+    """Return the salt of a request's caches, from the engine's salt and its own ``cache_salt``."""
     own = str(getattr(request, "cache_salt", None) or "")
     if not own:
         return salt

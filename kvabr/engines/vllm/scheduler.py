@@ -1,10 +1,8 @@
 """The connector's half in vLLM's scheduler: looks up prompts at the origin, and selects caches to publish.
 
-It never blocks. A lookup runs on the client's event loop; until it ends or has used its share of the deadline, the
-answer to vLLM is "ask again", as during a play (`Promises`). While a play is decoded into blocks, requests with the
-same prefix wait, since vLLM then shares the blocks with them.
-
-A request gets a hit only once: if a promised load fails, vLLM asks again, and the same answer would loop forever.
+It never blocks: vLLM must ask again while a lookup or play (`Promises`) runs. While a play is decoded into blocks,
+requests with the same prefix wait to share them. A request gets a hit only once: if a promised load fails, the same
+answer would loop forever.
 """
 
 from __future__ import annotations
@@ -70,9 +68,7 @@ from kvabr.types.naming import chain
 _log = logging.getLogger("vllm.kvabr")
 
 _MIN_PLAY_SHARE = 0.25
-"""Minimum share of the deadline for a play."""
 _MIN_LOOKUP_SHARE = 0.25
-"""Minimum share of the deadline for a lookup."""
 _MIN_LEFT_S = 1e-3
 _ROUNDING = 1e-12
 """Tolerance of sums of losses, nats per token."""
@@ -81,18 +77,15 @@ _LINK_S = 0.05
 _LOOK_S = 1.0
 """Time limit of a round trip measurement, and the pause after it."""
 _MAX_DEADLINE_S = 60.0
-"""Maximum deadline of a request, unless the setting is longer: it limits how long a play occupies memory."""
+"""Maximum deadline of a request unless the setting is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """The identity of a request's caches, without salts."""
-
     tokens: Sequence[int] = ()
     """Ids of its prompt, with digests of media."""
     adapter: str | None = None
     unfit: str | None = None
-    """Reason for having no name, if so."""
 
 
 @dataclass(slots=True)
@@ -103,32 +96,22 @@ class _Lookup:
     tokens: Sequence[int] = ()
     salt: bytes = b""
     adapter: str | None = None
-    """Digest of the request's LoRA adapter."""
     handle: Handle[Found | None] | None = None
     found: Found | None = None
-    """The part of the cache to load."""
     computed: int = -1
-    """vLLM's tokens in its last query; -1 before the first."""
     terms: dict[int, Terms] = field(default_factory=dict)
-    """Costs of a play, by the number of skipped groups."""
     lacks: int = 0
     last: int = 0
     """Token after the last to load; 0: no further hit."""
     tail: int = 0
-    """Tokens left to the engine, if decided before the play."""
     due_s: float = 0.0
     loss: float = 0.0
-    """See `PlacedPlay`."""
     worst: float = 0.0
     max_loss: float = math.inf
-    """Maximum expected loss of the request, nats per generated token."""
     before: float = 0.0
-    """Part of it in vLLM's own tokens."""
     held: int | None = None
-    """Tokens of the prompt at the origin, once known."""
 
     def over(self) -> None:
-        """Forget the result: no further hit."""
         self.found, self.last, self.tail, self.tokens = None, 0, 0, ()
 
 
@@ -146,10 +129,10 @@ class SchedulerHalf:
         announced: AnnouncedBlocks | None = None,
         hashed: int | None = None,
     ) -> None:
-        """Start; without a client nothing is looked up.
+        """Start; no lookups without a client.
 
-        ``evict`` removes blocks from vLLM's prefix cache; ``announced`` collects KV events, if enabled; ``hashed`` is
-        the number of tokens in a block with a hash of its own.
+        ``evict`` removes blocks from vLLM's prefix cache; ``announced`` collects KV events; ``hashed`` is the tokens
+        per hash.
         """
         self.announced = announced
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
@@ -158,11 +141,10 @@ class SchedulerHalf:
         self._pictures = Pictures(settings.deadline_s)
         self._named: dict[str, _Named] = {}
         self._digesting: set[str] = set()
-        """Requests that wait for a digest."""
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
         self._unshared: list[Any] = []
-        """Requests that must not use vLLM's prefix cache from the next step on; they are computed."""
+        """Requests that must not use vLLM's prefix cache from the next step on."""
         self._loading: dict[str, frozenset[str]] = {}
         """Running loads, with the digests of their groups."""
         self._promises = Promises(
@@ -188,7 +170,6 @@ class SchedulerHalf:
         self._cost: PrefillCost | None = None
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._rtt_s = 0.0
-        """Round trip time to the origin; 0.0: unknown."""
         self._link = KnownLink(0.0, 0.0)
         self._link_s = -math.inf
         self._looking = False
@@ -215,9 +196,9 @@ class SchedulerHalf:
                 self._announce_later(request)
 
     def reset(self) -> bool:
-        """Forget all caches: the engine's weights, and so the names of caches, may have changed.
+        """Forget all caches, since weights may have changed; do not publish started requests.
 
-        Started requests are not published. Return False if loads into blocks are running, which cannot be cancelled.
+        Return False while loads into blocks are running; they cannot be cancelled.
         """
         self._generation.changed()
         if self.announced is not None:
@@ -238,10 +219,7 @@ class SchedulerHalf:
         return not self._loading
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return the number of tokens to load after the first ``computed``, and whether vLLM must wait for them.
-
-        None: ask again, the lookup or play is still running.
-        """
+        """Return the tokens to load after the first ``computed`` (None: ask again), and whether vLLM waits."""
         if self._waits(request):
             self._digesting.add(request.request_id)
             return None, False
@@ -265,7 +243,7 @@ class SchedulerHalf:
     def _may_share(self, request: Any, lookup: _Lookup, computed: int) -> bool:
         """Return True if a request may use vLLM's first ``computed`` tokens; otherwise vLLM must ask again.
 
-        Called also without such tokens, as they may have been shared a step ago.
+        0 tokens are checked too: some may have been shared a step ago.
         """
         deadline_s, most = lookup.deadline_s if wants(request, "play") else math.inf, lookup.max_loss - lookup.loss
         if not self._kept.may_share(request, computed, deadline_s, most):
@@ -281,20 +259,18 @@ class SchedulerHalf:
         return False
 
     def _forget_lookup(self, name: str, lookup: _Lookup) -> None:
-        """End a lookup and its play; the request's next arrival begins another."""
         if lookup.handle is not None:
             lookup.handle.cancel()
         self._promises.drop(name)
         del self._lookups[name]
 
     def _comes(self, found: Found, computed: int) -> bool:
-        """Return True if another request is loading the next group."""
         catalog = found.catalog
         at = 0 if computed < catalog.first_token else catalog.group_at(computed)
         return at < len(catalog.chunks) and any(catalog.chunks[at] in chunks for chunks in self._loading.values())
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], external: int) -> None:
-        """Copy a play into the blocks that vLLM has allocated, per block table."""
+        """Copy a play into allocated blocks, given per block table."""
         name, caches = request.request_id, self._model.caches
         lookup = self._lookups.get(name)
         if lookup is None:
@@ -320,10 +296,7 @@ class SchedulerHalf:
         before: Mapping[str, int] = MappingProxyType({}),
         preempted: bool = False,
     ) -> Step:
-        """Return the requests to the workers for the next step, which computes ``scheduled`` tokens of requests.
-
-        The step is timed if ``before`` has their computed tokens. ``preempted``: vLLM has taken blocks from a request.
-        """
+        """Return the workers' requests for a step of ``scheduled`` tokens, timed if ``before`` is complete."""
         step, self._pending = self._pending, Step()
         while self._unshared:
             self._unshared.pop().skip_reading_prefix_cache = True  # any earlier, vLLM would use its blocks once more
@@ -359,7 +332,7 @@ class SchedulerHalf:
             lookup.loss, lookup.worst = max(play.loss, lookup.loss), max(play.worst, lookup.worst)
 
     def published(self, request: str, tokens: int) -> None:
-        """Record that a worker has published this many tokens of a request."""
+        """Record the tokens of a request that a worker has published."""
         self._hints.published(request, tokens)
         if self.announced is not None:
             self.announced.published(request, tokens)
@@ -372,7 +345,7 @@ class SchedulerHalf:
             self._loading.pop(name, None)
 
     def served(self, request: Any, blocks: Sequence[Sequence[int]]) -> dict[str, float] | None:
-        """Return the served losses of a request that ends; None without a play."""
+        """Return the served losses of an ending request; None without a play."""
         served = self._kept.over(request.request_id, blocks)
         if served is not None and served["loss"] > self._settings.keep_loss:
             _log.info(
@@ -384,7 +357,7 @@ class SchedulerHalf:
         return served
 
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
-        """End a request, given its blocks per table; return True if they must be kept for publishing."""
+        """End a request, given its block tables; return True if its blocks must be kept for publishing."""
         try:
             lookup = self._lookups.get(request.request_id)
             publishing = self._finish(request, blocks)
@@ -443,18 +416,14 @@ class SchedulerHalf:
         return True
 
     def _announce_found(self, request: Any, lookup: _Lookup) -> None:
-        """Announce the result of a lookup."""
         if self.announced is not None and lookup.held is not None:
             self.announced.found(request, lookup.held)
 
     def _announce_later(self, request: Any) -> None:
-        """Announce a request's cache once it is published."""
         if self.announced is not None:
             self.announced.publishing(request)
 
     def _promised(self, request: str, lookup: _Lookup, found: Found, computed: int) -> int | None:
-        """Return the number of promised tokens after a lookup; None: ask again."""
-
         def terms(first: int) -> Terms:
             skip = found.catalog.group_at(first)
             if skip not in lookup.terms:
@@ -469,7 +438,6 @@ class SchedulerHalf:
         return self._settings.prefill_cost or self._cost or prior or guess(self._model.spec)
 
     def _terms(self, lookup: _Lookup, catalog: Catalog, first: int, skip: int) -> Terms:
-        """Return a request's costs after its first tokens, ``skip`` whole groups."""
         left, prompt, last = catalog.suffix(skip), len(lookup.tokens), lookup.last
         cost = self._prefill_of(catalog)
         tracks = usable(left, self._settings.only_track, lookup.max_loss - lookup.before)
@@ -486,7 +454,6 @@ class SchedulerHalf:
         )
 
     def _look_at_link(self, now: float) -> None:
-        """Query the link's speed while a request waits."""
         if self._client is not None and self._promises.waiting and now >= self._link_s + _LINK_S:
             self._link_s = now
             self._client.begin(self._ask_link)
@@ -521,9 +488,9 @@ class SchedulerHalf:
         )
 
     def _tail(self, behind: int) -> int:
-        """Return how many tokens of a play may be computed instead, in a step with ``behind`` others.
+        """Return the tokens of a play that may be computed instead, in a step with ``behind`` others.
 
-        0 if `_shortened` decided it before, since all workers must leave out the same tokens.
+        0 for several ranks, which must leave out the same tokens: `_shortened` decides.
         """
         if self._model.ranks > 1:
             return 0
@@ -531,10 +498,7 @@ class SchedulerHalf:
         return min(self._settings.tail, max(0, self._model.step_tokens - behind) // max(1, waiting))
 
     async def _shortened(self, client: EngineClient, lookup: _Lookup, found: Found) -> Found:
-        """Return the part of a cache to load, without the tail that the engine computes with the question.
-
-        Runs on the client's event loop. The tails of all waiting requests fit into a step.
-        """
+        """Return the part of a cache to load, without the tail; tails of all waiting requests fit into a step."""
         settings, last = self._settings, self._usable(found, len(lookup.tokens) - 1)
         if not last:
             return found
@@ -584,16 +548,12 @@ class SchedulerHalf:
         return lookup
 
     def _lookup_s(self, lookup: _Lookup) -> float:
-        """Return the time limit of a lookup, after which computing the prompt would still be in time.
-
-        If computing would be late, only a play can be in time, and the lookup may take all but the play's share.
-        """
+        """Return the time limit of a lookup that leaves time to compute the prompt, or else to play it."""
         deadline_s = lookup.deadline_s
         left_s = abs(deadline_s - self._prefill_of().seconds(0, len(lookup.tokens)))
         return min(max(left_s, _MIN_LOOKUP_SHARE * deadline_s), (1 - _MIN_PLAY_SHARE) * deadline_s)
 
     async def _find(self, lookup: _Lookup, client: EngineClient) -> Found | None:
-        """Look up a prompt; runs on the client's event loop."""
         within_s, model = lookup.within_s, self._model.adapted(lookup.adapter)
         found = await find_cache(client, lookup.tokens, model.specs, lookup.salt, within_s)
         lookup.held = 0 if found is None else found.catalog.tokens
@@ -606,7 +566,6 @@ class SchedulerHalf:
         return await self._shortened(client, lookup, found)
 
     async def _look(self, client: EngineClient) -> None:
-        """Measure the round trip time; runs on the client's event loop."""
         try:
             with contextlib.suppress(KvabrError):
                 if (rtt_s := await client.round_trip(probe_s=_LOOK_S)) is not None:
@@ -616,7 +575,6 @@ class SchedulerHalf:
             self._looking = False
 
     def _settle(self, request: Any, lookup: _Lookup, handle: Handle[Found | None]) -> bool:
-        """Take the result of a lookup; return False if it is still running."""
         # The deadline matters only if the event loop hangs.
         if not handle.done() and time.monotonic() - lookup.began_s < lookup.deadline_s:
             return False
@@ -648,7 +606,7 @@ class SchedulerHalf:
         return True
 
     def _usable(self, found: Found, most: int) -> int:
-        """Return how many tokens of a cache, at most ``most``, vLLM can start with: whole blocks, and its states."""
+        """Return the number of tokens, at most ``most``, that vLLM can start with: whole blocks, and its states."""
         catalog, block = found.catalog, self._model.block
         last = whole_blocks(min(catalog.tokens - self._model.ahead, most), block)
         if not self._model.caches.states:
@@ -658,7 +616,6 @@ class SchedulerHalf:
         return 0 if end % block else end
 
     def _failed(self, lookup: _Lookup, why: str) -> None:
-        """Pause lookups if the origin should have answered this one."""
         if self._pause is None:
             return
         pause_s = self._pause.failed(lookup.began_s, within_s=lookup.within_s, rtt_s=self._rtt_s)
@@ -676,7 +633,6 @@ class SchedulerHalf:
         return named.tokens, self._salt_of(request), named.adapter
 
     def _name(self, request: Any) -> _Named:
-        """Return the identity of a request's caches, fixed at its arrival."""
         name, why = request.request_id, unfit(request)
         if name not in self._named and why is None:
             try:
@@ -689,7 +645,6 @@ class SchedulerHalf:
         return self._named.setdefault(name, _Named(unfit=why))
 
     def _still(self, request: Any) -> bool:
-        """Return True if an ending request has a name, and its adapter is unchanged."""
         named = self._name(request)
         try:
             return named.unfit is None and self._adapters.digest(request) == named.adapter
@@ -698,14 +653,12 @@ class SchedulerHalf:
             return False
 
     def _waits(self, request: Any) -> bool:
-        """Return True while a digest for the request's caches is being computed."""
         played = self._client is not None and wants(request, "play")
         if not played and not (self._produces and wants(request, "publish")):
             return False
         return any([self._adapters.waits(request), self._pictures.waits(request)])  # start both
 
     def _chain_of(self, request: Any) -> Sequence[str]:
-        """Return the digests of all groups of a request's prompt; empty if it is not published."""
         named, size = self._name(request), self._model.spec.group_tokens
         tokens = whole_blocks(min(int(request.num_prompt_tokens), len(named.tokens)), size)
         if not tokens or not self._published(request):

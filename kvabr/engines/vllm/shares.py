@@ -1,9 +1,8 @@
 """Division of waiting requests into played and computed ones, within the capacity of link and engine.
 
-A play occupies the link for the bytes of its smallest track, then the engine for uncached tokens; a computed request
-occupies the engine for all its tokens. Both serve the earliest deadline first. If not all can be played in time,
-requests with the least engine time per link byte saved are computed, among equals those with the lossiest caches. If
-the engine cannot do that in time either, requests that free the most engine time are late, so that the others are not.
+A play occupies the link for its smallest track, then the engine for uncached tokens; both serve the earliest deadline
+first. If not all can be played in time, requests with the least engine time per saved link byte are computed, among
+equals the lossiest. If that is too late, requests that free the most engine time are late.
 
 Pure: no vLLM, no clock, no threads.
 """
@@ -28,13 +27,10 @@ class Demand:
     bytes: float
     """Remaining bytes on the link if played."""
     played_s: float
-    """Engine seconds if played."""
     computed_s: float
-    """Engine seconds if computed."""
     loss: float = 0.0
     """Expected loss on its smallest track, nats per generated token."""
     begun: bool = False
-    """Its play is running."""
     here_s: float = 0.0
     """Expected end of its transfer."""
     by_s: float = 0.0
@@ -53,7 +49,7 @@ class Assignment:
 def divide(loads: Iterable[Demand], rate: float, *, now: float, ttfb_s: float, engine_s: float) -> Assignment:
     """Divide requests, and set the times of the played ones.
 
-    ``rate`` is in bytes per second, ``ttfb_s`` the time to a first byte, and ``engine_s`` when the engine is free.
+    ``rate`` is in bytes per second, ``ttfb_s`` the time to a first byte, ``engine_s`` when the engine is free.
     """
     order = sorted(loads, key=lambda load: load.due_s)
     played, computed = _by_link(order, rate, now + ttfb_s)
@@ -84,9 +80,9 @@ def _relief(load: Demand, work_s: float) -> tuple[bool, float, float]:
 
 
 def _by_link(order: Sequence[Demand], rate: float, begin_s: float) -> tuple[set[str], set[str]]:
-    """Return the requests that the link carries in time, and those to compute instead.
+    """Return the requests that the link carries in time, and those to compute.
 
-    A request that gives way to another is due before it, so earlier ones stay in time.
+    A request gives way only to later ones, so earlier ones stay in time.
     """
     played, computed = {load.request for load in order}, set[str]()
     cheapest = list[tuple[tuple[bool, float, float, float], int]]()
@@ -105,7 +101,6 @@ def _by_link(order: Sequence[Demand], rate: float, begin_s: float) -> tuple[set[
 def _by_engine(
     order: Sequence[Demand], played: set[str], computed: set[str], rate: float, begin_s: float, engine_s: float
 ) -> None:
-    """Remove requests so that the engine finishes the others in time."""
     longest = list[tuple[tuple[bool, float, float], int]]()
     before, all_s = list[Demand](), (engine_s, engine_s, begin_s)
     for at, load in enumerate(order):
@@ -126,7 +121,7 @@ def _by_engine(
 
 
 def _with(load: Demand, played: set[str], rate: float, all_s: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Return the end times with one more job: the engine without waiting, the engine with plays only, and the link."""
+    """Return the end times with one more job: engine without waiting, engine with plays only, and link."""
     busy_s, plays_s, here_s = all_s
     if load.request not in played:
         return busy_s + _ENGINE_MARGIN * load.computed_s, plays_s, here_s
@@ -135,7 +130,7 @@ def _with(load: Demand, played: set[str], rate: float, all_s: tuple[float, float
 
 
 def _ends_s(order: Sequence[Demand], played: set[str], rate: float, begin_s: float, engine_s: float) -> float:
-    """Return the time at which an engine ends the last of the jobs, which is due last."""
+    """Return when the engine ends the last of the jobs, which is due last."""
     now, here_s = engine_s, begin_s
     now += _ENGINE_MARGIN * sum(load.computed_s for load in order if load.request not in played)
     waits = order[-1].request in played

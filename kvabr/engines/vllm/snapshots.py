@@ -1,9 +1,7 @@
 """Snapshots of recurrent states: the scheduler notes the step that leaves one, and the worker keeps it for publishing.
 
-In the cache mode "align" (default with prefix caching), vLLM has a state only if a step ended at the end of a block,
-and ends a step of every prompt after its last whole block. The layer's table has the state in place of the block that
-ends there; most other entries are the null block. vLLM drops the state later, so the worker copies it right after that
-step.
+In the cache mode "align" (default with prefix caching), vLLM ends a step of every prompt after its last whole block,
+where the layer's table has the state. vLLM drops it later, so the worker copies it right after that step.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ class Boundaries:
         self._open.pop(name, None)
 
     def step(self, scheduled: Mapping[str, int], tables: Tables, blocks: Mapping[int, int]) -> list[SnapshotRequest]:
-        """Return the snapshots after a step that computes ``scheduled`` tokens of each request.
-
-        ``blocks`` has the tokens in a block of each table of states.
-        """
+        """Return the snapshots after a step, given the ``scheduled`` tokens and the block size of each table."""
         kept = []
         for name, tokens in scheduled.items():
             request = self._open.get(name)

@@ -1,7 +1,6 @@
-"""vLLM's form of the recurrent states of a layer: the last inputs of its convolution, and the state.
+"""vLLM's form of a layer's recurrent states: the last inputs of its convolution, and the state.
 
-They are published in transformers' form (`kvabr.engines.transformers.cache`), so that both engines can exchange them.
-Reads vLLM's objects by the names of their fields, without importing vLLM.
+They are published in transformers' form (`kvabr.engines.transformers.cache`).
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import torch
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
 _TRANSPOSED = "GDN_ATTN"
-"""Layers with a state described as [head, column, row]; GPU kernels store it so, CPU kernels as [head, row, column]."""
+"""Layers with a state described as [head, column, row], stored so on GPUs, but as [head, row, column] on CPUs."""
 KNOWN = {"GDN_ATTN": (CONVOLUTION, RECURRENT), "MAMBA2": (CONVOLUTION, RECURRENT), "SHORT_CONV": (CONVOLUTION,)}
-"""Roles of a layer's states, by vLLM's kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +23,10 @@ class StateForm:
 
     role: str
     shape: tuple[int, ...]
-    """Of a block."""
     dtype: torch.dtype
     offset: int = 0
     """Bytes of other states before it in a block."""
     turned: bool = False
-    """Rows and columns are exchanged."""
 
     def of(self, cache: torch.Tensor) -> torch.Tensor:
         """Return a view of the state in all blocks, [block, ...], of vLLM's tensor [block, 1, 1, byte].

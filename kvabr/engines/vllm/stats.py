@@ -14,9 +14,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
     ),
 }
-"""Meaning and buckets of the keys with a list of numbers, one per play or request."""
 _MAX_NOTED = 10_000
-"""Limit of a list until the next `take`."""
 
 HELP = {
     "params_ignored": "Parameters of requests that were unknown or of a wrong type",
@@ -68,7 +66,6 @@ HELP = {
     "publish_dropped_failed": "Caches not published because of another error",
     "copy_seconds": "Seconds of decoding plays into the engine's blocks, and of copying publications out of them",
 }
-"""Meaning of every other key."""
 
 
 class ConnectorCounts:

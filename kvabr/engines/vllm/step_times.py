@@ -1,8 +1,6 @@
 """The cost of the engine's prefills, from the times of its steps. Needs no vLLM.
 
-On a CPU the clock times a step. On a GPU a step ends long after vLLM has begun it, so two events on its stream time it,
-read when the next step begins. The cost is fitted in a thread, for whole prompts, of which long ones take several
-steps.
+On a GPU two events on the stream time a step, read when the next one begins.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.kv import KVSpec
 
 MIN_TOKENS = 64
-"""Minimum tokens of a step to be timed."""
+"""Minimum tokens of a timed step."""
 _EVERY_S = 60.0
-"""Seconds between two writes of the file."""
 _PENDING = 64
 
 
@@ -34,20 +31,15 @@ class StepTimes:
     def __init__(
         self, model: str, spec: KVSpec, most: int, folder: Path | None, submit: Callable[[Callable[[], None]], None]
     ) -> None:
-        """Start.
-
-        ``model`` is the engine's model, for the file; ``most`` the maximum tokens per step; ``submit`` runs work in a
-        thread.
-        """
+        """Start, for steps of at most ``most`` tokens of ``model``; ``submit`` runs work in a thread."""
         self._model, self._spec, self._most, self._submit = model, spec, most, submit
         self._costs = costs_at(None if folder is None else folder / COSTS_FILE)
         self._timings, self._key, self._on_gpu = PrefillTimings(guess(spec)), "", False
         self._begun: tuple[tuple[int, int], float, Any] | None = None
         self._ended: deque[tuple[tuple[int, int], Any, Any]] = deque(maxlen=_PENDING)
-        """On a GPU, steps with unread times."""
         self._unfitted, self._fitted, self._saved_s = 0, 0, 0.0
         self._known: PrefillCost | None = None
-        """The latest fitted cost: fitting takes too long for every play."""
+        """Cached, since fitting takes too long for every play."""
         self._news: PrefillCost | None = None
 
     def use(self, device: torch.device) -> None:
@@ -129,7 +121,7 @@ def prefill_of(scheduled: Mapping[str, int], before: Mapping[str, int]) -> tuple
 
 
 def computed_before(output: Any) -> dict[str, int]:
-    """Return each request's tokens before a step of vLLM's scheduler; empty if unavailable."""
+    """Return each request's tokens before a step of vLLM; empty if unavailable."""
     try:
         found = {one.req_id: int(one.num_computed_tokens) for one in output.scheduled_new_reqs}
         running = output.scheduled_cached_reqs

@@ -1,9 +1,7 @@
 """Window layers: the scheduler notes groups before vLLM drops them, and the worker keeps them for publishing.
 
-vLLM takes blocks that leave a window from a request during its prefill, but a cache is published with all groups of
-every class, so that any prompt with the same beginning can play it. So the worker copies groups after the step that
-completes them, and keeps them by digest within a memory limit. A later prompt with the same prefix, which vLLM does not
-compute again, finds them there.
+vLLM drops blocks that leave a window during a prefill, but caches are published whole. So the worker copies groups
+after the step that completes them, and keeps them by digest for later prompts with the same prefix, too.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from kvabr.engines.vllm.plays import KeepRequest
 from kvabr.store.lru import ByteLru
 
 Tables = Callable[[str], Sequence[Sequence[int]]]
-"""Returns the block tables of a request, given its id."""
+"""Returns a request's block tables, given its id."""
 
 
 class Completed:
@@ -41,7 +39,7 @@ class Completed:
         return self._chunks.pop(name, ())
 
     def step(self, scheduled: Mapping[str, int], tables: Tables) -> list[KeepRequest]:
-        """Return the groups to keep after a step that computes ``scheduled`` tokens of each request."""
+        """Return the groups to keep after a step of ``scheduled`` tokens by request."""
         return [keep for name, tokens in scheduled.items() if (keep := self._keep(name, tokens, tables)) is not None]
 
     def _keep(self, name: str, tokens: int, tables: Tables) -> KeepRequest | None:

@@ -1,11 +1,8 @@
 """The connector's half in a worker of vLLM: plays caches into the engine's blocks, and publishes from them.
 
-Plays run on the client's event loop and end with compressed groups in host memory. When all workers have reported a
-play, the scheduler promises it to vLLM, which allocates blocks and continues with other requests. Threads, or a GPU
-stream, decode the groups straight into the blocks; vLLM computes the request when all is in place.
-
-Publications are copied in a thread, too: vLLM keeps a request's blocks until the load or publication is reported as
-ended.
+Plays run on the client's event loop and end with compressed groups in host memory. Threads or a GPU stream decode them
+into blocks that vLLM allocates for promised tokens. A thread copies publications; vLLM keeps a request's blocks until
+its load or publication ends.
 """
 
 from __future__ import annotations
@@ -39,16 +36,12 @@ from kvabr.types.loss import predicted_loss, promised_loss
 _log = logging.getLogger("vllm.kvabr")
 
 _NAP_S, _SHORT_NAP_S = 0.01, 0.002
-"""Pause of a step without computation during plays and publications: vLLM would poll on a core that decoding needs.
-
-The shorter one is for lookups, whose end only polling notices.
+"""Pauses of a step without computation, since vLLM would poll on a core that decoding needs; the shorter for lookups.
 """
 _START_S = 30.0
-"""Time limit for the start of a player process."""
 _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 """Seconds plus deadlines after which a hanging play is cancelled."""
 _MAX_LOSSY = 4096
-"""Minimum number of remembered lossy groups."""
 _EXACT = ("FP16", "BF16", "Raw")
 """Exact tracks: tokens computed after them are exact too."""
 
@@ -70,12 +63,10 @@ class WorkerHalf:
         client: Background[EngineClient] | None,
         publishers: Publishers | None,
     ) -> None:
-        """Start; nothing is played or published before `register`."""
         self._settings, self._model, self._client = settings, model, client
         self.counts, self._trouble = ConnectorCounts(), TroubleLog(_log)
         self._blocks: EngineBlocks | None = None
         self._asleep: EngineBlocks | None = None
-        """The blocks while the engine sleeps."""
         self._copier, self._loader = Copier("kvabr-copy"), Copier("kvabr-load")
         self._news = threading.Condition()
         self._received: set[str] = set()
@@ -90,7 +81,6 @@ class WorkerHalf:
         self._times = StepTimes(kind, model.shard, model.step_tokens, settings.cache, self._copier.submit)
         self.lossy = LossyGroups(model.spec, model.block, _MAX_LOSSY)
         self._most_loss = math.inf
-        """Maximum loss of a play, nats per generated token."""
         self._publications: Publications | None = None
         if publishers is not None:
             self._publications = Publications(self, publishers, model, self._copier, settings.host_mib << 18)
@@ -98,10 +88,7 @@ class WorkerHalf:
     def register(
         self, caches: Caches, layout_of: LayoutOf, store: Store | None = None, *, keepers: Sequence[str] = ()
     ) -> None:
-        """Set the engine's cache; errors as of `EngineBlocks`.
-
-        ``keepers`` are other connectors that store it, from which lossy plays could not be removed.
-        """
+        """Set the engine's cache; errors as `EngineBlocks`. ``keepers`` are other connectors that keep lossy plays."""
         if keepers:
             self._most_loss = self._settings.keep_loss
             _log.info(
@@ -137,7 +124,7 @@ class WorkerHalf:
         )
 
     def sleep(self) -> None:
-        """Stop using the engine's cache, which is released, until `wake`; idempotent."""
+        """Stop using the engine's cache until `wake`; idempotent."""
         self._wait_for_copies()
         self._asleep, self._blocks = self._blocks or self._asleep, None
         self._wait_for_copies()
@@ -194,7 +181,7 @@ class WorkerHalf:
         return placed
 
     def published(self) -> list[tuple[str, int]]:
-        """Return, once, requests that have finished publishing, with the number of tokens now cached."""
+        """Return, once, the published requests and their cached tokens."""
         return [] if self._publications is None else self._publications.published()
 
     @property
@@ -287,7 +274,6 @@ class WorkerHalf:
             )
 
     def _brought(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> tuple[PlayedPrefix | None, int]:
-        """Return a play's result, and the token after its last whole block."""
         try:
             prefix = play.result(0.0)
         except PlayError as error:
@@ -321,7 +307,6 @@ class WorkerHalf:
             self._trouble.tell("a play failed; its request is computed", error)
 
     def _missed(self, load: LoadRequest, end: int, prefix: PlayedPrefix | None) -> None:
-        """Count the tokens that a play lacks, without the intended tail."""
         tail = 0 if prefix is None else prefix.tail
         if tail:
             self.counts.add("tokens_tail", tail)
@@ -336,7 +321,6 @@ class WorkerHalf:
             self._trouble.tell("a play ended early", f"{missed} tokens are computed: {prefix.cut}")
 
     def _hold(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
-        """Keep a play's result, and report it."""
         self.counts.note(SECONDS, time.monotonic() - began_s)
         prefix, end = self._brought(load, play)
         with self._news:
@@ -349,7 +333,6 @@ class WorkerHalf:
             self._missed(load, end, prefix)
 
     def _drop(self, number: int) -> None:
-        """Cancel a play, or drop its result."""
         with self._news:
             playing = self._plays.pop(number, None)
         if playing is None:
@@ -361,7 +344,6 @@ class WorkerHalf:
             playing.handle.cancel()
 
     def _place_played(self, copy: CopyRequest, playing: _Playing | None) -> None:
-        """Decode promised tokens into the engine's blocks; called on the loading thread."""
         end = copy.first
         if playing is None or playing.prefix is None:
             self._failure(PlayError(f"play {copy.play} is no longer available"))
@@ -370,7 +352,6 @@ class WorkerHalf:
         self._loaded(copy.request, copy.first, copy.last, end, copy.blocks)
 
     def _loaded(self, request: str, first: int, last: int, end: int, blocks: tuple[tuple[int, ...], ...]) -> None:
-        """Report an ended load of tokens ``first`` to ``last`` - 1, with those before ``end`` in place."""
         self.counts.add("tokens_loaded", end - first)
         with self._news:
             if end < last and self._model.waits:
@@ -384,10 +365,7 @@ class WorkerHalf:
     def _expand(
         self, load: LoadRequest, prefix: PlayedPrefix, first: int, last: int, blocks: tuple[tuple[int, ...], ...]
     ) -> int:
-        """Decode tokens ``first`` to ``last`` - 1 into blocks; return the token after the last whole block in place.
-
-        There are no holes: vLLM computes everything after the first group that fails.
-        """
+        """Decode tokens into blocks; return the end of whole blocks in place, before the first failed group."""
         end, began_s = last, time.monotonic()
         try:
             with self._loader.apart():
