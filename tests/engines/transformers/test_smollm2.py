@@ -129,8 +129,8 @@ def test_plays_with_forced_misses_are_verified(asset, loaded):
 
 def test_a_profile_is_calibrated(loaded):
     seen, texts = [], {"a": "some text " * 200}
-    (profile,) = calibrate(loaded, texts, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
-    assert seen == [(stage, done, 2) for stage in STAGES for done in (1, 2)]
+    (profile,) = calibrate(loaded, texts, contexts=1, tokens=64, progress=lambda *at: seen.append(at))
+    assert seen == [(stage, 1, 1) for stage in STAGES]
     profile.check(loaded.engine.spec)
     assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest
     # The model minds some channels more than others, and its profile knows.
