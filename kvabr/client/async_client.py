@@ -1,10 +1,10 @@
-"""`AsyncClient`: plays caches from origins and relays, for small programs and for nodes that serve many plays.
+"""`AsyncClient`: plays caches from origins and relays.
 
     async with AsyncClient("moqt://origin.example/", engine=engine) as client:
         played = await client.play(tokens, deadline=2.0)
 
 Plays share one connection per peer, open downloads, received groups and link measurements. A bounded number runs at
-once, earliest deadline first. Cancelling a play's task cancels its downloads unless another play needs them.
+once, earliest deadline first. Cancelling a play cancels its downloads unless another play needs them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from kvabr.types.peer import PeerOptions
 _FIND_S = 5.0
 _MIN_S = 1e-3
 _WAIT_SHARE = 0.9
-"""Share of a lookup spent waiting for a producer, before the answers."""
+"""Share of a lookup spent waiting for a producer."""
 
 
 class AsyncClient:
@@ -103,17 +103,16 @@ class AsyncClient:
 
         Args:
             origin: an origin or relay, ``moqt://host[:port]/``; an object store, ``s3://bucket/prefix`` and others
-                (`kvabr.client.origins`); or an open connection, which the caller closes after this client. None: every
-                play names its peer. With several, a play takes each group from the fastest that has the same asset, and
-                continues with the others if one stalls or dies.
+                (`kvabr.client.origins`); an open connection, which the caller closes after this client; or several, and
+                a play takes each group from the fastest that has the same asset. None: every play names its peer.
             connection: how to reach the origins, and which certificates to trust.
-            model: the model of the caches, by spec or name. None: the engine's, or the only one at the origin.
-            engine: computes groups that would be late or are not cached. Its prefill cost is measured as it runs.
+            model: the caches' model, by spec or name. None: the engine's, or the only one at the origin.
+            engine: computes groups that would be late or are not cached; plays measure its prefill cost.
             options: default options of plays.
             limits: resource limits of all plays together.
-            cache: folder that keeps codec profiles, speeds of peers, decode speeds and prefill costs between processes;
-                None: memory only.
-            metrics: counts and timings; `kvabr.telemetry.prometheus.ScrapeServer` serves them.
+            cache: folder that keeps codec profiles, speeds of peers, decode speeds and prefill costs; None: memory
+                only.
+            metrics: counts and timings, for `kvabr.telemetry.prometheus.ScrapeServer`.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -155,11 +154,7 @@ class AsyncClient:
     # ------------------------------------------------------------------ peers
 
     def peer(self, url: str, connection: PeerOptions | None = None) -> ClientPeer:
-        """Return another origin or relay for plays to name, the same for equal arguments. Does not dial.
-
-        Raises:
-            UsageError: the URL or an option is wrong.
-        """
+        """Return another origin or relay for plays to name, without dialling; raise `UsageError` if wrong."""
         how = connection or PeerOptions()
         if (url, how) not in self._peers:
             self._peers[url, how] = ClientPeer(url, dialling(url, how), self.store, self.metrics, own=True)
@@ -171,10 +166,9 @@ class AsyncClient:
         return self._origins
 
     async def connect(self, peer: PeersLike = None) -> Connection:
-        """Connect before the first play, and return the connection that plays to the peer share.
+        """Connect before the first play, and return the shared connection.
 
-        Raises:
-            TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
+        Raises `TransportError` if the peer cannot be reached, speaks another protocol, or refuses us.
         """
         some = self._some(peer)
         with relieving(some):
@@ -184,12 +178,8 @@ class AsyncClient:
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
         """Return the round-trip time to a peer in seconds; connect if necessary.
 
-        Args:
-            probe_s: seconds for a probe's answer. None: return the connection's own measurement, or None.
-            peer: as for `play`.
-
-        Raises:
-            TransportError: as `connect`, or the peer does not answer in time.
+        ``probe_s``: seconds for a probe's answer; None: return the connection's own measurement, or None. Raises
+        `TransportError` as `connect`, or without an answer in time.
         """
         if probe_s is None:
             return (await self.connect(peer)).stats().rtt_s
@@ -204,10 +194,7 @@ class AsyncClient:
         raise TransportError(_unanswered(self._some(peer), probe_s))
 
     async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[KnownLink, int]:
-        """Return the link as measured by plays so far, and the bytes to fetch for a cache.
-
-        The bytes are those of the cheapest track, without stored groups; 0 without a ``catalog``.
-        """
+        """Return the measured link, and the bytes of a cache's cheapest track that are not stored."""
         some = self._some(peer)
         links = []
         for one in some:
@@ -224,11 +211,7 @@ class AsyncClient:
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
 
-        Optional: plays time every computation. Use it if the first play needs the cost.
-
-        Args:
-            engine: the engine; None: the client's.
-            tokens: ids of any text to run on; empty: a few small ids.
+        Optional, since plays time every computation. ``tokens``: ids of any text to run on.
 
         Raises:
             UsageError: there is no engine.
@@ -267,17 +250,18 @@ class AsyncClient:
             deadline: seconds from this call to a usable cache, including connecting, waiting for a turn, and computing
                 uncached tokens.
             options: how to play; None: the client's.
-            model: the model of the cache; None: the client's, else the engine's, else the only one at the origin. A
-                spec fixes the group size; with a name or an engine, the group size with the longest prefix is used.
+            model: the cache's model; None: the client's, else the engine's, else the only one at the origin. A spec
+                fixes the group size; with a name or an engine, the group size with the longest prefix is used.
             engine: computes groups that would be late; None: the client's.
-            peer: an origin or relay, from `peer`, as a URL, or an open connection; or several; None: the client's.
+            peer: an origin or relay, from `peer`, as a URL, or an open connection; or several; None: the client's
+                origins.
 
         Raises:
             UsageError: an argument is wrong, or the model is ambiguous.
             BusyError: there are too many plays; compute the prompt instead.
-            IncompleteError: groups are missing at the deadline, and there is no engine. The error lists them
-                and has the cache of the groups before them; `PlayOptions.patience` allows more time.
-            PlayError: the cache can be neither fetched nor computed; the message says why.
+            IncompleteError: groups are missing at the deadline, and there is no engine; the error has the cache before
+                them. `PlayOptions.patience` allows more time.
+            PlayError: the cache can be neither fetched nor computed.
             ModelError: the engine failed, and the network could not make up for it.
             PolicyError: from the policy or the estimator.
         """
@@ -337,22 +321,15 @@ class AsyncClient:
         engine: Engine | None = None,
         peer: PeersLike = None,
     ) -> Played:
-        """Get the cache published under a name; `play` finds the name by the prompt.
+        """Get the cache published under a name; otherwise as `play`.
 
-        Args:
-            asset: its namespace, ``MODEL/DIGEST``, or a result of `find_asset`.
-            deadline: as for `play`.
-            tokens: ids of the asset's tokens; required for an engine, and to check an asset with a salt.
-            engine: as for `play`; the client's is used only with tokens.
-            options: as for `play`.
-            peer: as for `play`.
+        ``asset`` is its namespace, ``MODEL/DIGEST``, or a result of `find_asset`. ``tokens`` are the ids of its tokens:
+        an engine needs them, and so does the check of an asset with a salt.
 
         Raises:
             NotFoundError: the asset does not exist, or we may not read it.
             TransportError: its catalog cannot be fetched.
             FormatError: its catalog does not match its name, or none of its tracks can be decoded here.
-            UsageError: an argument is wrong, for example tokens of another asset.
-            BusyError, IncompleteError, PlayError, ModelError, PolicyError: as `play`.
         """
         options = options or self.options
         if engine is not None and not len(tokens):
@@ -389,15 +366,9 @@ class AsyncClient:
     ) -> PlayedPrefix:
         """Play a whole cache, and leave it compressed until its destination is known; see `PlayedPrefix`.
 
-        Args:
-            found: from `find` or `find_asset`.
-            deadline: as for `play`, including expansion.
-            options: as for `play`; ``recompute``, ``out`` and ``after`` have no effect.
-            peer: as for `play`.
-
-        Raises:
-            FormatError: none of the asset's tracks can be decoded here.
-            BusyError, IncompleteError, PlayError, PolicyError: as `play`; the error has no cache.
+        ``found`` is from `find` or `find_asset`; the deadline includes expansion. ``recompute``, ``out`` and ``after``
+        have no effect. Errors as `play`, without a cache; and `FormatError` if none of the asset's tracks can be
+        decoded here.
         """
         options = replace(options or self.options, out=None, after=None)
         async with self._runner.play(self._some(peer), deadline, options) as play:
@@ -413,25 +384,13 @@ class AsyncClient:
         peer: PeersLike = None,
         time_price: float = 0.0,
     ) -> Hinted:
-        """Prepare an expected play: fetch cached groups into the local store.
+        """Fetch the groups of an expected play into the local store, without decoding them.
 
         Plays have priority: hints have their own turns (as many as `Limits.plays`) and use only spare bandwidth. Groups
-        are not decoded. A later play needs the network only for its lookup and newly published groups.
-
-        Args:
-            asset: as for `play_asset`.
-            within_s: time limit in seconds. Groups received by then stay in the store.
-            keep_s: seconds for which the store evicts other groups first, within half of memory and half of the other
-                tier. An object store never evicts.
-            options: as for `play`; only the policy, the estimator and the salt matter.
-            peer: as for `play`.
-            time_price: price of a second of fetching, nats per generated token. 0: fetch as much as possible.
-
-        Raises:
-            NotFoundError: the asset does not exist, or we may not read it.
-            UsageError: an argument is wrong.
-            TransportError, FormatError: the asset cannot be fetched or used.
-            BusyError, PlayError, PolicyError: as `play`.
+        received within ``within_s`` seconds stay; for ``keep_s`` seconds the store evicts other groups first, within
+        half of each tier (an object store never evicts). ``time_price`` is the price of a second of fetching, nats per
+        generated token; 0: fetch as much as possible. Of the options, only the policy, the estimator and the salt
+        matter. Errors as `play_asset`.
         """
         check_deadline(within_s)
         if not 0 <= keep_s < math.inf:
@@ -466,22 +425,13 @@ class AsyncClient:
     ) -> PlayedPrefix:
         """Play for an engine that computes the rest of the prompt, up to the first miss.
 
-        Args:
-            found: from `find`.
-            deadline: as for `play`.
-            cost: cost of the engine's prefill, used to protect the first groups.
-            skip: leading groups that the engine already has, with the state needed to continue after them
-                (`Catalog.suffix`).
-            behind: uncached tokens of the prompt; computing them counts against the deadline.
-            block: the engine's block size in tokens: the prefix ends at a multiple of it. For a model with windows, cut
-                ``found`` to such an end too (`Catalog.prefix`).
-            options: as for `play`; ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect.
-            peer: as for `play`.
+        ``cost`` protects the first groups. The engine has ``skip`` leading groups, with the state to continue after
+        them (`Catalog.suffix`). Computing the prompt's ``behind`` uncached tokens counts against the deadline. The
+        prefix ends at a multiple of ``block`` tokens; for a model with windows, cut ``found`` to such an end too
+        (`Catalog.prefix`).
 
-        Raises:
-            UsageError: an argument is wrong.
-            FormatError: none of the asset's tracks can be decoded here.
-            BusyError, PlayError, PolicyError: as `play`.
+        ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect. Errors as `play`; and
+        `FormatError` if none of the asset's tracks can be decoded here.
         """
         if block < 1:
             raise UsageError(f"blocks of {block} tokens; an engine's have at least one")
@@ -502,22 +452,11 @@ class AsyncClient:
         options: PlayOptions | None = None,
         peer: PeersLike = None,
     ) -> int:
-        """Return the number of tokens at the end of a cache that its engine should compute with the rest of the prompt.
+        """Return the number of final tokens of a cache that the engine should compute with the rest of the prompt.
 
-        Plays choose it themselves; this is for engines that need the length of the prefix before a play.
-
-        Args:
-            catalog: from `find`.
-            deadline: seconds left to fetch it.
-            cost: as for `play_prefix`.
-            behind: uncached tokens of the prompt.
-            block: the engine's block size in tokens.
-            options: as for `play`.
-            peer: as for `play`.
-
-        Raises:
-            UsageError: an argument is wrong.
-            PolicyError: from the policy.
+        For engines that need the length of the prefix before a play, which otherwise chooses it. ``deadline`` is the
+        seconds left to fetch the ``catalog``; other arguments as for `play_prefix`. Raises `UsageError` or
+        `PolicyError`.
         """
         check_deadline(deadline)
         options, some = options or self.options, self._some(peer)
@@ -547,14 +486,8 @@ class AsyncClient:
     ) -> Found | None:
         """Return the asset that shares the longest prefix with a prompt, cut to that; None if there is none.
 
-        Args:
-            tokens: ids of the prompt.
-            model: as for `play`.
-            salt: the tenant's secret; None: the client's.
-            within_s: time limit in seconds.
-            any_dtype: accept a cache of another element type; groups are decoded to any type.
-            peer: as for `play`.
-            live: also find a cache that is still being prefilled; None: use the client's options.
+        ``any_dtype`` accepts a cache of another element type, since groups are decoded to any type. ``live`` also finds
+        a cache that is still being prefilled (None: as in the client's options). ``within_s`` limits the time.
 
         Raises:
             UsageError: an argument is wrong, or the model is ambiguous.
@@ -580,7 +513,7 @@ class AsyncClient:
         peer: PeersLike = None,
         live: bool | None = None,
     ) -> Found:
-        """Return the catalog of an asset by its name; ``live`` as for `find`.
+        """Return an asset's catalog by its name; ``live`` as for `find`.
 
         Raises:
             NotFoundError: the asset does not exist, or we may not read it.
@@ -593,13 +526,9 @@ class AsyncClient:
             return await _catalog(connection, peers, name, within_s, live=live)
 
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeersLike = None) -> None:
-        """Fetch the codec profile of an asset unless it is cached.
+        """Fetch an asset's codec profile unless cached; a play does so only if it pays for that play.
 
-        A play fetches it only if that pays for this one play.
-
-        Raises:
-            TransportError: it cannot be fetched, or not in time.
-            FormatError: it is not the catalog's profile, or is of another model.
+        Raises `TransportError`, or `FormatError` for another profile or model.
         """
         if not self._memory.profiles.has(catalog):
             async with self._asking(within_s, peer) as connection:
@@ -647,10 +576,7 @@ class AsyncClient:
         cost: PrefillCost | None,
         peers: Sequence[ClientPeer],
     ) -> tuple[Played | None, float]:
-        """Compute a prompt without a lookup, if that pays.
-
-        Return the result, or None if it does not pay or the engine fails; and the seconds left.
-        """
+        """Compute a prompt without a lookup, if that pays; return the result or None, and the seconds left."""
         if engine is None or cost is None:
             return None, deadline
         link = self._memory.history.links((one.names, one.announced) for one in peers)
@@ -677,7 +603,6 @@ class AsyncClient:
         model: KVSpec | str | None,
         peers: Sequence[ClientPeer],
     ) -> None:
-        """Fetch a prompt's cache while an engine computes it, to measure the link."""
         options = replace(options, log=None, telemetry=None, watch=None, out=None, after=None)
         with suppress(KvabrError):
             found = await self.find(tokens, model=model, salt=options.salt, peer=peers, live=False)
@@ -698,7 +623,6 @@ class AsyncClient:
         return self._peers[peer]
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
-        """Return the named peers or the client's, at least one."""
         self._home.check()
         named = self._origins if peers is None else tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
         if not named:
@@ -707,7 +631,6 @@ class AsyncClient:
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
-        """Yield the sources for requests outside plays."""
         some = self._some(peers)
         try:
             with relieving(some):

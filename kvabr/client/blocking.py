@@ -3,7 +3,7 @@
     with Client("moqt://origin.example/", engine=engine) as client:
         played = client.play(tokens, deadline=2.0)
 
-One event loop runs in a private thread. All methods are thread-safe. Ctrl-C cancels the main thread's play.
+All methods are thread-safe. Ctrl-C cancels the main thread's play.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CLEANUP_S = 5.0
-"""Seconds to clean up after a cancelled call, or at the end."""
 
 
 class LoopThread:
@@ -38,7 +37,6 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.home = HomeProcess("the client")
-        """The thread's process."""
         with told_if_exhausted():
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="kvabr-loop", daemon=True)
@@ -75,7 +73,7 @@ class LoopThread:
             raise ConnectionLostError("this side closed the connection") from None
         except BaseException:
             if not over.is_set():
-                # Interrupted: end the call before returning. One turn of the loop later, a starting task has started.
+                # Interrupted: end the call before returning. A turn of the loop later, a starting task has started.
                 self._loop.call_soon_threadsafe(self._loop.call_soon, stop)
                 over.wait(_CLEANUP_S)
             raise
@@ -137,9 +135,8 @@ class Handle(Generic[T]):
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the result, and return it.
 
-        Raises:
-            PlayError: it was cancelled. Otherwise as the call that started it.
-            TimeoutError: it has not ended after ``timeout_s`` seconds, and continues.
+        Raises `PlayError` if it was cancelled, `TimeoutError` after ``timeout_s`` seconds, or an error of the call that
+        started it.
         """
         try:
             return self._future.result(timeout_s)
@@ -147,23 +144,20 @@ class Handle(Generic[T]):
             raise PlayError("the play was cancelled") from None
 
     def when_done(self, call: Callable[[Handle[T]], None]) -> None:
-        """Call ``call``, which should be quick, on any thread at its end, or at once."""
-        # The future keeps the callback. If that held this handle, the result would stay until garbage collection.
+        """Call ``call``, which should be quick, on any thread at its end."""
+        # If the callback held this handle, the future would keep the result until garbage collection.
         self._future.add_done_callback(lambda future: call(Handle(future)))
 
 
 def _like(
     method: Callable[Concatenate[AsyncClient, P], object],
 ) -> Callable[[Callable[..., T]], Callable[Concatenate[Client, P], T]]:
-    """Copy the parameters of an `AsyncClient` method."""
     return lambda function: update_wrapper(function, method, assigned=())
 
 
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """Make a blocking method of `Client`."""
-
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._loop.call(method(self._client, *args, **kwargs))
 
@@ -172,7 +166,7 @@ def _blocking(
 
 
 class Closable(Protocol):
-    """Closed with its loop."""
+    """An object to close with its loop."""
 
     async def close(self) -> None:
         """Close it."""
@@ -185,20 +179,15 @@ class Background(Generic[C]):
     """An asynchronous client on an event loop in its own thread."""
 
     def __init__(self, client: C) -> None:
-        """Start the thread."""
         self._client = client
         self._loop = LoopThread()
 
     def begin(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Handle[T]:
-        """Start any work of the client on its event loop, and return at once.
-
-        Raises:
-            UsageError: this client is closed.
-        """
+        """Start work of the client on its event loop; raise `UsageError` if closed."""
         return Handle(self._loop.begin(work(self._client)))
 
     def close(self) -> None:
-        """Close the client, and end the thread; may be called twice. Has no effect in a forked child."""
+        """Close the client, and end the thread. Idempotent; no effect in a forked child."""
         if self._loop.open and self._loop.home.here:
             try:
                 self._loop.call(self._client.close())
@@ -207,7 +196,7 @@ class Background(Generic[C]):
 
 
 class Client(Background[AsyncClient]):
-    """`AsyncClient` for code without asyncio; a context manager. Its calls take the same arguments, and block."""
+    """`AsyncClient` with blocking calls; a context manager."""
 
     @_like(AsyncClient.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -241,7 +230,7 @@ class Client(Background[AsyncClient]):
         self._loop.call(self._client.connect(peer))
 
     def stats(self, peer: PeerLike = None) -> ConnectionStats:
-        """Return the statistics of the connection to a peer, connecting if necessary."""
+        """Return a connection's statistics, connecting if necessary."""
 
         async def ask() -> ConnectionStats:
             return (await self._client.connect(peer)).stats()
@@ -250,7 +239,7 @@ class Client(Background[AsyncClient]):
 
     @_like(AsyncClient.play)
     def submit(self, *args: Any, **kwargs: Any) -> Handle[Played | NothingCached]:
-        """Start a play, and return at once; see `AsyncClient.play`."""
+        """Start a play; see `AsyncClient.play`."""
         return self.begin(lambda client: client.play(*args, **kwargs))
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""One call of a client: its sources, clock, options, engine and prompt, and the client's measurements."""
+"""One play of a client: its sources, clock, options, engine and prompt."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 T = TypeVar("T")
 
 _FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
-"""Longest wait for an engine without timings, in seconds and multiples of its estimate: a first call may load and
-compile, and the estimate may be wrong."""
+"""Longest wait for an engine without timings, in seconds and multiples of its estimate: it may load and compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +39,15 @@ class Memory:
 
     profiles: ProfileCache
     history: PeerHistory
-    """Speeds of peers."""
     speeds: DecodeSpeeds
-    """Decode speeds of this machine."""
     costs: EngineCosts
-    """Prefill costs of engines on this machine."""
 
 
 class Clock:
     """Seconds since a play's call, and to its deadline."""
 
     def __init__(self, deadline_s: float) -> None:
-        """Start on the running event loop; raise `UsageError` unless the deadline is a positive number of seconds."""
+        """Start on the running event loop; raise `UsageError` unless the deadline is positive and finite."""
         check_deadline(deadline_s)
         self._loop = asyncio.get_running_loop()
         self._start_s, self.deadline_s = self._loop.time(), deadline_s
@@ -72,19 +68,16 @@ class PlayCall:
     connection: PlaySources
     clock: Clock
     options: PlayOptions
-    """The requested options, logging to telemetry."""
     memory: Memory
     plays: Callable[[], int]
-    """Returns the number of current plays with this one; they share link, decoders and engine."""
+    """Number of current plays, including this one; they share link, decoders and engine."""
     engine: Engine | None
-    """Computes late groups."""
     cost: PrefillCost | None
-    """Cost of the engine's prefill; required for a prefix play."""
+    """Required for a prefix play."""
     tokens: Sequence[int]
-    """Ids of the prompt, for the engine."""
     result: Played | NothingCached | PlayedPrefix | None = None
     device: torch.device | None = field(init=False)
-    """Device for decoding the cache; None: the processor."""
+    """None: the processor."""
     decoders: int = field(init=False)
     """Groups decoded in parallel; a GPU takes one batch at a time."""
 
@@ -97,13 +90,13 @@ class PlayCall:
         self.decoders = 1 if batches else decoder_threads()
 
     def over(self, result: R) -> R:
-        """Record the result of the play, and return it."""
+        """Record and return the result."""
         self.result = result
         return result
 
     @property
     def link(self) -> KnownLink:
-        """Estimate of the links to all sources together, from earlier plays."""
+        """Estimate of the links to all sources together."""
         return self.memory.history.links((peer.names, peer.announced) for peer in self.connection.peers)
 
     @property
@@ -138,12 +131,12 @@ class PlayCall:
             asyncio.get_running_loop().run_in_executor(None, self.memory.costs.save_engine, self.engine)
 
     def with_trouble(self, message: str) -> str:
-        """Return an error message with the connection's error added."""
+        """Return a message with the connection's error."""
         trouble = self.connection.trouble
         return message if trouble is None or trouble in message else f"{message}; {trouble}"
 
     async def in_time(self, read: Callable[[], T]) -> T:
-        """Read a catalog in a thread; raise `PlayError` if it takes too long."""
+        """Read a catalog in a thread; raise `PlayError` if late."""
         end_s = None if self.engine is not None else max(0.0, self.patience_s - self.clock.now())
         try:
             async with asyncio.timeout(end_s):

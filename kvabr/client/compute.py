@@ -59,7 +59,6 @@ async def compute(call: PlayCall) -> Played:
 
 
 def _checked(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Compute the whole prompt, and check it; called in the engine's thread, which waits for a GPU."""
     room = engine.reside(len(tokens)) if isinstance(engine, ResidentEngine) else None
     parts = prefill_classes(engine, tokens) if room is None else (room.prefill(tokens, 0),)
     for kv, part in zip(parts, engine.spec.parts, strict=True):
@@ -70,7 +69,6 @@ def _checked(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
 
 
 def _placed(call: PlayCall, parts: tuple[torch.Tensor, ...], spec: KVSpec) -> tuple[torch.Tensor, ...]:
-    """Return computed tensors in the caller's tensor or element type."""
     options, tokens = call.options, len(call.tokens)
     if options.out is None:
         wanted = [options.dtype or part.torch_dtype for part in spec.parts]

@@ -35,16 +35,13 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.once import once
 
 SPEEDS_FILE = "decode-rates.json"
-"""File name in the folder of a client or user."""
 _MAX_TRACKS = 64
 _MAX_S = 10.0
-"""Longest plausible time for one token."""
 BUDGET_S, _GPU_BUDGET_S = 0.05, 0.5
-"""Processor seconds for all tracks of a model, and seconds on a GPU; then measured tracks represent their families."""
+"""Seconds for all tracks of a model, on the processor and on a GPU; the rest is inferred by family."""
 BATCH = "batch "
-"""Key prefix of a family's fixed seconds per batch."""
+"""Key prefix of a family's seconds per batch."""
 _GPU_GUESS = 32.0
-"""Assumed speed of an unmeasured GPU, in multiples of a thread's."""
 _BATCHED = 8
 _SMALL, _LARGE = 1 << 19, 3 << 19
 """Elements to decode: for codecs with proportional time, and with a cost per 128 tokens."""
@@ -54,10 +51,10 @@ _one_core_lock = threading.Lock()
 
 
 def on_one_core() -> None:
-    """Limit torch to this thread: other threads decode their own groups.
+    """Limit torch to this thread, since other threads decode their own groups.
 
-    Torch has a count per thread, set here, and a default for new threads, kept here. With OpenMP's default, 2 decoders
-    on 2 busy cores took ten times the processor time.
+    Sets this thread's count and keeps the default for new ones. With OpenMP's default, 2 decoders on 2 busy cores took
+    ten times the processor time.
     """
     if getattr(_one_core, "done", False):
         return
@@ -80,16 +77,10 @@ def measure(
 ) -> dict[str, float]:
     """Return the seconds that this thread takes to check and decode a token, by track.
 
-    A GPU decodes n groups at once in T(n) = a + b n, with b by track, and a by family under `BATCH`; kernels are
-    compiled first. The smallest track of each family is measured, then others within the budget, on synthetic frames
-    (`SampleFrames`). Plug-in codecs, and tracks without their profile, are skipped.
-
-    Args:
-        catalog: the tracks.
-        profile: the model's, for tracks that need it.
-        device: device of the cache; None: the processor.
-        clock: for the processor; processor time excludes the machine's other work.
-        budget_s: seconds to spend; None: `BUDGET_S`, or more on a GPU.
+    A GPU decodes n groups at once in T(n) = a + b n, with b by track, and a by family under `BATCH`. The smallest track
+    of each family is measured on synthetic frames (`SampleFrames`), then others within the budget. Plug-in codecs, and
+    tracks without their profile, are skipped. ``device`` is the cache's (None: the processor). The processor's clock
+    excludes the machine's other work; ``budget_s`` is by default `BUDGET_S`, or more on a GPU.
     """
     on_one_core()
     if device is not None and _is_gpu(device):
@@ -111,10 +102,7 @@ def measure(
 
 
 def _by_family(catalog: Catalog) -> Iterator[tuple[Track, float]]:
-    """Yield the smallest track of each family, fast ones first, then the others.
-
-    The number is the share of the budget that may be spent before it.
-    """
+    """Yield the smallest track of each family, fast ones first, then others, each with its budget share."""
     tracks = sorted((track for track in catalog.tracks if track.name in BUILTIN), key=lambda track: track.total_bytes)
     first: dict[str, Track] = {}
     for track in tracks:
@@ -150,7 +138,7 @@ def _timed_decode(
 
 
 def new_sample(spec: KVSpec, profile: Profile | None, tokens: int) -> SampleFrames:
-    """Return the maker of a synthetic group's frames, for one layer class."""
+    """Return a maker of synthetic frames for one layer class."""
     sinks = 0 if profile is None else profile.of(spec).sinks
     behind_sinks = spec.group_tokens * (1 + sinks // spec.group_tokens)
     return SampleFrames(GroupContext(spec, behind_sinks, tokens, profile))
@@ -193,7 +181,6 @@ def _measure_batches(
 
 
 def _timed_batch(group: CodedGroup, places: Sequence[TensorPlace]) -> tuple[float, float]:
-    """Return the least seconds of a batch and the sum, without the first run."""
     times = []
     for _ in range(1 + _RUNS):
         start = time.perf_counter()
@@ -207,10 +194,7 @@ def _timed_batch(group: CodedGroup, places: Sequence[TensorPlace]) -> tuple[floa
 
 
 def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
-    """Return seconds per full group of a catalog's tracks, from some tracks' seconds per token.
-
-    Others take the catalog's time, scaled by their family.
-    """
+    """Return seconds per full group of a catalog's tracks, given some seconds per token; scale others by family."""
     tokens = catalog.spec.largest.rows
     found = {track.name: per_token[track.name] * tokens for track in catalog.tracks if track.name in per_token}
     factors: dict[str, list[float]] = {}
@@ -228,10 +212,7 @@ def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
 
 
 def speeds_key(catalog: Catalog, device: torch.device | None = None) -> str:
-    """Return the key of a catalog's decode times on this machine; ``device`` None: the processor.
-
-    It has the digest of the KV's spec, that of the profile, if any, and the native coder's code path or the GPU's name.
-    """
+    """Return the key of a catalog's decode times on this machine: digests of spec and profile, and code path or GPU."""
     path = "none"
     with contextlib.suppress(KvabrError):  # KVABR_CODER is wrong; decoding AC reports it
         path = f"gpu {torch.cuda.get_device_name(device)}" if _is_gpu(device) else active_path()
@@ -239,17 +220,17 @@ def speeds_key(catalog: Catalog, device: torch.device | None = None) -> str:
 
 
 class DecodeSpeeds:
-    """The file, and the rates as corrected by plays. Thread-safe."""
+    """The file, and rates corrected by plays. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file if it exists; never raises. Without a path, rates are only corrected."""
+        """Read the file if there is one; never raises."""
         self._file = MachineFile(path, "decode_rates", _tracks)
         self._lock = threading.Lock()
         self._tried: set[str] = set()
         self._rates: LRUCache[tuple[object, ...], DecodeRates] = LRUCache(MAX_MODELS)
 
     def rates(self, catalog: Catalog, device: torch.device | None = None) -> DecodeRates:
-        """Return the decode rates for a play; plays of one model share and correct them."""
+        """Return decode rates; plays of one model share and correct them."""
         key = speeds_key(catalog, device)
         times = tuple((track.name, track.decode_s) for track in catalog.tracks)
         known = self._file.get(key)
@@ -265,13 +246,13 @@ class DecodeSpeeds:
         return found
 
     def lacks(self, catalog: Catalog, device: torch.device | None = None) -> bool:
-        """Return whether `measure` is useful: there is a file or a GPU, and no entry."""
+        """Return whether `measure` is useful: no entry, but a file or a GPU."""
         key = speeds_key(catalog, device)
         wanted = self._file.path is not None or _is_gpu(device)  # a catalog has no GPU times
         return wanted and key not in self._tried and self._file.get(key) is None
 
     def measure(self, catalog: Catalog, profile: Profile | None, device: torch.device | None = None) -> None:
-        """Measure a model, and update the file; never raises. Takes about `BUDGET_S`."""
+        """Measure a model within about `BUDGET_S`, and update the file; never raises."""
         key = speeds_key(catalog, device)
         with self._lock:
             if key in self._tried:
@@ -284,7 +265,7 @@ class DecodeSpeeds:
 
 @once
 def speeds_at(path: Path | None) -> DecodeSpeeds:
-    """Return the one `DecodeSpeeds` of this process for a file."""
+    """Return this process's `DecodeSpeeds` for a file."""
     return DecodeSpeeds(path)
 
 

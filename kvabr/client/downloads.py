@@ -1,10 +1,7 @@
 """The downloads from one peer, shared by all plays of a client.
 
-A group is taken from the client's store or else fetched. Plays that need the same group share its download. A complete
-group with a known digest is checked and stored; another is stored once a reader has checked it.
-
-Failures are handled here and in `kvabr.transfer.lane`: a download ends when its last reader leaves, fails if its peer
-is lost, and accepts no readers once damaged.
+A group is taken from the client's store or the peer, and stored once checked. A download ends when its last reader
+leaves, fails if its peer is lost, and accepts no readers once damaged; `kvabr.transfer.lane` handles lost connections.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError
 
 TURN_S = 0.25
-"""Seconds without more urgent bytes after which a stalled download no longer counts as waiting."""
+"""Seconds without more urgent bytes until a stalled download no longer counts as waiting."""
 _HASHING = tuple(threading.Lock() for _ in range(64))
-"""Shared locks for computing digests: a lock each would cost more than waiting."""
+"""Shared: a lock for each digest would cost more than waiting."""
 _CLOSED = "the client was closed"
 
 
@@ -39,9 +36,7 @@ class Download(GroupTransfer):
         super().__init__(request)
         self.heard_s = 0.0
         self.unwanted = False
-        """True if ended for lack of readers."""
         self.came_from = "network"
-        """``network``, or a part of the store."""
         self._owner = owner
         self._hashing = _HASHING[hash(request) % len(_HASHING)]
         self._hashed: dict[str, bool] = {}
@@ -52,14 +47,14 @@ class Download(GroupTransfer):
         return self._hashed.get(self.request.digest or "") is False
 
     def keep(self, data: memoryview, where: str) -> None:
-        """Take the whole group from the store, which has checked it."""
+        """Take the checked group from the store."""
         if not self.over:
             self.came_from, self._hashed = where, {self.request.digest or "": True}
             self._more(data, "kept")
             self.finish()
 
     def has_digest(self, digest: str) -> bool:
-        """See `GroupTransfer.has_digest`; computed once per digest."""
+        """Compute each digest once; see `GroupTransfer.has_digest`."""
         with self._hashing:
             # Plays that requested an unpublished group may have received different digests.
             if digest not in self._hashed:
@@ -69,25 +64,20 @@ class Download(GroupTransfer):
             return self._hashed[digest]
 
     def reprioritise(self) -> bool:
-        """See `GroupTransfer.reprioritise`."""
         changed = super().reprioritise()
         if changed and self.carrier is not None:
             self._owner.metrics.priority_changes_total.inc()
         return changed
 
     def arrived(self, part: memoryview) -> None:
-        """See `GroupTransfer.arrived`."""
         self._owner.arrived(self, len(part))
 
     def settle(self) -> None:
-        """See `GroupTransfer.settle`."""
         self._owner.settled(self)
 
     def unread(self) -> None:
-        """See `GroupTransfer.unread`."""
         if self._owner.waits_its_turn(self):
-            # A player repeats stalled requests. A download that only waits must not lose its place: the reader may
-            # rejoin now.
+            # A player repeats stalled requests. A waiting download keeps its place if its reader rejoins now.
             asyncio.get_running_loop().call_soon(self._end_unread)
         else:
             self._end_unread()
@@ -99,31 +89,22 @@ class Download(GroupTransfer):
 
 
 class Downloads(Carrier):
-    """All downloads from one peer or from the store, for one event loop."""
+    """All downloads from one peer, for one event loop."""
 
     def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool = False) -> None:
-        """Prepare without dialling.
-
-        Args:
-            peer: the connection.
-            store: keeps checked groups.
-            metrics: counts groups, bytes and results.
-            own: close the peer with this, and count it while connected.
-        """
+        """``own``: close the peer with this, and count it while connected."""
         self.peer, self.store, self.metrics = peer, store, metrics
         self.link = link_of(peer.names[0] if peer.names else peer)
-        """The path to the peer, over any transport."""
         self._own = own
         if own and isinstance(peer, Peer):
             peer.first_dialled = self._dialled
         self._under_way: dict[GroupRequest, Download] = {}
         self._heard_s: dict[int, float] = {}
-        """By priority, time of its last bytes."""
         self._tasks: set[asyncio.Task[object]] = set()
         self._closed = False
 
     def get(self, request: GroupRequest, priority: int) -> Download:
-        """Return the download of a group; if it is not under way, start it at a priority, for readers to join."""
+        """Return a group's download; start it if necessary."""
         self._loop = asyncio.get_running_loop()
         download = self._under_way.get(request)
         if download is not None and not download.damaged:
@@ -141,18 +122,17 @@ class Downloads(Carrier):
         return download
 
     def carry(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.carry`."""
         assert isinstance(transfer, Download)  # noqa: S101  # it carries only downloads
         self._track(self._look(transfer, transfer.request.digest or ""))
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the connection in a `PeerHistory`."""
+        """The connection's names in a `PeerHistory`."""
         return self.peer.names
 
     @property
     def announced(self) -> Prior:
-        """The rate that the peer's last catalog announced, and the connection's round trip."""
+        """The announced rate, and the connection's round trip."""
         return Prior(self.peer.announced_rate, self.peer.stats().rtt_s or 0.0)
 
     @contextmanager
@@ -163,8 +143,8 @@ class Downloads(Carrier):
             try:
                 yield share
             finally:
-                # A play without bytes must not make old records look fresh, nor may a play redialled over another
-                # transport be recorded.
+                # A play without bytes must not refresh old records; a play redialled over another transport is not
+                # recorded.
                 if share.heard and len(self.names) == 1 and self.names[0] in names:
                     history.heard(self.names[0], share.link_rate(), share.ttfb())
 
@@ -175,7 +155,7 @@ class Downloads(Carrier):
         return any(priority <= download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
 
     async def close(self) -> None:
-        """End all downloads, failing their readers; may be called twice."""
+        """End all downloads, failing their readers. Idempotent."""
         if self._own and self.peer.reached and not self._closed:
             self.metrics.peers.dec()
         self._closed = True
@@ -189,7 +169,7 @@ class Downloads(Carrier):
     # ------------------------------------------------------ from the downloads
 
     def arrived(self, download: Download, count: int) -> None:
-        """Count received bytes of a download."""
+        """Count received bytes."""
         if len(download.data) == count:
             self._count(download, download.came_from)
         if download.came_from == "network":
@@ -199,7 +179,7 @@ class Downloads(Carrier):
             self.metrics.downloaded_bytes_total.inc(count)
 
     def settled(self, download: Download) -> None:
-        """Handle the end of a download; check it if its digest is known."""
+        """Handle a download's end; check it if its digest is known."""
         if download.complete and download.came_from == "network" and download.request.digest is not None:
             self._track(self._check(download, download.request.digest))
             return
@@ -209,7 +189,7 @@ class Downloads(Carrier):
             self.metrics.downloads_total.labels(result).inc()
 
     def identified(self, download: Download, digest: str) -> None:
-        """Store a complete group requested without this digest; called in a thread."""
+        """Store a complete group requested without this digest; runs in a thread."""
         self._loop.call_soon_threadsafe(self._put, digest, download.data)
 
     # -------------------------------------------------------------- internals

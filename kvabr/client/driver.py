@@ -1,7 +1,7 @@
 """Drive one `player.Session` over one `Connection`: clock, downloads, decoding and engine.
 
-Only decoding and prefill leave the event loop's thread. A few threads shared by all plays decode, in parallel with the
-network. Each engine has its own thread and computes one play at a time. A play that ends discards their late results.
+Only decoding and prefill leave the event loop's thread. A few threads shared by all plays decode; each engine has its
+own thread. A play that ends discards their late results.
 """
 
 from __future__ import annotations
@@ -53,16 +53,14 @@ from kvabr.types.errors import (
 
 
 class EngineCache:
-    """Computes groups of a play, in the engine's threads, one call at a time."""
+    """Computes groups in the engine's threads, one call at a time."""
 
     def __init__(self, engine: Engine, catalog: Catalog, tokens: Sequence[int], assembler: Assembler) -> None:
-        """Prepare."""
         self._engine, self._catalog, self._tokens, self._assembler = engine, catalog, tokens, assembler
         self._held: list[str | None] = [None] * catalog.groups
-        """By group, the track that the engine holds, or ``recomputed``."""
 
     def compute(self, first: int, last: int) -> None:
-        """Compute groups ``first`` to ``last`` - 1 from the groups before them, and put them into place."""
+        """Compute groups ``first`` to ``last`` - 1, and put them into place."""
         catalog, assembler = self._catalog, self._assembler
         begin, end = catalog.tokens_before(first), catalog.tokens_before(last)
         tokens = self._tokens[begin:end]
@@ -79,7 +77,6 @@ class EngineCache:
 
     @cached_property
     def _room(self) -> ResidentCache | None:
-        """The engine's cache, allocated by the first computation; None if it has none."""
         catalog, engine = self._catalog, self._engine
         if isinstance(engine, ResidentEngine) and catalog.every_token and not catalog.first_token:
             return engine.reside(catalog.tokens)
@@ -99,17 +96,16 @@ class EngineCache:
 _PAUSE_SHARE = 1 / 50
 """Share of the deadline to wait before repeating a refused request, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
-"""Longest such wait as a share of the deadline, even if the peer names more."""
+"""Longest such wait, even if the peer names more."""
 
 _UNREACHABLE_S = 1.0
 """Seconds without a reachable source before the engine computes the rest; a relay restarts faster."""
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
-"""Player settings for real networks: bytes arrive in bursts, streams stall, peers fall silent."""
+"""For real networks: bytes arrive in bursts, streams stall, peers fall silent."""
 
 
 _SLOW_S = 0.1
-"""Steps of a plug-in policy at least this slow are logged as a warning."""
 _SLOW_EVERY_S = 60.0
 _next_slow_s = 0.0
 
@@ -134,16 +130,10 @@ class Driver:
     ) -> None:
         """Prepare; `run` starts the play.
 
-        Args:
-            session: a fresh session that only the driver calls.
-            connection: the connection or sources for the groups; it outlives the play.
-            assembler: receives the groups and holds the cache after `run`.
-            engine: computes the session's other groups; required if it has a cost model.
-            tokens: ids of the catalog's tokens, for the engine.
-            hook: for upgrades: writes decoded groups when the engine allows it.
-            watch: called with a snapshot at every tick.
-            feed: feed of an asset that is still being prefilled.
-            again: recomputes tokens of passages; required if the session has a `BlendGoal` with a cost.
+        Only the driver calls the fresh ``session``. The connection outlives the play; the assembler holds the cache
+        after `run`. The engine is required if the session has a cost model, ``again`` if it has a `BlendGoal` with a
+        cost. ``hook`` writes decoded upgrades; ``watch`` receives a snapshot at every tick; ``feed`` follows an asset
+        still being prefilled.
         """
         self.session, self.assembler = session, assembler
         self._connection, self._sources, self._catalog = connection, connection.sources, session.view.catalog
@@ -151,29 +141,19 @@ class Driver:
         self._computed: EngineCache | None = None
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
         self._reads: dict[int, GroupReader] = {}
-        """By request, downloads under way."""
         self._frames: dict[int, GroupReader] = {}
-        """By request, downloads to decode."""
         # An engine's hook decides when a group is written.
         self._together = hook is None and assembler.together
-        """True if waiting groups are decoded in one batch."""
         self._waiting: list[Decode] = []
-        """Groups for the next batch."""
         self._batching = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
         self._away_s: float | None = None
-        """Time since which no source is reachable; None: one is."""
         self.engine_error: BaseException | None = None
-        """Error of the engine or its hook."""
 
     async def run(self) -> PlayRecord:
-        """Play to the end, and return the record. Cancellation cancels every download.
-
-        Raises:
-            PolicyError: from the session's policy or estimator.
-        """
+        """Play to the end, and return the record; raise `PolicyError`. Cancellation cancels every download."""
         self._loop = asyncio.get_running_loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._start_s = self._loop.time()
@@ -184,7 +164,6 @@ class Driver:
                 self._begin(self._feed.run(self._published, stopped))
             await self._over
         finally:
-            # End the timer and every download and task.
             if self._timer is not None:
                 self._timer.cancel()
             for download in self._reads.values():
@@ -206,7 +185,6 @@ class Driver:
     # ---------------------------------------------------- events and actions
 
     def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
-        """Pass an event to the session, and perform its actions."""
         if self._over.done():
             return
         try:
@@ -226,7 +204,6 @@ class Driver:
             self._schedule()
 
     def _note_slow(self, took_s: float) -> None:
-        """Warn if a plug-in policy blocks the event loop; the player's own steps take milliseconds."""
         global _next_slow_s  # noqa: PLW0603  # one warning a minute in the process
         policy, now_s = self.session.guard.policy, time.monotonic()
         if took_s >= _SLOW_S and now_s >= _next_slow_s and not shipped(policy):
@@ -308,7 +285,7 @@ class Driver:
             download.cancel()  # its read ends with an error, which the session ignores
 
     async def _read(self, action: FetchGroup, download: GroupReader) -> None:
-        kept = len(download.data) == action.bytes  # a pushed group may arrive before the news of it
+        kept = len(download.data) == action.bytes  # a pushed group may arrive before its announcement
         try:
             await self._receive(action, download)
         except PolicyError as error:
@@ -329,7 +306,6 @@ class Driver:
             download.cancel()
 
     async def _receive(self, action: FetchGroup, download: GroupReader) -> None:
-        """Read a group up to its last byte."""
         size, received = action.bytes, 0
         while received < size:
             part = await download.read()
@@ -363,7 +339,6 @@ class Driver:
             self._begin(self._place_waiting())
 
     async def _place_waiting(self) -> None:
-        """Decode all waiting groups in a batch, then later arrivals."""
         while self._waiting and not self._over.done():
             await asyncio.sleep(0)  # groups that arrive in one turn of the loop share a batch
             actions, self._waiting = self._waiting, []
@@ -371,7 +346,6 @@ class Driver:
         self._batching = False
 
     async def _place(self, actions: Sequence[Decode]) -> None:
-        """Decode groups in a thread, and report them to the session."""
         batch = [(action.group, self._layers(action)) for action in actions]
         placed: Sequence[Placement | Callable[[], Placement] | Exception]
         try:
@@ -390,10 +364,6 @@ class Driver:
                 self._tell(partial(self.session.decoded, seconds=share), action.request)
 
     def _decoded(self, batch: Sequence[tuple[int, Sequence[Layer]]]) -> Sequence[Any]:
-        """Return each group's placement, the function that writes it into a cache in use, or its error.
-
-        Runs in a thread.
-        """
         if self._over.done():
             return [Placement.LATE] * len(batch)
         on_one_core()
@@ -412,7 +382,6 @@ class Driver:
         return self.engine_error is None
 
     def _shares(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
-        """Return each group's share of the batch's time without fixed latency; None: not decoded."""
         view = self.session.view
         if self.assembler.coded:
             return [None] * len(actions)
@@ -421,13 +390,12 @@ class Driver:
         return [spent * (each / whole if whole else 1 / len(own)) for each in own]
 
     def _layers(self, action: Decode) -> list[Layer]:
-        """Return the received layers of a group, lowest first."""
         downloads = [self._frames[request] for request in (*action.below, action.request)]
         names = self.session.view.ladder.stacks[action.track][-len(downloads) :]
         return [Layer(name, one.data, one.has_digest) for name, one in zip(names, downloads, strict=True)]
 
     def _refuse(self, action: Decode, layers: Sequence[Layer], error: Exception) -> None:
-        """Report the first unusable layer of a group that was not placed; log the first one of a play."""
+        """Report the first unusable layer of a group; log a play's first."""
         request, track = action.request, action.track
         for below, layer in zip(action.below, layers, strict=False):
             try:
@@ -496,7 +464,7 @@ class Driver:
 
 
 def said(error: BaseException) -> str:
-    """Return an error's message, for the log and for the user."""
+    """Return an error's message for users."""
     if isinstance(error, ConnectionLostError):
         return f"connection lost: {error}"
     if isinstance(error, TransportError | KvabrError) and str(error):

@@ -1,9 +1,8 @@
 """The engine's hook allows rewriting a cache in use, between two steps of the engine.
 
-Its arguments are the first token, the token after the last, and a function. It calls the function while the engine does
-not read these tokens, and returns True; or it returns False, and is called again later. An engine with its own copy
-then copies these tokens, in every layer class that still has them. `StepGate` is a hook for engines that read the
-tensors.
+Called with the first token, the token after the last, and a function, it calls the function while the engine does not
+read these tokens and returns True, or returns False and is called again later. An engine with its own copy then copies
+these tokens, in every layer class that has them.
 """
 
 from __future__ import annotations
@@ -18,18 +17,15 @@ from kvabr.client.engine_work import WorkThread
 from kvabr.types.errors import UsageError
 
 Rewrite = Callable[[int, int, Callable[[], None]], bool]
-"""The engine's hook: ``rewrite(first, last, write)``. Called in its own thread, one call at a time."""
+"""``rewrite(first, last, write)``; called in its own thread, one call at a time."""
 
 _PAUSE_S = 0.005
-"""Seconds before a refused call is repeated; doubled each time, up to the maximum."""
+"""Initial pause before repeating a refused call, doubled each time."""
 _MAX_PAUSE_S = 0.2
 
 
 class StepGate:
-    """A hook for an engine that reads the played tensors: it writes only between steps.
-
-    The engine reads the cache within ``with gate.step(): ...``.
-    """
+    """A hook that writes between the steps of an engine that reads the tensors within ``with gate.step(): ...``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +51,7 @@ class StepGate:
 
 
 class EngineHook:
-    """Writes upgrades into a cache in use, one at a time, when the engine's hook allows it."""
+    """Writes upgrades into a cache in use when the engine's hook allows it."""
 
     def __init__(self) -> None:
         self._rewrite: Rewrite | None = None
@@ -63,7 +59,7 @@ class EngineHook:
         self._thread = WorkThread()
 
     def close(self) -> None:
-        """End the hook's thread after a running call; `write` is not called again."""
+        """End the hook's thread after a running call."""
         self._thread.close()
 
     def use(self, rewrite: Rewrite) -> None:
@@ -90,6 +86,6 @@ class EngineHook:
         while not await self._thread.run(partial(self._rewrite, first, last, once)):
             await asyncio.sleep(pause_s)
             pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
-        # Do not require an improvement: the write may be cancelled, or the group already on as good a track.
+        # The write need not improve the cache: it may be cancelled, or the track already in place.
         if not written:
             raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} and did not write")

@@ -1,7 +1,7 @@
-"""The thread of each engine, the timings of its prefills, and their costs, kept between processes in a file.
+"""The thread of each engine, and its prefill timings and cost, kept between processes in a file.
 
-A prefill may take long or never end, so each engine computes in a daemon thread of its own, one call at a time. It is
-always the same thread: GPU libraries cache plans per thread.
+A prefill may take long or never end, so each engine has a daemon thread. It keeps that thread because GPU libraries
+cache plans per thread.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ T = TypeVar("T")
 _MIN_TOKENS, _MAX_TOKENS = 128, 16384
 """Bounds of the tokens of timed prefills; the number is halved until the model takes it."""
 _ANY_TOKENS = range(64)
-"""Token ids that every model has."""
 _EXIT_S = 10.0
-"""Seconds that process exit waits for engines. A later return to Python aborts the process: up to Python 3.13, a thread
-that then requests the interpreter's lock is unwound, which C++ code does not allow."""
+"""Seconds that process exit waits for engines: up to Python 3.13, a thread that then requests the interpreter's lock is
+unwound, which aborts C++ code."""
 COSTS_FILE = "prefill-costs.json"
-"""File name in the folder of a client or user."""
 
 
 def timed(clock: Callable[[], float], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
@@ -61,7 +59,7 @@ class WorkThread:
     async def run(self, work: Callable[[], T]) -> T:
         """Return the result of ``work`` or raise its error, after earlier work.
 
-        Cancellation drops work that has not begun, and does not wait for other. Process exit does, briefly.
+        Cancellation drops work that has not begun, and does not wait for other work.
         """
         done: Future[T] = Future()
         with self._changed:
@@ -74,7 +72,7 @@ class WorkThread:
         return await asyncio.wrap_future(done)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all work is done, at most this long; return whether it is."""
+        """Wait ``seconds`` at most for all work; return whether it is done."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._left, seconds)
 
@@ -111,7 +109,7 @@ def _wait_for_engines() -> None:
 
 
 async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
-    """Run ``work`` in the engine's thread, after its other work; see `WorkThread.run`."""
+    """Run ``work`` in the engine's thread; see `WorkThread.run`."""
     return await _of(engine).thread.run(work)
 
 
@@ -123,14 +121,8 @@ def timings_of(engine: Engine) -> PrefillTimings:
 def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
     """Return the cost of the engine's prefill; the first call for an engine times a few prefills, and blocks.
 
-    Call it in the engine's thread if plays use the engine.
-
-    Args:
-        engine: the engine.
-        tokens: ids of any text, repeated if too short. Empty: a few small ids.
-
-    Raises:
-        ModelError: the tokens do not fit the model.
+    Call it in the engine's thread if plays use the engine. ``tokens``: ids of any text. Raises `ModelError` if they do
+    not fit the model.
     """
     kept = _of(engine)
     if not kept.measured:
@@ -174,26 +166,26 @@ def _of(engine: Engine) -> _OfEngine:
 
 
 class EngineCosts:
-    """The file, and the timings that it completed. Thread-safe."""
+    """The file of timings. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file if it exists; never raises. Without a path, timings are not saved."""
+        """Read the file if there is one; never raises."""
         self._file: MachineFile[list[Timing]] = MachineFile(path, "prefill_costs", read_rows)
         self._lock = threading.Lock()
 
     def of(self, engine: Engine) -> PrefillTimings:
-        """Return the engine's prefill timings, of this process and earlier ones."""
+        """Return the engine's prefill timings, of this process or earlier ones."""
         timings = timings_of(engine)
         return self.restored(timings, engine_key(engine)) if timings.empty else timings
 
     def restored(self, timings: PrefillTimings, key: str) -> PrefillTimings:
-        """Return timings; if empty, restored from the file's entry for a key."""
+        """Return timings; if empty, restored from the file."""
         if timings.empty and (rows := self._file.get(key)):
             timings.restore(rows)
         return timings
 
     def save(self, timings: PrefillTimings, key: str) -> None:
-        """Save new timings under a key if there is a file; never raises."""
+        """Save new timings if there is a file; never raises."""
         if self._file.path is None:
             return
         with self._lock:
@@ -201,7 +193,7 @@ class EngineCosts:
                 self._file.keep(key, timings.rows())
 
     def save_engine(self, engine: Engine) -> None:
-        """Save an engine's timings, and fit its cost to them, which is slow."""
+        """Save an engine's timings, and fit its cost, which is slow."""
         timings = timings_of(engine)
         self.save(timings, engine_key(engine))
         timings.cost()
@@ -209,12 +201,12 @@ class EngineCosts:
 
 @once
 def costs_at(path: Path | None) -> EngineCosts:
-    """Return the one `EngineCosts` of this process for a file."""
+    """Return this process's `EngineCosts` for a file."""
     return EngineCosts(path)
 
 
 def engine_key(engine: Engine) -> str:
-    """Return the key of an engine's timings: model, device and kind of engine."""
+    """Return an engine's key: model, device and kind."""
     kind, device = type(engine), getattr(engine, "device", None)
     own = f"{getattr(engine, 'dtype', '')} {getattr(engine, 'weights', '')}"
     return cost_key(engine.spec.digest().hex(), f"{kind.__module__}.{kind.__qualname__} {own}", device)

@@ -1,11 +1,8 @@
 """Follow a cache that is still being prefilled, for one play: its news, and base groups as they are published.
 
-News announce groups of tokens with the sizes and digests of their frames, later ones additional frames. The play
-subscribes to the news and the base track, so a base group is sent when published; other layers are fetched. Bytes that
-arrive before their news wait undecoded.
-
-Peers are not trusted. News must fit together (`GrowingCatalog`), and a base frame of unknown size may have four times
-its expected size. Requests lost with a connection are repeated.
+News announce groups with the sizes and digests of their frames, then additional frames. The play subscribes to the news
+and the base track, and fetches other layers. Bytes that arrive before their news wait undecoded. Peers are not trusted:
+news must fit together (`GrowingCatalog`), and base frames are bounded.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from kvabr.types.live import (
 )
 
 _MAX_AHEAD = 64
-"""Most groups subscribed to at a time; other pushed groups are fetched."""
+"""Most groups subscribed to; other pushed groups are fetched."""
 _TIMES_EXPECTED, _SLACK_BYTES = 4, 64 << 10
 """Most bytes of a base frame of unknown size: this multiple of the expected size plus a slack."""
 
@@ -37,18 +34,17 @@ class LiveFeed:
     """The live edge of one asset, for one play."""
 
     def __init__(self, connection: Connection, growing: GrowingCatalog, base: str) -> None:
-        """Prepare without requests; ``base`` is the track to subscribe to."""
+        """``base``: the track to subscribe to."""
         self._connection, self.growing = connection, growing
         self._base, self._catalog = growing.catalog.by_name[base], growing.catalog
         self._ahead: dict[int, GroupReader] = {}
-        """Base groups requested before their publication."""
         self._news = News(connection, growing.catalog.namespace, len(growing.known))
 
     async def run(self, published: Callable[[int, EdgeChanges], None], stopped: Callable[[str], None]) -> None:
         """Follow the publication until the last group; cancellation ends everything.
 
-        ``published`` receives the number of existing groups, and other changes (`Session.published`); ``stopped`` the
-        reason why groups are missing at the end.
+        ``published`` receives the number of existing groups, and other changes (`Session.published`); ``stopped``
+        receives the reason for missing groups at the end.
         """
         try:
             self._request_ahead()
@@ -71,7 +67,7 @@ class LiveFeed:
     # ---------------------------------------------------------------- news
 
     async def _follow(self, published: Callable[[int, EdgeChanges], None]) -> str:
-        """Return why groups are missing at the end; empty if none are."""
+        """Return why groups are missing at the end, or ""."""
         growing, ended = self.growing, None
         while ended is None and not growing.settled:
             try:
@@ -82,7 +78,6 @@ class LiveFeed:
         return ended or ""
 
     def _take(self, messages: Iterable[EdgeMessage], published: Callable[[int, EdgeChanges], None]) -> str | None:
-        """Handle news in order; at the end return why groups are missing, empty if none are."""
         growing, before = self.growing, self.growing.edge
         end: LiveEnd | None = None
         fault: FormatError | None = None
@@ -114,12 +109,7 @@ class LiveFeed:
         return None if end is None else end.reason or "it has published fewer groups than it said"
 
     async def _from_catalog(self) -> list[EdgeMessage]:
-        """Return the remaining news from the catalog: the asset is complete, and its edge gone.
-
-        Raises:
-            TransportError: there is no catalog either.
-            FormatError: it is of another asset.
-        """
+        """Return the remaining news from the catalog; raise `TransportError` or `FormatError`."""
         retries = Retries(self._connection)
         while True:
             try:

@@ -1,8 +1,8 @@
 """Small tracks of an origin: its models, the catalog of an asset, and the longest cached prefix of a prompt.
 
-Every answer is checked. A catalog is bounded by the prompt's groups, and must be of the requested model and tokens,
-which the prompt's chained digests prove (`kvabr.types.naming.chain`). Answers are parsed in a thread and in pieces:
-long calls would block the event loop even from a thread (`kvabr.types.records`).
+Every answer is checked: a catalog is bounded by the prompt's groups and must be of the requested model and tokens
+(`kvabr.types.naming.chain`). Answers are parsed in a thread and in pieces, so as not to block the event loop
+(`kvabr.types.records`).
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ from kvabr.types.units import with_snapshots_of
 
 _SLACK_BYTES = 1 << 20
 _MAX_TIMES_FP16 = 4
-"""Reject groups larger than this multiple of the exact cache plus `_SLACK_BYTES`; they could exhaust memory."""
+"""Reject groups larger than this multiple of the exact cache plus `_SLACK_BYTES`: they could exhaust memory."""
 _HEAD_BYTES = 256 << 10
-"""Bytes of a catalog without its groups: spec, words, measurements."""
 _ENTRY_BYTES = 128
-"""Most catalog bytes per group and track: size, loss and digest, a line each; and for its chunk."""
+"""Most catalog bytes per group and track: size, loss and digest, and its chunk."""
 _MIN_GROUPS = 1024
-"""Least groups to allow for: a short prompt's longest cached prefix may belong to a long asset."""
+"""Least groups to allow for: a short prompt may share a prefix with a long asset."""
 _LONG = 1 << 16
 """Longer prompts are hashed in a thread: a million tokens take 20 ms."""
 _TOP_PRIORITY = 0
@@ -68,13 +67,13 @@ class Found:
     catalog: Catalog
     """Catalog of the groups shared with the prompt."""
     sha256: str
-    """SHA-256 of the catalog as the origin sent it, hex."""
+    """SHA-256 of the catalog as received, hex."""
     limited_by: str | None = None
-    """Layer class that limits the playable prefix; None if all shared groups are playable."""
+    """Layer class that limits the playable prefix."""
     live: LiveCatalog | None = None
-    """State of an asset still being prefilled, with expected sizes in `catalog`; None if it is complete."""
+    """State of an asset still being prefilled; sizes in `catalog` are then expected ones."""
     only: frozenset[str] | None = None
-    """Tracks that a play may use; None: all."""
+    """Tracks that a play may use."""
 
     @property
     def to_play(self) -> Catalog:
@@ -85,18 +84,18 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Unplayable:
-    """An asset shares a prefix with a prompt, but no snapshot of a state."""
+    """An asset that shares a prefix with a prompt, without a snapshot of a state there."""
 
     limited_by: str
 
 
 def catalog_limit(groups: int) -> int:
-    """Return the most catalog bytes to accept for a prompt of ``groups`` groups."""
+    """Return the most catalog bytes to accept for a prompt."""
     return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _MIN_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)
 
 
 async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> memoryview:
-    """Fetch a track of one group of at most ``limit`` bytes; concurrent calls share the download."""
+    """Fetch a track of one group; concurrent calls share the download."""
     try:
         return await read_view(origin.fetch(namespace, track, priority=_TOP_PRIORITY, limit=limit))
     except ConnectionLostError:  # a dead connection may show only at this request
@@ -106,7 +105,7 @@ async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, 
 
 
 async def fetch_models(origin: Connection) -> list[KVSpec]:
-    """Return the specs of all models with readable assets; errors as `AsyncClient.models`."""
+    """Return the specs of all models; errors as `AsyncClient.models`."""
     data = bytes(await fetch_view(origin, MODELS_NAMESPACE, MODELS_TRACK, MAX_MODELS_BYTES))
     try:
         return await asyncio.get_running_loop().run_in_executor(decoders(), specs_from_json, data)
@@ -123,11 +122,7 @@ async def fetch_catalog(
 ) -> Found:
     """Return the catalog of an asset by its name.
 
-    Args:
-        origin: connection to the origin.
-        namespace: the asset's name.
-        live: accept an asset still being prefilled.
-        limit: most bytes of a complete asset's catalog.
+    ``live``: accept an asset still being prefilled; ``limit``: most bytes of a complete one's catalog.
 
     Raises:
         NotFoundError: the asset does not exist, or we may not read it.
@@ -151,7 +146,6 @@ async def fetch_catalog(
 
 
 async def _first_of(*lookups: Awaitable[Found]) -> Found:
-    """Return the first success in argument order; else raise the first error."""
     tasks = [asyncio.ensure_future(lookup) for lookup in lookups]
     errors: list[Exception] = []
     try:
@@ -177,7 +171,7 @@ async def find_prefix(
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
     An origin needs one round trip for up to 321 groups, else two; for a store the connection searches
-    (`Connection.finder`). ``any_dtype`` accepts any element type. ``live`` also searches assets still being prefilled;
+    (`Connection.finder`). ``any_dtype`` accepts any element type. ``live`` includes assets still being prefilled;
     complete ones win ties.
 
     Raises:
@@ -197,16 +191,10 @@ async def find_prefix(
 
 
 class _Answer(NamedTuple):
-    """A peer's answer to a lookup."""
-
     found: Found | None
-    """None: no group is playable."""
     shared: int
-    """Leading groups shared with the prompt."""
     groups: int
-    """Playable groups of these."""
     limited_by: str | None
-    """See `Found.limited_by`."""
 
 
 def _answer_of(lookup: asyncio.Task[_Answer | None]) -> _Answer | None:
@@ -215,8 +203,6 @@ def _answer_of(lookup: asyncio.Task[_Answer | None]) -> _Answer | None:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A lookup of a prompt's longest prefix."""
-
     origin: Connection
     tokens: Sequence[int]
     digests: Sequence[str]
@@ -243,7 +229,6 @@ class _Lookup:
         return best
 
     def complete(self) -> Coroutine[Any, Any, _Answer | None]:
-        """Return the complete asset with the most playable groups."""
         finder = self.origin.finder
         return self._closest(PREFIX_TRACK) if finder is None else self._found(finder)
 
@@ -262,7 +247,6 @@ class _Lookup:
 
     @cached_property
     def _names(self) -> str:
-        """Digests in the name of the first lookup, of either kind; see `prefix_track`."""
         return prefix_track(self.digests, evenly=self._evenly).removeprefix(PREFIX_TRACK)
 
     @cached_property
@@ -324,7 +308,7 @@ def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str
 
 
 async def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
-    """Raise `UsageError` unless the tokens are an asset's, and it is not a passage."""
+    """Raise `UsageError` unless the tokens are those of an asset that is no passage."""
     spec, name = catalog.spec, catalog.namespace
     if catalog.passage is not None:
         raise UsageError(f"{name.prompt[:12]}... is a passage, which is played as a part of a prompt")
@@ -334,13 +318,7 @@ async def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> 
 
 
 def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
-    """Return the catalog with the tracks that can be decoded here, with or without its codec profile.
-
-    ``why`` is the reason for a missing profile.
-
-    Raises:
-        FormatError: there is no such track.
-    """
+    """Return the catalog with tracks that can be decoded here; raise `FormatError` with ``why`` if none can."""
     tracks: set[str] = set()
     for track in catalog.tracks:
         try:
@@ -384,7 +362,7 @@ def _checked(catalog: Catalog) -> Catalog:
 
 
 def most_frame_bytes(spec: KVSpec) -> int:
-    """Return the largest plausible size of a frame, bytes."""
+    """Return the largest plausible frame, bytes."""
     return _MAX_TIMES_FP16 * spec.fp16_bytes(spec.group_tokens) + _SLACK_BYTES
 
 

@@ -31,10 +31,9 @@ V = TypeVar("V")
 SCHEMA = "kvabr.machine/1"
 MAX_BYTES = 1 << 18
 MAX_MODELS = 64
-"""Entries kept in a file of models; the oldest are dropped."""
 _MAX_NAME = 300
 _MAX_WAIT_S = 2.0
-"""Seconds that a write waits for the lock, which a stopped process may hold forever."""
+"""Longest wait for the lock, which a stopped process may hold forever."""
 _WAIT_S = 0.01
 
 
@@ -42,15 +41,12 @@ class MachineFile(Generic[V]):
     """Entries of a file, and new measurements. Thread-safe."""
 
     owner, most = "machine", MAX_MODELS
-    """Key of the owner, and the most entries kept."""
 
     def __init__(self, path: Path | None, table: str, read: Callable[[Any], V | None]) -> None:
-        """Read the file if it exists; never raises.
+        """Read the file if it exists; never raises. Without a ``path``: memory only.
 
-        Args:
-            path: None: memory only.
-            table: key of the entries, and kind of the file.
-            read: returns an entry from JSON values, None to drop it; a `FormatError` drops the whole file.
+        ``table``: key of the entries, and kind of the file. ``read`` returns an entry from JSON values, None to drop
+        it; a `FormatError` drops the whole file.
         """
         self.path, self.table, self._parse = path, table, read
         self._lock = threading.Lock()
@@ -68,7 +64,7 @@ class MachineFile(Generic[V]):
         self.save(key)
 
     def refresh(self, own: str | None = None) -> None:
-        """Read other processes' changes, except for the ``own`` entry; never raises."""
+        """Read other processes' changes, except for ``own``; never raises."""
         merged = self._read()
         with self._lock:
             for key, known in self._known.items():
@@ -79,7 +75,7 @@ class MachineFile(Generic[V]):
             self._trim()
 
     def save(self, own: str | None = None) -> None:
-        """Write the file if there is one, after `refresh`; never raises."""
+        """Refresh and write the file, if there is one; never raises."""
         if self.path is None:
             return
         try:
@@ -106,16 +102,16 @@ class MachineFile(Generic[V]):
         return value
 
     def tell(self, what: str) -> None:
-        """Report an unreadable or unwritable file; the next process measures again."""
+        """Report an unreadable or unwritable file."""
 
     def dumps(self, known: dict[str, V]) -> str:
-        """Return the file with these entries."""
+        """Return the file's text with these entries."""
         entries = {key: self.plain(value) for key, value in known.items()}
         head = {"schema": SCHEMA, self.owner: self.whose(), "sha256": digest(entries)}
         return json.dumps(head | {self.table: entries}) + "\n"
 
     def loads(self, text: str) -> dict[str, V]:
-        """Return the entries of a file; raise `FormatError` if it is damaged, or of another machine."""
+        """Return a file's entries; raise `FormatError` if it is damaged, or of another machine."""
         try:
             whole = json.loads(text)
             if whole["schema"] != SCHEMA or whole[self.owner] != self.whose():
@@ -150,7 +146,7 @@ class MachineFile(Generic[V]):
 
 @cache
 def this_machine() -> dict[str, str | int]:
-    """Return the facts that affect timings: host, processor, versions, decoder threads."""
+    """Return the facts that affect timings."""
     processor = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")[: 1 << 14].splitlines()
@@ -180,7 +176,6 @@ def this_host() -> str:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Exclude other writers; raise `OSError` if one keeps the lock."""
     with path.with_name(f".{path.name}.lock").open("a") as file:
         until = time.monotonic() + _MAX_WAIT_S
         while True:

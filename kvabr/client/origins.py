@@ -1,4 +1,4 @@
-"""Origins by the scheme of a URL: origins and relays, object stores, and HTTP caches of these.
+"""Origins by the scheme of a URL.
 
     moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.link.moqt.connect`)
     s3://BUCKET/PREFIX, gs://..., az://...       an object store; credentials from the environment
@@ -25,7 +25,7 @@ __all__ = ["asset_of", "check_url", "dialling", "is_object_store", "parse_namesp
 
 
 def is_object_store(url: str) -> bool:
-    """Return whether a URL is that of an object store, or of an HTTP cache of one."""
+    """Return whether a URL is of an object store, or an HTTP cache of one."""
     scheme, separator, _ = url.partition("://")
     return bool(separator) and scheme in SCHEMES
 
@@ -39,16 +39,13 @@ def check_url(url: str) -> None:
 
 
 def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -> Peer:
-    """Return the peer of a URL, dialled by its context manager or its first request.
+    """Return the peer of a URL, dialled by its context manager or its first request; see `PeerOptions`.
 
-    Args:
-        url: of an origin, a relay or a store.
-        how: see `PeerOptions`; stores take no tokens and certificates.
-        needed: as for `kvabr.link.moqt.connect.connect`.
+    ``needed`` is as for `kvabr.link.moqt.connect.connect`. Stores take no tokens and certificates.
 
     Raises:
-        UsageError: the URL or an option is wrong, or the package for object stores is missing. From ``async with``:
-        TransportError: it cannot be played from.
+        UsageError: the URL or an option is wrong, or the package for object stores is missing.
+        TransportError: from ``async with``: it cannot be played from.
     """
     how = how or PeerOptions()
     if not is_object_store(url):
@@ -67,7 +64,7 @@ class StoreDialler:
     most_lanes = 1
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Prepare; raise `UsageError` if the package for object stores is missing."""
+        """Raise `UsageError` if the package for object stores is missing."""
         self._store, self._timeout_s = open_objects(url), timeout_s
         if isinstance(self._store, LocalStore) and not self._store.folder.is_dir():
             raise UsageError(f"{url}: no such folder; publish something there first, or correct the URL")
@@ -90,7 +87,6 @@ class StoreDialler:
 
 
 def _store_url(url: str) -> str:
-    """Return the URL of a store without the name of an asset."""
     plain = url.partition("#")[0]
     where, prompt = split_asset(plain)
     if prompt is not None:

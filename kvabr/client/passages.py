@@ -34,11 +34,10 @@ async def find_passages(
     salt: bytes = b"",
     refused: Callable[[Passage, str], None] = lambda *_: None,
 ) -> dict[Passage, Found]:
-    """Return the usable ones of some passages at an origin.
+    """Return the usable passages at an origin, requested in one round trip.
 
-    All are requested at once, in one round trip. ``refused`` receives the reason for each unusable one.
-
-    Raises `TransportError` or `FormatError` if none was found, and one failed with it.
+    ``refused`` receives the reason for each unusable one. Raises `TransportError` or `FormatError` if none was found,
+    and one failed with it.
     """
     wanted = list(dict.fromkeys(passages))
     asked = (_find(origin, each, spec, salt) for each in wanted)
@@ -75,9 +74,9 @@ class PassagePrompt:
     spec: KVSpec
     options: PlayOptions
     question: tuple[int, ...]
-    """Ids that select, by attention, the tokens to recompute; empty: none."""
+    """Ids that select, by attention, the tokens to recompute."""
     share: float | None
-    """Share of the passages' tokens to recompute; None: the share that pays off."""
+    """Share of the passages' tokens to recompute; None: as pays off."""
 
     @classmethod
     def of(
@@ -90,7 +89,7 @@ class PassagePrompt:
         question: Sequence[int] | None,
         share: float | None,
     ) -> PassagePrompt | None:
-        """Return the prompt from a play's arguments; None if it is not in parts. Raise `UsageError` if wrong."""
+        """Return the prompt in parts from a play's arguments, or None; raise `UsageError` if wrong."""
         if parts is None:
             if question is not None or share is not None:
                 raise UsageError("question and share are for prompts in parts")
@@ -129,7 +128,7 @@ class PassagePrompt:
         return BlendGoal(self.share, len(self.question), self.options.joined_loss_limit)
 
     def recompute(self, catalog: Catalog, engine: Engine | None) -> TokenRecompute | None:
-        """Return the recomputation of tokens in a play; None if there is none."""
+        """Return the play's token recomputation, or None."""
         if not self.question or not isinstance(engine, BlendEngine):
             return None
         return TokenRecompute(engine, catalog, self.tokens, self.question, load_selector(self.options.selector))
@@ -140,7 +139,7 @@ class PassagePrompt:
         return [token for part in self.parts for token in part.ids]
 
     async def find(self, origin: Connection) -> tuple[Found | None, KVSpec]:
-        """Return the joined passages at an origin, None if it has none; errors as `find_passages`."""
+        """Return the joined passages at an origin, or None; errors as `find_passages`."""
         passages, salt = [part for part in self.parts if isinstance(part, Passage)], self.options.salt
         found = await find_passages(origin, passages, self.spec, salt=salt, refused=self._refused)
         catalogs = {passage: one.catalog for passage, one in found.items()}
@@ -157,7 +156,6 @@ class PassagePrompt:
 def _question(
     last: Part, engine: Engine, options: PlayOptions, question: Sequence[int] | None, share: float | None
 ) -> tuple[int, ...]:
-    """Return the question of a prompt that ends with a part; empty: no tokens are recomputed."""
     if question is not None and not isinstance(question, Sized):
         raise UsageError("the question is a sequence of token ids")
     if question is not None and not len(question):

@@ -30,20 +30,16 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
 _MODELS_S = 5.0
-"""Seconds for which a peer's list of models is reused; a failed lookup fetches it anew."""
+"""Seconds to reuse a peer's list of models."""
 _MAX_SHAPES = 4
-"""Most group sizes and shapes of one model to look up."""
 _OTHER_SIZES_FACTOR, _MIN_OTHER_SIZES_S = 4.0, 0.25
-"""Time for lookups in other group sizes than the engine's: a multiple of the first lookup's time, with a floor."""
+"""Time for lookups in other group sizes: a multiple of the first lookup's, with a floor."""
 _REPORT_SHARE = 0.9
 """Share of a lookup's time until silent sources are ignored."""
 _MIN_WAIT_S = 0.02
-"""Least wait for other sources after the first answer."""
 _AGAIN_S = 0.05
-"""Pause before a lookup for a producer is repeated."""
 _Answer = Found | Unplayable | None
 Answered = tuple[_Answer, KVSpec | None]
-"""A peer's answer to a lookup, and its model's spec."""
 _Asked = asyncio.Task[Answered | Exception]
 
 
@@ -53,16 +49,15 @@ class Query:
 
     tokens: Sequence[int]
     model: KVSpec | str | None
-    """A spec, a name at the peer, or None for its only model. A name is looked up in up to four group sizes and
-    shapes."""
+    """A spec, a name (looked up in up to four group sizes and shapes), or None for the peer's only model."""
     any_group_tokens: bool = False
-    """Look up a spec also in other group sizes."""
+    """Try other group sizes too."""
     salt: bytes = b""
     any_dtype: bool = False
     live: bool = False
     """Include assets still being prefilled."""
     wait_s: float = 0.0
-    """If ``live`` and there is no asset, repeat the lookup for this many seconds."""
+    """Seconds to repeat a ``live`` lookup without an asset."""
 
 
 class ClientPeer(Downloads):
@@ -71,12 +66,11 @@ class ClientPeer(Downloads):
     def __init__(
         self, name: str, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool
     ) -> None:
-        """Prepare without dialling; for the arguments see `Downloads`."""
+        """See `Downloads`."""
         super().__init__(peer, store, metrics, own=own)
         self.name = name
         self._models: Sequence[KVSpec] = ()
         self._asked_s = -math.inf
-        """Time of the last request for models."""
 
     @property
     def trouble(self) -> str | None:
@@ -89,10 +83,7 @@ class ClientPeer(Downloads):
         return self.peer.reached
 
     async def find(self, connection: Connection, query: Query) -> Answered:
-        """Return the longest cached prefix of a prompt, and the spec of its model; each None if not found.
-
-        Errors as `AsyncClient.find`.
-        """
+        """Return a prompt's longest cached prefix and its model's spec; errors as `AsyncClient.find`."""
         clock = asyncio.get_running_loop().time
         end_s = clock() + (query.wait_s if query.live else 0.0)
         await self.peer.connected()
@@ -123,12 +114,11 @@ class ClientPeer(Downloads):
         return found, specs[0] if specs else None
 
     async def catalog(self, connection: Connection, name: TrackNamespace, *, live: bool) -> Answered:
-        """Return an asset's catalog, like `find`; errors as `AsyncClient.find_asset`."""
+        """Return an asset's catalog; errors as `AsyncClient.find_asset`."""
         await self.peer.connected()
         return await fetch_catalog(connection, name, live=live), None
 
     async def _in_any_size(self, connection: Connection, query: Query, model: KVSpec) -> _Answer:
-        """Return the longest prefix in any group size; other sizes may fail and have limited time."""
         clock = asyncio.get_running_loop().time
         begun_s = clock()
         others = asyncio.create_task(self._in_other_sizes(connection, query, model))
@@ -153,7 +143,6 @@ class ClientPeer(Downloads):
         return None
 
     def _recent(self) -> Sequence[KVSpec] | None:
-        """Return the peer's models if recent, else None."""
         return None if asyncio.get_running_loop().time() > self._asked_s + _MODELS_S else self._models
 
     async def _ask(self, connection: Connection) -> Sequence[KVSpec]:
@@ -171,7 +160,7 @@ class ClientPeer(Downloads):
 
 @contextmanager
 def relieving(peers: Iterable[ClientPeer]) -> Iterator[None]:
-    """Release the peers' unused resources if one is exhausted; see `told_if_exhausted`."""
+    """Release unused resources of the peers if one is exhausted; see `told_if_exhausted`."""
     with ExitStack() as told:
         for each in peers:
             told.enter_context(told_if_exhausted(each.peer.relieve))
@@ -179,9 +168,8 @@ def relieving(peers: Iterable[ClientPeer]) -> Iterator[None]:
 
 
 PeerLike = ClientPeer | PeerConnection | str | None
-"""A peer as named by a play: a `ClientPeer`, an open connection, or a URL; None: the client's origin."""
+"""A peer as named by a play; None: the client's."""
 PeersLike = PeerLike | Sequence[PeerLike]
-"""One peer, or several sources of groups."""
 
 
 async def first_found(
@@ -193,9 +181,8 @@ async def first_found(
 ) -> Answered:
     """Look up at all sources of a play at once, and return the longest prefix.
 
-    Once a source has all ``tokens``, wait briefly for the others, and not at all for recently unreachable ones. Shortly
-    before ``within_s`` seconds, use the answers so far. Other sources with the same asset join the play when they
-    answer.
+    Once a source has all ``tokens``, wait briefly for the others, except recently unreachable ones, and at most
+    ``within_s`` seconds. Other sources with the same asset join the play when they answer.
     """
     pairs = list(zip(peers, connection.sources, strict=True))
     if len(pairs) == 1:
@@ -230,7 +217,6 @@ async def first_found(
 
 
 async def _said(lookup: Coroutine[Any, Any, Answered]) -> Answered | Exception:
-    """Return a lookup's answer or error."""
     try:
         return await lookup
     except Exception as error:  # noqa: BLE001  # any error excludes only this source
@@ -238,7 +224,6 @@ async def _said(lookup: Coroutine[Any, Any, Answered]) -> Answered | Exception:
 
 
 def _offer(connection: PlaySources, source: int, asked: _Asked, played: Found) -> None:
-    """Record the tracks that a source shares with the play, and why others are excluded."""
     if asked.cancelled():
         return
     same: Collection[str] = frozenset()
@@ -263,7 +248,7 @@ async def _found_by(
 ) -> dict[int, Found]:
     """Return the prefixes by source: a while after the first, or shortly after a complete one.
 
-    After one answer, ``doubted`` sources, recently unreachable, are ignored. ``round_trip_s`` is the farthest source's;
+    After one answer, ignore ``doubted``, recently unreachable sources. ``round_trip_s`` is the farthest source's;
     ``within_s`` bounds the lookup.
     """
     clock = asyncio.get_running_loop().time
@@ -309,7 +294,6 @@ def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]
 
 
 def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
-    """Return the specs of a model, or of the only one; raise `UsageError` if ambiguous."""
     specs = [spec for spec in told if model in (None, spec.model)]
     names = sorted({spec.model for spec in specs})
     if len(names) > 1:
@@ -322,7 +306,6 @@ def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
 
 
 async def _longest(connection: Connection, query: Query, specs: Sequence[KVSpec]) -> _Answer:
-    """Return the longest cached prefix under any spec; raise an error only if there is none."""
     lookups = (
         find_prefix(connection, query.tokens, spec, salt=query.salt, any_dtype=query.any_dtype, live=query.live)
         for spec in specs

@@ -1,9 +1,8 @@
-"""Run prepared plays from the first request to the end. Plays differ in their goal.
+"""Run prepared plays from the first request to the end.
 
 A play of a whole cache may continue with upgrades. Without an engine it ends at the deadline: complete, or with an
-error that lists the missing groups and has those before them. A prefix play is for an engine that computes the rest
-itself (vLLM, SGLang): it neither waits for an engine nor fails for missing groups, and returns those before the first
-one.
+`IncompleteError`. A prefix play is for an engine that computes the rest itself (vLLM, SGLang): it returns the groups
+before the first miss.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ class EndedPlay:
     prepared: Prepared
     driver: Driver
     lookup_s: float
-    """Seconds from the call to the play's start."""
     rest_s: float
-    """The engine's seconds for uncached tokens."""
 
     @property
     def record(self) -> PlayRecord:
@@ -181,7 +178,7 @@ async def _run(
 def _times(call: PlayCall, cost_s: float, *, prefix: bool) -> tuple[float, float]:
     """Return the seconds until the groups are due, and until the play ends without them.
 
-    ``cost_s`` is the work after them; it gets at most half of the deadline, since more would cost too much quality.
+    ``cost_s`` is later work; it gets at most half of the deadline, since more would cost too much quality.
     """
     deadline_s, least, end_s = call.clock.deadline_s, _MIN_PREFIX_SHARE, call.clock.left()
     if not prefix:
@@ -191,7 +188,6 @@ def _times(call: PlayCall, cost_s: float, *, prefix: bool) -> tuple[float, float
 
 
 def _remember(call: PlayCall, prepared: Prepared, *, warmed: bool) -> None:
-    """Save the measurements, and measure decode speed, in the background."""
     memory, catalog, profile = call.memory, prepared.catalog, prepared.profile
     call.save_costs()
     if memory.history.path is not None:
@@ -204,7 +200,7 @@ def _remember(call: PlayCall, prepared: Prepared, *, warmed: bool) -> None:
 def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
     """Receive groups in pinned memory for a GPU, and try and measure its kernels.
 
-    Return whether a thread does the latter; until it ends, the processor decodes.
+    Return whether a thread does the latter; until then the processor decodes.
     """
     if call.device is None:
         return False
@@ -226,7 +222,7 @@ def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
 
 
 def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
-    """Start upgrades of a returned cache, for at most ``after_s`` seconds."""
+    """Start upgrades of a returned cache, for ``after_s`` seconds at most."""
     options, connection, session = call.options, call.connection, played.driver.session
     view, assembler, ladder = session.view, played.assembler, played.prepared.ladder
     # A running engine has moved on from a state: upgrades of it are useless.
@@ -257,18 +253,11 @@ def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
 
 
 def _late(log: Log, begun_s: float, event: PlayEvent) -> None:
-    """Log an event of the upgrades on the clock of the play."""
     log(replace(event, t=event.t + begun_s, late=True))
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a new, uninitialised contiguous tensor, in huge pages if available.
-
-    Memory of freed tensors is reused.
-
-    Raises:
-        RuntimeError: there is not enough memory.
-    """
+    """Return an uninitialised contiguous tensor, in huge pages if available; raise `RuntimeError` without memory."""
     count = math.prod(shape)
     if count * dtype.itemsize < _MIN_HUGE_BYTES:
         return torch.empty(shape, dtype=dtype)

@@ -1,8 +1,7 @@
 """Timings of an engine's prefills, and a cost fitted to them. Does not load torch.
 
-Every computation of a play is timed. The latest of each size count, so the cost follows lasting changes; outliers, such
-as a slow call or a clock jump, matter little (`PrefillCost.fit`). Without timings, use the publisher's cost, or a guess
-by the device.
+Plays time every computation. The latest of each size count, so the cost follows lasting changes; outliers matter little
+(`PrefillCost.fit`). Without timings, use the publisher's cost, or a guess by the device.
 """
 
 from __future__ import annotations
@@ -21,32 +20,28 @@ Timing = tuple[int, int, float]
 """Tokens before, new tokens, seconds."""
 
 MOST = 96
-"""Most timings kept."""
 _MAX_PER_SIZE = 5
 _MAX_S, _MAX_TOKENS = 1e5, 1 << 24
 _MIN_TIMINGS, _MAX_FIRST_FACTOR = 4, 4.0
 """With fewer timings than the first, slowness is capped at the second times the expectation: a first call also loads
-and compiles, and a busy machine is not recognisable yet."""
+and compiles."""
 _MAX_COST_FACTOR = 30.0
-"""Larger factors between a publisher's cost and the guess make it implausible."""
+"""Larger factors between a publisher's cost and the guess are implausible."""
 _TYPICAL_TOKENS = 2048
 _CPU_WEIGHT_S, _GPU_WEIGHT_S = 1e-11, 6e-15
-"""Seconds per token and weight of a prefill: on a few cores, and on an accelerator at 330 TFLOPS."""
+"""Seconds per token and weight: on a few cores, and at 330 TFLOPS."""
 _GPU_FLOOR_S = 0.02
 _MIN_WEIGHTS = 10_000
 _PER_ELEMENT = 2.0
 """Cost of a token pair per element of a token's cache, relative to a token's cost per weight."""
 _REFERENCE_MODEL = (8e9, 65536.0, 2.35)
-"""A model's weights, its cache elements per token, and the exponent of weights in elements."""
+"""Weights, cache elements per token, and the exponent of weights in elements."""
 
 
 def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> PrefillCost:
-    """Return the estimated prefill cost of an unmeasured engine.
+    """Return the estimated prefill cost of an unmeasured engine for a cache.
 
-    Args:
-        spec: of its cache.
-        device: ``cuda``, ``cpu`` or another device type of torch.
-        weights: the model's number of weights; None: typical for such caches.
+    ``device``: a device type of torch; ``weights``: the model's number of weights (None: typical).
     """
     each = sum(part.elements_per_token for part in spec.parts if part.only.kind != "state")
     if weights is None:
@@ -61,7 +56,7 @@ def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> Pref
 
 
 def guess_of(engine: Engine) -> PrefillCost:
-    """Return `guess` for an engine, from its attributes ``device`` and ``weights`` if it has them."""
+    """Return `guess` for an engine with its ``device`` and ``weights``, if any."""
     device = getattr(getattr(engine, "device", None), "type", "cpu")
     weights = getattr(engine, "weights", None)
     return guess(engine.spec, device, weights if isinstance(weights, int) else None)
@@ -74,11 +69,8 @@ class PrefillTimings:
         self._lock = threading.Lock()
         self._guess, self._prior = guessed, guessed
         self._alike: OrderedDict[tuple[int, int], deque[Timing]] = OrderedDict()
-        """By size, recently used last."""
         self._cost: PrefillCost | None = None
-        """Cost fitted to them; None: outdated."""
         self.news = False
-        """True if `rows` lacks timings."""
 
     @property
     def empty(self) -> bool:
@@ -86,7 +78,7 @@ class PrefillTimings:
         return not self._alike
 
     def note(self, before: int, tokens: int, seconds: float) -> None:
-        """Record the time of a computation; implausible values are ignored."""
+        """Record a computation's time unless implausible."""
         if not sound((before, tokens, seconds)):
             return
         with self._lock:
@@ -94,7 +86,7 @@ class PrefillTimings:
             self.news = True
 
     def timed(self, timings: Iterable[Timing]) -> PrefillCost:
-        """Record timings of an idle engine, and return its cost, which no longer depends on a guess."""
+        """Record timings of an idle engine, and return its cost, which then depends on no guess."""
         rows = list(timings)
         with self._lock:
             self._prior = PrefillCost.fit(rows)
@@ -104,7 +96,7 @@ class PrefillTimings:
         return self.cost()
 
     def restore(self, rows: Iterable[Timing]) -> None:
-        """Add timings of an earlier process, unless there are newer ones."""
+        """Add an earlier process's timings unless there are newer ones."""
         with self._lock:
             if not self._alike:
                 for row in rows:
@@ -117,7 +109,7 @@ class PrefillTimings:
             return [row for alike in self._alike.values() for row in alike]
 
     def cost(self, said: PrefillCost | None = None) -> PrefillCost:
-        """Return the prefill cost; without timings, a plausible cost ``said`` by a publisher."""
+        """Return the prefill cost; without timings, a publisher's plausible cost ``said``."""
         with self._lock:
             if said is not None and self._prior is self._guess and self._credible(said):
                 self._prior, self._cost = said, None
@@ -150,6 +142,6 @@ def sound(row: Any) -> bool:
 
 
 def read_rows(found: Any) -> list[Timing] | None:
-    """Return timings from a file; None if implausible."""
+    """Return timings from a file, or None if implausible."""
     rows = [tuple(row) for row in found]
     return rows if 0 < len(rows) <= MOST and all(map(sound, rows)) else None

@@ -1,7 +1,4 @@
-"""Prepare a found asset for a play: its codec profile, the decodable tracks, and the part to fetch.
-
-The rest of the prompt is left to the engine; so may be all of it, before any lookup.
-"""
+"""Prepare a found asset for a play: its codec profile, the decodable tracks, and the part to fetch."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from kvabr.types.live import GrowingCatalog
 from kvabr.types.words import counted
 
 _PROFILE_SHARE = 0.3
-"""Share of the remaining time for fetching a codec profile; then tracks that need it are omitted."""
+"""Share of the time left for fetching a profile; then tracks that need it are omitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +36,16 @@ class Prepared:
     ladder: Ladder
     profile: Profile | None
     sha256: str
-    """SHA-256 of the catalog as received, hex."""
     limited_by: str | None
-    """See `Found.limited_by`."""
     left_out: int = 0
     """Tokens at its end that the engine computes, with the question or because that is faster."""
     cut: str | None = None
-    """Why they are left out; None if there are none."""
     tail: int = 0
     """Of these, tokens computed with the question, on the fetched cache."""
     tail_s: float = 0.0
-    """Seconds that they add to its call."""
+    """Seconds that they add."""
     growing: GrowingCatalog | None = None
-    """Catalog of an asset that is still being prefilled; None if it is complete."""
+    """For an asset still being prefilled."""
 
     @property
     def catalog(self) -> Catalog:
@@ -105,7 +99,6 @@ async def prepare(
 
 
 async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, behind: int, block: int) -> TailOffer:
-    """Return which tokens to fetch, and which to compute with the ``behind`` tokens after them."""
     choices = partial(
         tail_choices, catalog, call.cost, call.options, rate, call.left_s, following=behind, skip=skip, block=block,
         decoders=call.decoders, divides=call.engine is not None and policy_class(call.options.policy).divides,
@@ -114,7 +107,6 @@ async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, beh
 
 
 async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None, str]:
-    """Return the asset's codec profile if needed, worthwhile and in time; else the reason."""
     if catalog.profile is None:
         return None, "it has none"
     if not call.memory.profiles.has(catalog) and not pays(catalog):
@@ -129,7 +121,7 @@ async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None,
 
 
 def pays(catalog: Catalog) -> bool:
-    """Return whether the profile plus the cheapest track is smaller than the cheapest track without a profile."""
+    """Return whether profile and cheapest track are smaller than the cheapest track without a profile."""
     try:
         plain = playable(catalog, profile=False)
     except FormatError:
@@ -144,19 +136,17 @@ def _ladder(catalog: Catalog) -> Ladder:
     return ladder
 
 
-# how to divide a prompt between network and engine, before fetching
-
 _BLIND_S = 0.5
-"""Longest computation, in seconds, to start with an unknown link."""
+"""Longest computation to start with an unknown link, seconds."""
 _MIN_LEFT_S = 1e-3
 _LOOKUP_SHARE = 0.25
-"""Least share of the deadline for a lookup, even if the engine could then not recompute everything in time."""
+"""Least share of the deadline for a lookup, even if the engine could then be late."""
 _MAX_PREFIXES = 16
 """Most prefixes to consider if the engine cannot continue at every group."""
 
 
 def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, link: KnownLink) -> bool:
-    """Return whether an engine finishes before a typical lookup, so that the play needs none."""
+    """Return whether an engine finishes before a typical lookup."""
     if cost is None or not _computes_all(options):
         return False
     return computed_before_a_lookup(cost, tokens, link.ttfb_s)
@@ -165,9 +155,9 @@ def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int
 def computes_blindly(
     options: PlayOptions, cost: PrefillCost | None, tokens: int, deadline_s: float, link: KnownLink
 ) -> bool:
-    """Return whether the engine should start at once: the link is unknown, and computing everything pays on any link.
+    """Return whether to start the engine at once: the link is unknown, and computing everything pays on any link.
 
-    Longer computations than `_BLIND_S` wait for a lookup, which takes some round trips.
+    Computations longer than `_BLIND_S` wait for a lookup.
     """
     if cost is None or link.rate > 0 or not _computes_all(options) or cost.seconds(0, tokens) > _BLIND_S:
         return False
@@ -175,7 +165,6 @@ def computes_blindly(
 
 
 def _computes_all(options: PlayOptions) -> bool:
-    """Return whether the engine may compute a cached prompt to save cost."""
     return policy_class(options.policy).divides and options.time_price > 0 and math.isfinite(options.gpu_price)
 
 
@@ -202,17 +191,10 @@ def tail_choices(
 ) -> tuple[list[TailOffer], list[float]]:
     """Return possible divisions of a prefix between network and engine, and the expected cost of a play with each.
 
-    Args:
-        catalog: the prefix, from `Found.to_play`.
-        cost: cost of the engine's prefill; None: there is no engine, and a tail only if the options set one.
-        options: of the play.
-        rate: of the link, bytes per second; 0.0: unknown.
-        left_s: seconds to the deadline.
-        following: tokens after the prefix that the engine always computes.
-        skip: leading groups that the engine has.
-        block: the engine's block size in tokens.
-        decoders: groups decoded in parallel.
-        divides: the engine may compute everything if that costs less.
+    ``catalog`` is from `Found.to_play`. Without a ``cost`` there is no engine, and a tail only if the options set one.
+    ``rate`` in bytes per second, 0.0 if unknown; ``left_s`` to the deadline; ``following`` tokens always computed after
+    the prefix; ``skip`` leading groups that the engine has; ``block`` size in tokens; ``decoders`` work in parallel.
+    ``divides``: the engine may compute everything if that costs less.
     """
     most = (0 if cost is None else MAX_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
@@ -234,16 +216,8 @@ def shortened(
 ) -> Catalog:
     """Return the prefix worth fetching: the longest that lets the engine finish in time, or else the fastest.
 
-    It is the whole prefix if the engine can continue at every group, or the link is unknown.
-
-    Args:
-        catalog: the prefix, from `Found.to_play`.
-        cost: cost of the engine's prefill.
-        link: estimate of the link.
-        left_s: seconds to the deadline.
-        skip: leading groups that the engine has.
-        behind: uncached tokens of the prompt.
-        block: the engine's block size in tokens.
+    It is the whole prefix if the engine can continue at every group, or the link is unknown. Arguments as for
+    `tail_choices`; ``behind``: uncached tokens of the prompt.
     """
     kinds = {only.kind for only in catalog.spec.classes}
     if kinds <= {"full", "latent"} or link.rate <= 0:
@@ -268,7 +242,6 @@ def shortened(
 
 
 def _prefix_s(catalog: Catalog, cost: PrefillCost, link: KnownLink, skip: int, tokens: int) -> float:
-    """Return the seconds until a prompt of this many tokens is in place, with its prefix on the cheapest track."""
     left = catalog.suffix(skip)
     nbytes = min(track.total_bytes for track in left.tracks if track.refines is None)
     return link.ttfb_s + nbytes / link.rate + cost.seconds(catalog.tokens, tokens - catalog.tokens)

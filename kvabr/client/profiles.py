@@ -24,21 +24,17 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 
 PROFILES = "profiles"
-"""Name of the profiles' folder in a client's."""
 _MAX_KEPT = 8
 _profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
 _LOCK, _READING = threading.Lock(), threading.Lock()
-"""For the profiles in memory; and for reading one, which plays then share. Nothing waits for a network under a lock."""
+"""For the profiles in memory; and for reading one, which plays share. Neither is held across network waits."""
 
 
 class ProfileCache:
-    """Profiles of one client. The process shares those in memory."""
+    """A client's profiles; the process shares those in memory."""
 
     def __init__(self, folder: Path | None = None, on_failure: Callable[[str], object] = lambda _why: None) -> None:
-        """Use a folder to keep profiles between processes; None: memory only.
-
-        ``on_failure`` receives the error of a failed write, in any thread.
-        """
+        """``folder`` keeps profiles between processes; ``on_failure`` receives write errors, in any thread."""
         self._folder, self._on_failure = folder, on_failure
 
     def has(self, catalog: Catalog) -> bool:
@@ -51,14 +47,9 @@ class ProfileCache:
         return _shipped(wanted, catalog.profile_bytes, catalog.spec) is not None
 
     async def fetch(self, origin: Connection, catalog: Catalog) -> Profile | None:
-        """Return a catalog's profile; None if its tracks need none.
+        """Return a catalog's profile, or None if its tracks need none; plays share the download.
 
-        Plays of one client share the download.
-
-        Raises:
-            TransportError: it cannot be fetched.
-            ForeignError: it is of another model.
-            FormatError: it is not the catalog's profile.
+        Raises `TransportError`, `ForeignError` if it is of another model, or `FormatError` if it is another profile.
         """
         if catalog.profile is None:
             return None
@@ -101,7 +92,7 @@ class ProfileCache:
 
 
 def keep(profile: Profile) -> None:
-    """Keep a local profile in memory, for all clients of this process."""
+    """Keep a local profile in memory."""
     with _LOCK:
         _profiles[profile.digest] = profile
 
@@ -112,7 +103,7 @@ def _known(sha256: str) -> Profile | None:
 
 
 def _name(catalog: Catalog) -> TrackNamespace:
-    """Return the profile's namespace, which checks its digest before it names a file."""
+    """Return the profile's namespace, checking its digest before it names a file."""
     if catalog.profile is None or not 0 < catalog.profile_bytes <= MAX_PROFILE_BYTES:
         raise FormatError(f"catalog: a profile of {catalog.profile_bytes} bytes, not 1 to {MAX_PROFILE_BYTES}")
     return TrackNamespace(catalog.spec.model, catalog.profile)
@@ -124,7 +115,6 @@ def _shipped(sha256: str, size: int, spec: KVSpec) -> bytes | None:
 
 
 def _checked(data: bytes | memoryview, sha256: str) -> Profile:
-    """Return a profile, and keep it in memory even if its caller is gone."""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise FormatError("the profile is not the one that the catalog names (its SHA-256 differs)")
     with _READING:

@@ -18,9 +18,9 @@ from kvabr.types.loss import played_loss, predicted_loss, promised_loss
 
 
 async def report_whole(call: PlayCall, ended: EndedPlay) -> Played:
-    """Return the cache of a play; errors as `AsyncClient.play`.
+    """Return a play's cache; errors as `AsyncClient.play`.
 
-    If groups are missing that an engine cannot compute singly, it computes the whole prompt.
+    For missing groups that an engine cannot compute singly, it computes the whole prompt.
     """
     options, clock, record = call.options, call.clock, ended.record
     if record.gave_up is not None:
@@ -99,7 +99,7 @@ def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> 
 
 
 def report_coded(call: PlayCall, ended: EndedPlay) -> PlayedPrefix:
-    """Return the compressed cache of a play; raise `IncompleteError` if groups are missing."""
+    """Return a compressed cache; raise `IncompleteError` if groups are missing."""
     record = ended.record
     if record.gave_up is not None:
         call.options.note(PlayGaveUp(call.clock.now(), record.gave_up))
@@ -149,7 +149,6 @@ def _tracks(ended: EndedPlay, found: PlacedPrefix) -> tuple[str, ...]:
 
 
 def _steps_before(record: PlayRecord, groups: int) -> list[tuple[str, int, int | str]]:
-    """Return the steps of a play that affect its first ``groups`` groups."""
     return [
         (kind, where, min(what, groups) if isinstance(what, int) else what)
         for kind, where, what in record.steps

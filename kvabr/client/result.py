@@ -29,7 +29,6 @@ FORMAT = "kvabr.cache/1"
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _MAX_RANGES = 8
-"""Most ranges of numbers that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,50 +39,49 @@ class Played:
     """The cache of the first `tokens` tokens: a tensor per layer class, [layer, K/V, head, token, dim], with the tokens
     of `spans`."""
     tokens: int
-    """Covered tokens, at least one group; the engine computes the rest of the prompt."""
+    """Covered tokens, at least one group."""
     coverage: tuple[str, ...]
     """Per group, its track, or ``recomputed``."""
     ttft_s: float
     """Seconds from the call to the finished cache."""
     lookup_s: float
-    """Seconds of these until catalog and profile were available."""
+    """Seconds of these for catalog and profile."""
     met: bool
-    """True if the engine had, within the deadline, enough time for the rest of the prompt."""
+    """True if the engine had time for the rest of the prompt within the deadline."""
     loss: float
     """Expected loss against the exact cache, nats per generated token."""
     record: PlayRecord
-    """History of every group; times count from the end of the lookup."""
+    """Times count from the end of the lookup."""
     spec: KVSpec
     catalog: Catalog | None = None
     """None if the engine computed everything."""
     catalog_sha256: str | None = None
-    """SHA-256 of the catalog as the origin stores it, hex."""
+    """SHA-256 of the stored catalog, hex."""
     limited_by: str | None = None
     """Layer class that limited the playable prefix, see `kvabr.types.units.hit`."""
     fusion_loss: float | None = 0.0
     """Part of `loss` from joining passages, less the savings of recomputed tokens. None: unknown, because the loss of a
-    passage was not measured; `loss` then omits that passage's."""
+    passage was not measured; `loss` then omits it."""
     computed_again: tuple[int, ...] = ()
     """Tokens of passages recomputed over the joined cache; increasing."""
     tail: int = 0
-    """Cached tokens after `tokens` left to the engine, which computes them on this cache with the rest of the prompt.
-    They are exact only if the cache is; `loss` is the loss after them. In an incomplete play they start with the
-    missing tokens."""
+    """Cached tokens after `tokens` left to the engine, which computes them on this cache with the rest of the prompt;
+    `loss` is the loss after them. In an incomplete play they start with the missing tokens."""
     upgrades: Upgrades | None = None
-    """Upgrades of the cache in use; None unless `PlayOptions.after` requested them."""
+    """None unless requested by `PlayOptions.after`."""
 
     @property
     def approximate(self) -> bool:
         """True if the cache joins passages computed without the text before them in the prompt.
 
-        Tokens recomputed over them are approximate too. Do not publish such a cache as the prompt's, on any track.
+        Do not publish such a cache as the prompt's, on any track, even with recomputed tokens.
         """
         joined = self.catalog is not None and self.catalog.sources
         return self.catalog is not None and bool(joined) and is_joined(self.catalog, self.record.steps)
 
     @property
     def live(self) -> LiveRecord | None:
-        """Facts about the producer if the asset was still being prefilled; None if it was complete."""
+        """Facts about the producer, if the asset was still being prefilled."""
         return self.record.live
 
     @property
@@ -94,7 +92,7 @@ class Played:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Tokens of each of the `parts`; for windows, only tokens that are still visible."""
+        """Tokens of each of the `parts`; for windows, those still visible."""
         if self.catalog is not None:
             return self.catalog.spans
         whole = Span(0, self.tokens)
@@ -103,23 +101,15 @@ class Played:
 
 
 class IncompleteError(PlayError):
-    """A play of a whole cache ended with groups missing: at its deadline, or later if the caller allowed it.
+    """A play of a whole cache ended with groups missing.
 
-    The groups before the first missing one are a usable cache; the later ones are not.
+    Only the groups before the first missing one are usable.
     """
 
     def __init__(
         self, message: str, reason: str, missing: tuple[int, ...], record: PlayRecord, prefix: Played | None
     ) -> None:
-        """Create the error.
-
-        Args:
-            message: the error's text.
-            reason: why the play ended.
-            missing: missing groups, ascending.
-            record: history of every group.
-            prefix: cache of the groups before the first missing one; None if empty.
-        """
+        """``missing``: ascending groups; ``prefix``: cache of the groups before the first missing one, or None."""
         super().__init__(message)
         self.reason, self.missing, self.record, self.prefix = reason, missing, record, prefix
 
@@ -129,11 +119,11 @@ class NothingCached:
     """The origin has no prefix of the prompt, and there is no engine."""
 
     spec: KVSpec | None
-    """Requested model; None if its spec is unknown."""
+    """None if unknown."""
     lookup_s: float
     """Seconds from the call to the origin's answer."""
     limited_by: str | None = None
-    """Layer class without a snapshot, if that made a shorter common prefix unplayable."""
+    """Layer class without a snapshot that made a shorter common prefix unplayable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +133,14 @@ class Hinted:
     tokens: int
     """Leading tokens that a play can take from there."""
     bytes: int
-    """Bytes of all their groups, fetched now or stored before."""
+    """Bytes of all their groups."""
     loss: float
     """Expected loss of these tokens, nats per generated token."""
 
 
 @dataclass(frozen=True)
 class PlayedPrefix:
-    """The groups of a prefix play before its first miss, possibly none, compressed."""
+    """The groups of a prefix play before its first miss, compressed."""
 
     spec: KVSpec
     groups: tuple[CodedGroup, ...]
@@ -163,30 +153,30 @@ class PlayedPrefix:
     first: int
     """Index of the first played token."""
     tokens: int
-    """Tokens in place; 0 if not even the first group is."""
+    """Tokens in place; 0 without the first group."""
     wanted: int
     """Requested tokens, counted from `first`."""
     units: tuple[Unit, ...]
-    """The returned groups, of all classes; counted from the first played group."""
+    """The returned groups of all classes, counted from the first played group."""
     coverage: tuple[str, ...]
     """Track of each of them."""
     loss: float
-    """Expected loss if the engine computes the other groups, nats per generated token."""
+    """Expected loss if the engine computes the others, nats per generated token."""
     bytes_fetched: int
     bytes_wasted: int
     """Bytes of these unused by `groups`."""
     seconds: float
     """Seconds from the call to the end of the play."""
     cut: str | None
-    """Why the prefix is shorter than requested, with the last fault, if any; None if it is complete."""
+    """Why the prefix is shorter than requested, with the last fault."""
     damaged: int = 0
     """Unusable groups received, counted each time."""
     failed: int = 0
-    """Failed requests for groups: not found, refused, or lost with a connection."""
+    """Failed requests: not found, refused, or lost with a connection."""
     tail: int = 0
     """Cached tokens after these, left to the engine's call for the question; `loss` is that after them."""
     live: LiveRecord | None = None
-    """Facts about the producer if the asset was still being prefilled; None if it was complete."""
+    """Facts about the producer, if the asset was still being prefilled."""
 
     @property
     def nbytes(self) -> int:
@@ -217,7 +207,7 @@ class PlayedPrefix:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The cache of a model with one layer class; raise `FormatError` if there are several, see `parts`."""
+        """The cache of a model with one layer class; raise `FormatError` if there are several."""
         if len(self.spec.parts) > 1:
             raise FormatError(f"the cache has {len(self.spec.parts)} layer classes; take PlayedPrefix.parts")
         return self.parts[0]

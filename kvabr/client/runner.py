@@ -1,12 +1,11 @@
 """Run plays: admit them, connect each, order them by deadline, and end them.
 
-`Admission` bounds concurrent plays. The others wait in the order of their deadlines, or are refused early: a late start
-takes bandwidth from others, and the engine could be computing instead.
+`Admission` bounds concurrent plays. Others wait in the order of their deadlines, or are refused early, since the engine
+could compute instead.
 
-`EdfScheduler` serves the earliest deadline first within the 256 priorities of MoQT (for a play's own, see
-`kvabr.player.requests`). Groups on the cheapest track go first, then other tracks of missing groups, then upgrades. The
-first two have `LEVELS` levels each: one per play with the earliest deadlines, the last for all others. If the link can
-serve all plays in time, this order does. Upgrades keep their priorities, savings per byte on one scale: the last layers
+`EdfScheduler` serves the earliest deadline first within the 256 priorities of MoQT. Groups on the cheapest track go
+first, then other tracks of missing groups, then upgrades (`kvabr.player.requests`). The first two have `LEVELS` levels
+each: one per play with the earliest deadlines, the last for all others. Upgrades keep their priorities: the last layers
 of one play must not precede the first of another.
 """
 
@@ -36,20 +35,19 @@ from kvabr.types.errors import BusyError, PlayError
 
 K = TypeVar("K")
 Purpose = Literal["play", "hint", "trial"]
-"""Purpose of a turn: a play; a hint, which fetches ahead; or a trial of the link while an engine computes."""
+"""A play; a hint, which fetches ahead; or a trial of the link while an engine computes."""
 
 # ------------------------------------------------------------- admission and order
 
 LEVELS = 16
 _WAIT_SHARE = 0.25
-"""Share of its deadline that a play may wait for its turn."""
 
 
 class Admission:
     """Bounds the plays of one event loop."""
 
     def __init__(self, plays: int, waiting: int, metrics: ClientMetrics, *, ahead: bool = False) -> None:
-        """Start empty. ``ahead``: for hints instead of plays; see `kvabr.client.options.Limits`."""
+        """``ahead``: for hints instead of plays; see `kvabr.client.options.Limits`."""
         self._most = f"a client plays {plays} at once: compute this prompt instead, or try later"
         if ahead:
             self._most = f"a client fetches {plays} ahead at once: try later"
@@ -57,16 +55,12 @@ class Admission:
         self._metrics = metrics
         self._playing = self._number = 0
         self._queue: list[tuple[float, int, asyncio.Future[bool]]] = []
-        """Heap of (deadline, arrival number, True if admitted)."""
+        """Heap of (deadline, arrival number, admitted)."""
         self._closed = False
 
     @asynccontextmanager
     async def enter(self, deadline_s: float) -> AsyncIterator[float]:
-        """Wait for a turn, and yield the seconds waited.
-
-        Raises:
-            BusyError: the queue is full, the wait is too long, or the client is closing.
-        """
+        """Wait for a turn, and yield the seconds waited; raise `BusyError` if full, too late, or closing."""
         waited_s = await self._wait(deadline_s)
         self._metrics.wait_seconds.observe(waited_s)
         try:
@@ -145,8 +139,8 @@ def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
 class EdfScheduler(Generic[K]):
     """Assigns levels to plays by deadline. It changes few: each change costs a message per open request.
 
-    A late play moves once, after plays that can still be on time: its owner adds another deadline, and newer plays are
-    due later. So no play starves.
+    Its owner gives a late play another deadline, once, after plays that can still be on time; newer plays are due
+    later, so no play starves.
     """
 
     def __init__(self) -> None:
@@ -166,7 +160,7 @@ class EdfScheduler(Generic[K]):
         return self._levels[play]
 
     def add(self, play: K, due_s: float) -> list[K]:
-        """Add a play due at ``due_s``, and return the other plays with changed levels."""
+        """Add a play, and return other plays with changed levels."""
         entry = (due_s, self._arrivals, play)
         self._arrivals += 1
         insort(self._plays, entry)
@@ -206,18 +200,16 @@ _LOWEST_PRIORITY = 255
 
 
 class PlayRunner:
-    """The plays of one client, and upgrades that continue after them."""
+    """A client's plays, and upgrades after them."""
 
     def __init__(self, limits: Limits, memory: Memory, metrics: ClientMetrics) -> None:
         self._memory, self._metrics = memory, metrics
         self._admission, self._ahead = (
             Admission(limits.plays, limits.waiting, metrics, ahead=ahead) for ahead in (False, True)
         )
-        """For plays, and for hints."""
         self._hints: set[PlaySources] = set()
         self._schedule: EdfScheduler[PlaySources] = EdfScheduler()
         self._plays: dict[asyncio.Timeout, asyncio.Future[None]] = {}
-        """The end of each play; its timeout ends it when the client is closed."""
         self._upgrades: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -247,9 +239,8 @@ class PlayRunner:
     ) -> AsyncIterator[PlayCall]:
         """Yield a play when its turn comes; the body plays, and reports its result with `PlayCall.over`.
 
-        Hints use neither turns of plays nor, while plays use it, the link. The metrics omit trials, which run while a
-        play computes, and plays without a result, which continue in another turn. The first request to ``peers`` dials
-        them. Closing the client ends the body, not its task.
+        Hints use neither turns of plays nor, while plays use it, the link. The metrics omit trials and plays without a
+        result, which continue in another turn. Closing the client ends the body, not its task.
 
         Raises:
             UsageError: the deadline is not a positive number of seconds.
@@ -295,12 +286,10 @@ class PlayRunner:
     # -------------------------------------------------------------- internals
 
     def _under_way(self) -> int:
-        """Return the number of plays, without hints and upgrades of caches in use."""
         return max(1, len(self._schedule) - len(self._upgrades) - len(self._hints))
 
     @contextmanager
     def _closable(self, closed: asyncio.Timeout) -> Iterator[None]:
-        """Let `close` end a play, and wait for its end."""
         over = self._plays[closed] = asyncio.get_running_loop().create_future()
         try:
             yield
@@ -328,8 +317,6 @@ class PlayRunner:
                     await self._give_up(connection)
 
     def _keep(self, connection: PlaySources, upgrades: Upgrades) -> None:
-        """Leave a connection to the upgrades of a cache in use, at the lowest priority."""
-
         async def until_over() -> None:
             try:
                 with suppress(Exception):  # the caller gets it from `Upgrades.wait`
@@ -366,7 +353,6 @@ class PlayRunner:
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:
-        """Move a late play to a later deadline."""
         if connection in self._hints:
             return
         connection.late = True

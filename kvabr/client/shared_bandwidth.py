@@ -1,11 +1,10 @@
 """Estimates of a link that several plays share.
 
-A play that sees only its own bytes mistakes other plays' transfers for a slow link, and misses changes of its share. So
-the plays of a process to one peer estimate the link from the bytes of all, and expect its rate divided by the active
-plays. Bytes are counted on arrival, since samples of several plays overlap.
+A play that sees only its own bytes mistakes other plays' transfers for a slow link. So the plays of a process to one
+peer estimate the link from the bytes of all, counted on arrival, and expect its rate divided by the active plays.
 
-A small file keeps the measurements as a warm start. It belongs to one host, since others have other links; copies are
-ignored. A corrupt, foreign or absurd file causes one warning, never a failed play, and the next write replaces it.
+A small file keeps the measurements as a warm start. It belongs to one host; copies are ignored. A corrupt, foreign or
+absurd file causes one warning, never a failed play, and the next write replaces it.
 """
 
 from __future__ import annotations
@@ -30,17 +29,14 @@ from kvabr.types.errors import FormatError, PolicyError
 from kvabr.types.once import once
 
 MAX_PEERS = 512
-"""Most peers kept; the oldest record is evicted."""
 _MAX_NAME = 300
 _SLOWEST, _FASTEST = 1.0, 1e12
 """Plausible rates, bytes per second."""
 _MAX_TTFB_S = 30.0
 _HALF_LIFE_S = 3600.0
-"""Seconds until a record counts half."""
 _MAX_S = 7 * 86400.0
-"""Seconds until a record is ignored."""
 _LAST_PLAY_WEIGHT = 0.5
-"""Weight of the last play against all earlier ones."""
+"""Weight of the last play against earlier ones."""
 _RATE_SHARE, _MIN_WEIGHT = 0.8, 0.5
 """Share of the recorded rate to count on, and least `Prior.weight` (freshness) of a usable record."""
 
@@ -50,9 +46,9 @@ class PeerRecord:
     """One peer."""
 
     rate: float
-    """Geometric mean of the link's rate over plays, the last one counting half, bytes per second."""
+    """Geometric mean over plays, the last one counting half, bytes per second."""
     ttfb_s: float
-    """Mean of the least time to first byte, with the same weights, seconds."""
+    """Mean of the least time to first byte, equally weighted, seconds."""
     at: float
     """End of the last play, seconds since 1970."""
     plays: int = 1
@@ -77,7 +73,7 @@ class PeerRecord:
         )
 
     def prior(self, now: float) -> Prior | None:
-        """Return the prior for a play that begins now; None if too old."""
+        """Return the prior for a play that begins now, or None if too old."""
         age_s = now - self.at
         if not -60 <= age_s <= _MAX_S:  # clocks may differ a little
             return None
@@ -100,17 +96,17 @@ class KnownLink(NamedTuple):
 
 
 class PeerHistory(MachineFile[PeerRecord]):
-    """The file, and this process's measurements since. Thread-safe."""
+    """The file, and later measurements. Thread-safe."""
 
     owner, most = "host", MAX_PEERS
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file if it exists; never raises. Without a path: memory only."""
+        """Read the file if there is one; never raises."""
         self._told = False
         super().__init__(path, "peers", _record)
 
     def of(self, peer: str, now: float | None = None) -> Prior | None:
-        """Return a peer's prior; None without a recent record."""
+        """Return a peer's recent prior, or None."""
         known = self.get(peer)
         return None if known is None else known.prior(time.time() if now is None else now)
 
@@ -120,18 +116,18 @@ class PeerHistory(MachineFile[PeerRecord]):
         return 0.0 if prior is None or prior.weight < _MIN_WEIGHT else prior.rate
 
     def link(self, names: Iterable[str], announced: Prior | None = None) -> KnownLink:
-        """Return a cautious estimate of the fastest link to a peer with these names, or else of the announced rate."""
+        """Return a cautious estimate of the fastest link to a peer by any name, or of the announced rate."""
         known = [prior for name in names if (prior := self.of(name)) is not None and prior.weight >= _MIN_WEIGHT]
         if not known and announced is not None and announced.rate:
             known = [announced]
         return max((KnownLink(_RATE_SHARE * one.rate, one.ttfb_s) for one in known), default=KnownLink(0.0, 0.0))
 
     def links(self, peers: Iterable[tuple[Sequence[str], Prior]]) -> KnownLink:
-        """Return the combined estimate of the links to peers, each with its names and its announced rate."""
+        """Return the combined estimate for peers, each with names and announced rate."""
         return KnownLink.of_all(self.link(names, announced) for names, announced in peers)
 
     def before(self, names: Iterable[str], announced: Prior) -> Prior | None:
-        """Return the prior for a play: of earlier plays, or if none is recent, the announced rate."""
+        """Return a play's prior: of earlier plays, or if none is recent, the announced rate."""
         known = [prior for name in names if (prior := self.of(name)) is not None]
         best = max(known, key=lambda prior: prior.rate, default=None)
         if (best is None or best.weight < _MIN_WEIGHT) and announced.rate:
@@ -139,7 +135,7 @@ class PeerHistory(MachineFile[PeerRecord]):
         return best
 
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
-        """Record the end of a play, in memory; implausible values are ignored."""
+        """Record the end of a play in memory, unless implausible."""
         at = time.time() if now is None else now
         record = PeerRecord(rate, ttfb_s, at)
         if not record.sound() or not 0 < len(peer) <= _MAX_NAME:
@@ -151,15 +147,12 @@ class PeerHistory(MachineFile[PeerRecord]):
             self._put(peer, record)
 
     def newer(self, known: PeerRecord, written: PeerRecord) -> bool:
-        """See `MachineFile.newer`."""
         return written.at <= known.at
 
     def whose(self) -> str:
-        """See `MachineFile.whose`."""
         return this_host()
 
     def plain(self, value: PeerRecord) -> Any:
-        """See `MachineFile.plain`."""
         return asdict(value)
 
     def tell(self, what: str) -> None:
@@ -171,7 +164,7 @@ class PeerHistory(MachineFile[PeerRecord]):
 
 @once
 def history_at(path: Path | None) -> PeerHistory:
-    """Return the one `PeerHistory` of this process for a file."""
+    """Return this process's `PeerHistory` for a file."""
     return PeerHistory(path)
 
 
@@ -185,28 +178,26 @@ def _record(plain: Any) -> PeerRecord:
 V = TypeVar("V")
 
 _MAX_QUIET_S = 0.5
-"""Seconds without bytes or waiting until a play counts as inactive."""
+"""Seconds without bytes or waiting until a play is inactive."""
 _STEP_S = 1e-3
 """Bytes within this time are counted together."""
 _MAX_STEPS = 1 << 15
-"""Most steps kept: those of the last 32 seconds."""
 _MAX_FRESH_PLAYS, _REUSE_S = 32, 0.05
-"""With more plays than this, values of all plays are reused for this many seconds: reading every play at each tick
-would take all the time."""
+"""With more plays, values of all plays are reused for this many seconds: reading every play at each tick would take all
+the time."""
 
 
 class SharedLink:
     """Measurements of the path to one peer by the plays of this process."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """Start without plays; ``clock`` returns seconds (None: the event loop's)."""
+        """``clock`` returns seconds; None: the event loop's."""
         self.clock = clock or _now
         self._lock = threading.Lock()
         self._members: list[LinkShare] = []
         self._steps = deque([(-math.inf, 0)], _MAX_STEPS)
-        """Times, and the bytes arrived by then."""
         self._kept: dict[object, tuple[float, Any]] = {}
-        """Cached results over all plays by function, each with its time."""
+        """Cached results over all plays by function, with their times."""
 
     @contextmanager
     def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
@@ -247,7 +238,7 @@ class SharedLink:
         return _known(self._all())[0]
 
     def beside(self, share: LinkShare, find: Callable[[list[LinkShare]], V]) -> V:
-        """Return ``find`` of the other plays; if there are many, of all, and reused for a moment."""
+        """Return ``find`` of the other plays; if there are many, of all, reused for a moment."""
         if len(self._members) <= _MAX_FRESH_PLAYS:
             return find([one for one in self._all() if one is not share])
         now = self.clock()
@@ -263,23 +254,21 @@ class SharedLink:
 
 
 class LinkShare(Estimator):
-    """Estimates a play's share from an estimator of the whole link."""
+    """Estimates a play's share of a link."""
 
     name = "share"
 
     def __init__(self, link: SharedLink, inner: Estimator) -> None:
-        """Wrap the estimator that the play would use alone."""
         super().__init__()
         self._link, self._inner = link, inner
         self._active_at = -math.inf
         self.heard = False
 
     def start(self, horizon_s: float) -> None:
-        """See `Estimator.start`."""
         self._inner.start(horizon_s)
 
     def prime(self, prior: Prior) -> None:
-        """See `Estimator.prime`; the prior is the link's. Raise `PolicyError` if the estimator raises."""
+        """Prime with the link's prior; raise `PolicyError` if the estimator raises."""
         super().prime(prior)
         try:
             self._inner.prime(prior)
@@ -287,26 +276,21 @@ class LinkShare(Estimator):
             raise PolicyError(f"estimator {type(self._inner).__name__} raised {error!r} on what was known") from error
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        """See `Estimator.sample`; includes the other plays' bytes."""
         self.heard, self._active_at = True, self._link.clock()
         self._inner.sample(max(nbytes, float(self._link.bytes_within(seconds))), seconds, now)
 
     def waited(self, now: float) -> None:
-        """See `Estimator.waited`; samples the other plays' bytes."""
         seconds = self._link.clock() - self._active_at
         self._active_at = self._link.clock()
         if 0 < seconds < math.inf:
             self._inner.sample(float(self._link.bytes_within(seconds)), seconds, now)
 
     def active(self) -> bool:
-        """Return whether the play recently received bytes, or waited for other plays."""
+        """Return whether the play recently received bytes, or waited for others."""
         return self._link.clock() - self._active_at <= _MAX_QUIET_S
 
     def link_rate(self, *, lower: bool = False) -> float:
-        """Return the link's rate or its lower bound, bytes per second; 0 if the estimator fails.
-
-        Called for other plays and after the play: an estimator's own play reports its errors.
-        """
+        """Return the link's rate or lower bound, bytes per second; 0 if the estimator fails."""
         return _told(self._inner.lower_bound if lower else self._inner.rate)
 
     def link_ttfb(self) -> float:
@@ -314,11 +298,9 @@ class LinkShare(Estimator):
         return _told(self._inner.ttfb)
 
     def rate(self) -> float:
-        """Return the play's share of the link, bytes per second."""
         return self._share(self._inner.rate(), lower=False)
 
     def lower_bound(self) -> float:
-        """Return the play's share of the link's lower bound, bytes per second."""
         return self._share(self._inner.lower_bound(), lower=True)
 
     def _share(self, own: float, *, lower: bool) -> float:
@@ -327,11 +309,10 @@ class LinkShare(Estimator):
         return own / (1 + self._link.beside(self, _active))
 
     def first_byte(self, seconds: float) -> None:
-        """See `Estimator.first_byte`."""
         self._inner.first_byte(seconds)
 
     def ttfb(self) -> float:
-        """See `Estimator.ttfb`; a waiting play uses the other plays'."""
+        """A waiting play uses the other plays'."""
         own, other = self._inner.ttfb(), self._link.beside(self, _least_ttfb)
         return min(own, other) if own > 0 and other > 0 else own or other
 
@@ -357,7 +338,6 @@ def _told(what: Callable[[], float]) -> float:
 
 
 def _named(estimator: Estimator) -> type[LinkShare]:
-    """Return a `LinkShare` class with the estimator's name for errors."""
     cls = type(estimator)
     return type(cls.__name__, (LinkShare,), {"name": getattr(cls, "name", cls.__name__)})
 
@@ -374,6 +354,6 @@ _LOCK = threading.Lock()
 
 
 def link_of(peer: str | Connection) -> SharedLink:
-    """Return the link to a peer, by name or its only connection; it exists while in use."""
+    """Return the link to a peer; it exists while in use."""
     with _LOCK:
         return _LINKS.setdefault(peer, SharedLink())

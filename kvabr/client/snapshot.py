@@ -39,11 +39,10 @@ class Snapshot:
     lower_bound: float
     """Rate that the link should usually exceed, bytes per second."""
     slack_s: float | None
-    """Time left minus the time for the rest at the lower bound, seconds; None if unknown."""
+    """Time left minus time for the rest at the lower bound, seconds."""
     bytes_fetched: int
     bytes_wasted: int
     requests: int
-    """Open requests."""
     undecoded: int
     """Received layers and groups not decoded yet."""
     decode_backlog_s: float
@@ -54,7 +53,7 @@ class Snapshot:
     edge: int | None = None
     """Published groups of a cache still being prefilled; None once all are."""
     ends_s: float = 0.0
-    """Expected publication of the last group, on the clock of `now`."""
+    """Expected publication of the last group."""
 
     @classmethod
     def of(cls, session: Session, assembler: Assembler, network: ConnectionStats, now: float) -> Snapshot:

@@ -23,7 +23,7 @@ from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
 
 T = TypeVar("T")
 TrackDigests = dict[tuple[TrackNamespace, str], Sequence[str]]
-"""Digests of a track's groups; empty strings for groups that are never requested."""
+"""Digests of a track's groups; empty for groups never requested."""
 
 
 class PlayReader(GroupReader):
@@ -35,17 +35,14 @@ class PlayReader(GroupReader):
 
     @property
     def wire_priority(self) -> int:
-        """See `GroupReader.wire_priority`."""
         return self._source.wire_priority(self.transfer.request, self.priority)
 
     def cancel(self) -> None:
-        """See `GroupReader.cancel`."""
         super().cancel()
         self._source.forget(self)
 
 
 def _of_peer(name: str) -> Any:
-    """Return a property with the value of the peer's connection."""
     return property(lambda source: getattr(source.downloads.peer, name))
 
 
@@ -59,15 +56,12 @@ class PlaySource(Connection):
     unreachable: bool = _of_peer("unreachable")
 
     def __init__(self, downloads: Downloads, place: Callable[[int], int], digests: TrackDigests) -> None:
-        """Start without requests; see `PlaySources`."""
         self.downloads, self.place = downloads, place
         self._digests = digests
         self._readers: set[PlayReader] = set()
         self.left = False
-        """True after the play."""
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
-        """See `Connection.request`."""
         digests = self._digests.get((request.namespace, request.track), ())
         if 0 <= request.group < len(digests) and not request.live:
             request = replace(request, exact=True, digest=digests[request.group] or None)
@@ -80,7 +74,7 @@ class PlaySource(Connection):
         return reader
 
     def wire_priority(self, request: GroupRequest, priority: int) -> int:
-        """Return a request's priority among all plays. Those without a digest, such as catalogs, go first."""
+        """Return a request's priority among all plays; those without a digest, such as catalogs, go first."""
         return priority if request.digest is None and not request.live else self.place(priority)
 
     @property
@@ -89,15 +83,13 @@ class PlaySource(Connection):
         return self.left or self.downloads.peer.closed
 
     async def connected(self) -> None:
-        """See `Connection.connected`."""
         await self.downloads.peer.connected()
 
     def stats(self) -> ConnectionStats:
-        """See `Connection.stats`."""
         return self.downloads.peer.stats()
 
     def reprioritise(self) -> None:
-        """Apply the play's new level to all its requests."""
+        """Apply the play's new level to its requests."""
         for reader in list(self._readers):
             reader.prioritise(reader.priority)
 
@@ -106,43 +98,36 @@ class PlaySource(Connection):
         self._readers.discard(reader)
 
     async def close(self) -> None:
-        """Cancel the rest of the play; the shared connection stays open."""
+        """Cancel the rest of the play; the connection stays open."""
         self.left = True
         for reader in list(self._readers):
             reader.cancel()
 
     def turns(self) -> Iterator[bool]:
-        """Yield for each request with due bytes whether it waits for more urgent ones; subscriptions have none."""
+        """Yield for each request with due bytes whether it waits for more urgent ones."""
         due = (reader.transfer for reader in self._readers if not reader.transfer.subscribed)
         return map(self.downloads.waits_its_turn, due)
 
 
 class PlaySources(Connection):
-    """The sources of one play. Lookups go to all; one source answers other requests."""
+    """The sources of one play. Lookups go to all; one answers other requests."""
 
     sources: Sequence[PlaySource] = ()
 
     def __init__(self, peers: Sequence[Downloads], place: Callable[[int], int] = lambda priority: priority) -> None:
-        """Start without requests.
-
-        ``place`` maps a priority within the play to one among all plays.
-        """
+        """``place`` maps a priority within the play to one among all plays."""
         self._digests: TrackDigests = {}
         self.peers = peers
-        """By source, the downloads of all plays."""
         self.sources = tuple(PlaySource(each, place, self._digests) for each in peers)
         self._first = self.sources[0]
         self._chosen = False
-        """True once a source is chosen for other requests."""
         self._offers: list[Offer] = [None] * len(peers)
         self._alone = False
         self._asking: set[asyncio.Task[Any]] = set()
         self.left_out: Callable[[int, str], None] = lambda *_: None
         """Called with an excluded source, and the reason."""
         self.late = False
-        """True after the play's deadline."""
         self.kept = False
-        """True if upgrades continue after the play returned."""
 
     @property
     def backend(self) -> str:  # type: ignore[override]
@@ -156,12 +141,12 @@ class PlaySources(Connection):
 
     @property
     def offers(self) -> Sequence[Offer] | None:
-        """By source, its tracks, None for all; None if there is one source."""
+        """By source, its tracks (None: all); None for one source."""
         return self._offers if len(self.sources) > 1 else None
 
     @property
     def round_trips(self) -> Sequence[float | None]:
-        """By source, the round trip in seconds; None: unknown."""
+        """By source, the round trip in seconds, if known."""
         return [source.stats().rtt_s for source in self.sources]
 
     def offer(self, source: int, tracks: Offer) -> None:
@@ -174,10 +159,7 @@ class PlaySources(Connection):
         self._first, self._chosen = self.sources[source], True
 
     async def reach(self) -> None:
-        """Choose the first connected source for requests other than groups, if necessary.
-
-        The others deliver groups once reachable.
-        """
+        """Choose the first connected source for other requests; the others deliver groups once reachable."""
         if self._chosen or len(self.sources) == 1:
             return
         self.answered_by(await first_reached(self.sources))
@@ -212,34 +194,31 @@ class PlaySources(Connection):
         return task
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
-        """See `Connection.request`; from the answering source."""
         return self._first.request(request, priority)
 
     def identify(self, namespace: TrackNamespace, track: str, digests: Sequence[str]) -> None:
-        """Set the digests of a track's groups, to take stored ones; empty for groups never requested."""
+        """Set a track's digests, to take stored groups; empty for groups never requested."""
         self._digests[namespace, track] = digests
 
     def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
-        """Return the groups of an identified track in the client's store."""
+        """Return an identified track's groups in the client's store."""
         digests = self._digests.get((namespace, track), ())
         here = self._first.downloads.store.present(digests)
         return [group for group, digest in enumerate(digests) if digest in here] if here else ()
 
     @property
     def waits_its_turn(self) -> bool:  # type: ignore[override]
-        """See `Connection.waits_its_turn`: true if all requests with due bytes wait."""
         turns = chain.from_iterable(source.turns() for source in self.sources)
         return next(turns, False) and all(turns)
 
     def stats(self) -> ConnectionStats:
-        """See `Connection.stats`; of the first source, with the bytes of all."""
         first, *others = (source.stats() for source in self.sources)
         more = sum(one.bytes_received for one in others)
         return replace(first, bytes_received=first.bytes_received + more) if more else first
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """True after the play, or if every shared connection has ended."""
+        """True after the play, or if every connection has ended."""
         return all(source.closed for source in self.sources)
 
     @property
@@ -253,12 +232,12 @@ class PlaySources(Connection):
         return all(one.unreachable for one in self.sources)
 
     def reprioritise(self) -> None:
-        """Apply the play's new level to all its requests."""
+        """Apply the play's new level to its requests."""
         for source in self.sources:
             source.reprioritise()
 
     async def close(self) -> None:
-        """Cancel the rest of the play; the shared connections stay open."""
+        """Cancel the rest of the play; connections stay open."""
         try:
             await cancel_all(self._asking)
         finally:  # even if the play is cancelled meanwhile
@@ -267,10 +246,7 @@ class PlaySources(Connection):
 
 
 async def first_reached(peers: Sequence[Connection]) -> int:
-    """Dial all peers, and return the first that connects; raise the first one's error if none does.
-
-    A peer that died since is returned only as a last resort.
-    """
+    """Dial all peers, and return the first that connects and lives; else raise the first one's error."""
     dials = [asyncio.ensure_future(peer.connected()) for peer in peers]
     pending = set(dials)
 

@@ -22,19 +22,16 @@ class TokenRecompute:
     catalog: Catalog
     """Joined, see `kvabr.types.joined.join`."""
     tokens: Sequence[int]
-    """Ids of the catalog's tokens."""
     question: Sequence[int]
-    """Ids that select tokens by attention."""
     selector: Callable[[], Selector]
     _ahead: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Tokens computed ahead, [layer, K/V, head, dim], by position."""
+    """By position, tokens computed ahead, [layer, K/V, head, dim]."""
     _seen: tuple[Selection, torch.Tensor] | None = None
 
     def choose(self, kv: torch.Tensor) -> None:
         """Score all tokens from their cache, [layer, K/V, head, token, dim], on any tracks.
 
-        Raises:
-            ModelError, PolicyError, UsageError: from the engine or the selector.
+        Raises `ModelError`, `PolicyError` or `UsageError` from the engine or the selector.
         """
         if self._seen is not None:
             return
@@ -50,9 +47,7 @@ class TokenRecompute:
     def compute_ahead(self, assembler: Assembler, passage: int, count: int) -> None:
         """Compute the first tokens in a passage's order while later groups arrive.
 
-        Raises:
-            ModelError: from the engine.
-            FormatError: the engine returned another shape or type.
+        Raises `ModelError`, or `FormatError` for a wrong shape or type.
         """
         place = joined_passages(self.catalog)[passage]
         order = _order(place)
@@ -67,15 +62,10 @@ class TokenRecompute:
     def compute(
         self, assembler: Assembler, coverage: Sequence[str], count: int, wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Recompute the best tokens over a complete cache, and place them with those computed ahead.
+        """Recompute the best ``count`` tokens over a complete cache, and place them with those computed ahead.
 
-        Calls `choose` if necessary.
-
-        Args:
-            assembler: holds the cache, and accepts no groups afterwards.
-            coverage: per group the track in place, or ``recomputed``, which needs no recomputation.
-            count: number of tokens.
-            wanted: returns whether the play still waits.
+        Calls `choose` if necessary. The assembler accepts no groups afterwards. ``coverage``: per group the track in
+        place, or ``recomputed``, which needs no recomputation; ``wanted`` returns whether the play still waits.
 
         Raises:
             ModelError, PolicyError, UsageError: from the engine or the selector.
@@ -102,5 +92,4 @@ class TokenRecompute:
 
 
 def _order(passage: Joined) -> bytes:
-    """Return the publisher's order of a passage's played tokens; empty if it has none."""
     return b"" if passage.notes is None else passage.notes.order[: passage.end - passage.first]

@@ -1,6 +1,6 @@
 """Upgrades of a cache in use: fetched and decoded at once, written when the engine allows it.
 
-An engine reads a cache at every step. Only it can say when a group may change, so it gives the player a hook
+An engine reads a cache at every step, so it gives the player a hook that says when a group may change
 (`kvabr.client.engine_hook`)::
 
     played = await client.play(tokens, deadline=2.0, options=PlayOptions(after=math.inf))
@@ -22,10 +22,10 @@ from kvabr.types.loss import predicted_loss, promised_loss
 
 
 class Upgrades:
-    """Upgrades of one play after it returned its cache. Thread-safe."""
+    """Upgrades of a play that has returned its cache. Thread-safe."""
 
     def __init__(self, driver: Driver, hook: EngineHook, at_end: Callable[[], None]) -> None:
-        """Start, on the event loop. The driver has an `UpgradeGoal`; its assembler has returned the cache."""
+        """Start, on the event loop. The driver has an `UpgradeGoal`."""
         self._driver, self._hook, self._at_end = driver, hook, at_end
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
@@ -52,9 +52,7 @@ class Upgrades:
     async def wait(self) -> PlayRecord:
         """Wait until the upgrades end, and return their record.
 
-        Raises:
-            PolicyError: from the policy or the estimator.
-            Exception: any error of the engine's hook; it ends the upgrades.
+        Raises `PolicyError`, or any error of the engine's hook.
         """
         await asyncio.wait([self._task])
         if not self._task.cancelled():
@@ -64,10 +62,7 @@ class Upgrades:
         return self.record
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Block until the upgrades end or ``timeout_s`` has passed; return whether they ended.
-
-        Do not call it on the event loop's thread.
-        """
+        """Block until the upgrades end or ``timeout_s`` has passed; return whether they ended. Not in the loop."""
         return self._ended.wait(timeout_s)
 
     @property
@@ -88,5 +83,5 @@ class Upgrades:
 
     @property
     def record(self) -> PlayRecord:
-        """Record so far; times in seconds since the cache was returned."""
+        """Record so far, in seconds since the cache was returned."""
         return self._driver.session.record

@@ -1,7 +1,7 @@
 """Compile kernels, and compare them with the processor, before a play needs them, since that takes seconds.
 
-`kvabr doctor` warms the shipped profiles, a starting engine its model, and a play a new profile. The latter two run in
-the background while the processor decodes. Triton caches compiled kernels on disk for later processes.
+`kvabr doctor` warms the shipped profiles, a starting engine its model, and a play a new profile; the latter two in the
+background while the processor decodes. Triton caches compiled kernels on disk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvabr.types.naming import TrackNamespace
 _log = logging.getLogger("kvabr.client")
 _ROWS_OF_A_STREAM = 2048
 _PINNED_BYTES = 1 << 30
-"""Bytes of pinned memory kept for reuse; pinning a gigabyte takes some tenths of a second."""
+"""Pinned memory kept for reuse; pinning a gigabyte takes some tenths of a second."""
 
 
 def warm(
@@ -41,14 +41,8 @@ def warm(
 ) -> int:
     """Decode synthetic groups of a model's AC tracks on a GPU, few and many at once; return their number.
 
-    Args:
-        profile: the model's.
-        device: the GPU.
-        dtype: element type of the cache; None: the model's.
-        like: layers of paged caches with the layout to decode to, left unchanged. Empty: a tensor.
-
-    Raises:
-        Exception: a group cannot be decoded. Unusable kernels only cause a warning.
+    ``dtype`` is the cache's (None: the model's). ``like``: layers of paged caches with the layout to decode to, left
+    unchanged; empty: a tensor. Raises any error of decoding; unusable kernels only cause a warning.
     """
     if not gpu.runs_on(device):
         return 0
@@ -73,13 +67,13 @@ def warm(
 
 
 def receive_pinned(device: torch.device | None) -> None:
-    """From now on receive groups in pinned memory, for asynchronous copies to a GPU."""
+    """Receive later groups in pinned memory, for asynchronous copies to a GPU."""
     if device is not None and device.type == "cuda" and gpu.runs_on(device):
         GROUPS.pin_with(gpu.pin, _PINNED_BYTES)
 
 
 _layouts: dict[torch.device, tuple[torch.dtype, tuple[BlockLayers, ...]]] = {}
-"""Element type and paged caches of the engine on a device."""
+"""The engine's element type and paged caches on a device."""
 _begun: dict[Hashable, threading.Thread] = {}
 _lock = threading.Lock()
 
@@ -93,7 +87,7 @@ def warm_engine(
 ) -> threading.Thread | None:
     """Do as `warm_in_background` for a starting engine, with its model's shipped profile, if any.
 
-    Other profiles are warmed by the first play, with the layout recorded here.
+    The first play warms other profiles, with the layout recorded here.
     """
     if not gpu.runs_on(device):
         return None
@@ -111,8 +105,7 @@ def warm_in_background(
 ) -> threading.Thread | None:
     """Do as `warm` in a thread, once per profile, device and layout; return the thread, None without kernels.
 
-    ``dtype`` is a tensor's; None: the type and layout of the device's engine. Then measure the decode speed if
-    ``speeds`` lack it.
+    ``dtype`` is a tensor's; None: the type and layout of the device's engine. Then measure the decode speed if unknown.
     """
     if not gpu.runs_on(device):
         return None
@@ -143,7 +136,7 @@ def warm_in_background(
 
 
 def sample_catalog(profile: Profile) -> Catalog:
-    """Return the catalog of a synthetic group, to measure decode speed on a model's AC tracks."""
+    """Return a catalog of a synthetic group, to measure decode speed on AC tracks."""
     spec, part = profile.spec, profile.spec.largest
     tracks = [
         Track(group.track, (group.payload.nbytes,), (0.0,), ("0" * 64,), refines=track_below(group.track))
@@ -154,7 +147,6 @@ def sample_catalog(profile: Profile) -> Catalog:
 
 
 def _groups(profile: Profile, part: KVSpec) -> Iterator[CodedGroup]:
-    """Yield a group of each track of a class with kernels, and all layers below."""
     sample = new_sample(part, profile, part.rows)
     for track in (*(track for track in profile.of(part).depths if track in BUILTIN), *LEVELS):
         yield sample_group(sample, track)

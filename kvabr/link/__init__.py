@@ -1,4 +1,1 @@
-"""Transports, side by side: MoQT over QUIC and over QMux on TCP, and object stores.
-
-Each carries the transfers of `kvabr.transfer`.
-"""
+"""Transports for `kvabr.transfer`: MoQT over QUIC and over QMux on TCP, and object stores."""

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 MIN_AHEAD_BYTES, MAX_AHEAD_BYTES = 16 << 10, 256 << 10
-"""Least and most unsent bytes that a transport is given. More would put less urgent data first on a slow link."""
+"""Least and most unsent bytes of a transport. More would put less urgent data first on a slow link."""
 
 
 class StreamTransport(ABC):
-    """The streams of one connection, which an `Endpoint` owns. Events go to the endpoint."""
+    """The streams of one connection. Events go to its `Endpoint`."""
 
     broken: tuple[type[Exception], ...] = (ValueError,)
     """Errors of the methods below on a stream that is over, which a peer can cause at any time."""
@@ -53,15 +53,15 @@ class StreamTransport(ABC):
 
     @abstractmethod
     def may_open(self, stream: int) -> bool:
-        """Return whether a stream of ours is within the peer's limit."""
+        """Return whether the peer's limit allows a stream of ours."""
 
     @abstractmethod
     def backlog(self, stream: int) -> int:
-        """Return the bytes of a stream of ours that the peer may lack."""
+        """Return the bytes of our stream that the peer may lack."""
 
     @abstractmethod
     def unsent(self, streams: Iterable[int]) -> int:
-        """Return the unsent bytes of our streams; ``streams`` are the streams that may have some."""
+        """Return the unsent bytes of our streams; only ``streams`` may have some."""
 
     @abstractmethod
     def ahead(self) -> int:
@@ -78,16 +78,16 @@ class StreamTransport(ABC):
 
     @abstractmethod
     def delivered(self, stream: int) -> bool:
-        """Return whether a finished stream of ours was sent completely, as far as known."""
+        """Return whether our finished stream was sent completely, if known."""
 
     @abstractmethod
     def round_trip(self) -> float | None:
-        """Return the smoothed round trip, seconds, if known."""
+        """Return the smoothed round trip, seconds."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """The address of the peer, without port."""
+        """The peer's address, without port."""
 
     @abstractmethod
     def peer_certificate(self) -> bytes | None:

@@ -161,7 +161,7 @@ class SessionFault(Exception):  # noqa: N818  # the peer's fault, not an error h
 
 
 def name_of(code: int, kind: type[IntEnum]) -> str:
-    """Return the name of a code, or its number if it has none."""
+    """Return a code's name, or else its number."""
     try:
         return kind(code).name
     except ValueError:

@@ -73,7 +73,7 @@ class Received:
     request_id: int
     items: list[Item]
     stream: int | None = None
-    """For subscriptions; None for a FETCH, which has one stream."""
+    """None for a FETCH, which has one stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Ended:
 
     request_id: int
     reset: int | None = None
-    """Code of the reset; None at a regular end."""
+    """None at a regular end."""
     stream: int | None = None
 
 
@@ -193,7 +193,6 @@ class RequestState:
     number: int
     message: Request
     stream: int
-    """Bidirectional."""
     answered: bool = False
     updates: int = 0
     """Unanswered REQUEST_UPDATEs."""
@@ -209,11 +208,8 @@ class Channel:
         self.events: list[Event] = []
         self.commands: list[Command] = []
         self.control_stream: int | None = None
-        """For outgoing messages."""
         self.open_bidi: Callable[[], int] = partial(next, count(0 if client else 1, 4))
-        """Returns the ID of a new bidirectional stream."""
         self.open_uni: Callable[[], int] = partial(next, count(2 if client else 3, 4))
-        """Returns the ID of a new unidirectional stream."""
         self.next_id = 0 if client else 1
 
     def take_id(self) -> int:
@@ -222,11 +218,11 @@ class Channel:
         return self.next_id - 2
 
     def made(self, number: int) -> bool:
-        """Return True if this end has used a request ID."""
+        """Return whether this end has used a request ID."""
         return 0 <= number < self.next_id and number % 2 == (not self.client)
 
     def retract(self, request_id: int) -> bool:
-        """Remove a request of the peer from the pending events; return False if already reported."""
+        """Remove a peer's request from the pending events; return False if already reported."""
         if not any(isinstance(event, Requested) and event.request_id == request_id for event in self.events):
             return False
         over = (Requested, Updated)
@@ -265,7 +261,7 @@ class PeerIds:
         self.next = self._parity
         """Smallest ID above all used ones."""
         self._used = 0
-        """One bit for each ID below `next`; the largest ID has the lowest bit."""
+        """A bit for each ID below `next`; the largest has the lowest."""
 
     def take(self, number: int) -> None:
         """Record an ID, or raise SessionFault."""
@@ -283,7 +279,7 @@ class PeerIds:
             self.next = number + 2
 
     def used(self, number: int) -> bool:
-        """Return True if the peer has used an ID."""
+        """Return whether the peer has used an ID."""
         if not 0 <= number < self.next or number % 2 != self._parity:
             return False
         behind = (self.next - number) // 2 - 1

@@ -1,7 +1,7 @@
 """Control messages as dataclasses, and their wire format (draft 18, sections 10.3 to 10.20).
 
 A message is a type, a 16-bit length, and the fields of its dataclass in order, encoded by `_CODECS`. Only messages that
-this end sends, or may receive, are listed. FETCH differs: a filter among its parameters encodes its start and end.
+this end sends, or may receive, are listed. A filter among the parameters of FETCH encodes its start and end.
 """
 
 from __future__ import annotations
@@ -189,8 +189,7 @@ class Fetch(_OfTrack):
     start: Location
     end: Location
     """End Location: the last location plus one; object 0 stands for the whole group, `OPEN_END` for the largest object.
-    The wire has the last location itself.
-    """
+    The wire has the last location itself."""
     parameters: Parameters = field(default_factory=Parameters)
     """A filter remains here if it depends on the largest object; `start` and `end` are then void."""
     allowed = _TOKEN | _OF_OBJECTS | {
@@ -199,7 +198,7 @@ class Fetch(_OfTrack):
     }  # fmt: skip
 
     def within(self, largest: Location) -> tuple[Location, Location]:
-        """Return start and End Location, given the largest object of the track."""
+        """Return start and End Location, given the track's largest object."""
         if self.parameters.filter is None:
             return self.start, self.end
         return self.parameters.filter.within(largest)[0], OPEN_END
@@ -305,7 +304,7 @@ def encode(message: Message, draft: Draft) -> bytes:
 
 
 def decode(kind: int, payload: bytes, draft: Draft) -> Message:
-    """Decode the payload of a message type; raise SessionFault if it is unknown or malformed."""
+    """Decode a message's payload; raise SessionFault if unknown or malformed."""
     cls = _TYPES.get(kind)
     if cls is None:
         raise SessionFault(f"unknown message type 0x{kind:x}")
@@ -327,7 +326,6 @@ def decode(kind: int, payload: bytes, draft: Draft) -> Message:
 
 
 def _ends_of(cls: type[Message], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a FETCH or FETCH_OK that differ from the wire."""
     if cls is FetchOk:
         return {"end": end_after(values["end"])}
     if cls is not Fetch:
@@ -341,7 +339,7 @@ def _ends_of(cls: type[Message], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def ends_before(end: Location, start: Location) -> bool:
-    """Return True if a FETCH's End Location (see `Fetch.end`) is before its start."""
+    """Return whether a FETCH's End Location (see `Fetch.end`) is before its start."""
     return end.group < start.group or (end.group == start.group and 0 < end.object < start.object)
 
 
@@ -384,7 +382,6 @@ def _read_flag(reader: Reader, _draft: Draft) -> bool:
 
 
 def _write_reason(value: str, _draft: Draft) -> bytes:
-    """Cut a reason phrase to its limit, between characters."""
     return write_text(value.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode())
 
 
@@ -411,14 +408,12 @@ _CODECS: dict[str, _Codec] = {
     "parameters": (lambda reader, draft: read_parameters(reader, draft, frozenset(Param)), write_parameters),
     "properties": (_read_properties, lambda value, _: write_pairs(value)),
 }  # fmt: skip
-"""Readers and writers of fields, by name."""
 
 
 _FIELDS = {
     cls: tuple(each.name for each in fields(cls) if each.name in _CODECS and (cls, each.name) != (Fetch, "end"))
     for cls in _TYPE_OF
 }
-"""The fields of a message on the wire, in order."""
 
 
 class MessageParser:
@@ -427,7 +422,6 @@ class MessageParser:
     def __init__(self) -> None:
         self._buffer = bytearray()
         self.count = 0
-        """Messages yielded so far."""
 
     @property
     def buffered(self) -> int:

@@ -34,8 +34,7 @@ DEFAULT_PRIORITY = 128
 FREE_OBJECTS = 1024
 MIN_MEAN_BYTES = 64
 """After `FREE_OBJECTS` of one request, objects must average this many bytes of payload: a peer could send empty ones
-forever. A stream without objects counts as an empty one. A limit of this implementation.
-"""
+forever. A stream without objects counts as an empty one. A limit of this implementation."""
 
 
 class Status(IntEnum):
@@ -52,7 +51,7 @@ class ObjectHeader:
 
     group: int
     subgroup: int | None
-    """None for an object sent as a datagram."""
+    """None for a datagram."""
     object: int
     priority: int
     size: int
@@ -68,9 +67,9 @@ class SubgroupHeader:
     track_alias: int
     group: int
     subgroup: int | None
-    """None for the ID of the first object on the stream."""
+    """None for the first object's ID."""
     priority: int | None
-    """None for the priority of the track."""
+    """None for the track's priority."""
     properties: bool
     """Objects may have properties."""
     end_of_group: bool
@@ -85,7 +84,7 @@ class RangeEnd:
 
     location: Location
     unknown: bool
-    """True if the objects' existence is unknown, False if they do not exist."""
+    """Existence is unknown; else the objects do not exist."""
 
 
 Item = ObjectHeader | RangeEnd | memoryview
@@ -97,7 +96,6 @@ class ObjectBudget:
 
     def __init__(self) -> None:
         self._left = FREE_OBJECTS * MIN_MEAN_BYTES
-        """Received payload less the required payload."""
 
     def earn(self, size: int) -> None:
         """Record bytes of payload."""
@@ -122,13 +120,10 @@ class ObjectParser:
         budget: ObjectBudget | None = None,
         priority: int = DEFAULT_PRIORITY,
     ) -> None:
-        """Start without objects.
+        """Start without objects, of a FETCH or a ``subgroup``.
 
-        Args:
-            subgroup: header of a subgroup's stream; None for a FETCH.
-            descending: the FETCH requested descending groups.
-            budget: shared by the streams of one request.
-            priority: of the track, for subgroups without one.
+        ``descending``: the FETCH requested descending groups. The streams of one request share a ``budget``.
+        ``priority`` is the track's, for subgroups without one.
         """
         self._of, self._descending = subgroup, descending
         self._budget = budget or ObjectBudget()
@@ -139,7 +134,6 @@ class ObjectParser:
         """Expected header of the next object, if predictable."""
         self.size = 0
         self._last: Location | None = None
-        """Location of the preceding object or range end."""
         self._before: Location | None = None
         self._prior_subgroup: int | None = None
         self._prior_priority: int | None = None
@@ -157,7 +151,7 @@ class ObjectParser:
     def took(self, parts: Sequence[memoryview]) -> tuple[int, Sequence[memoryview]]:
         """Record data read elsewhere: at most ``left`` bytes, `follower`, at most ``size`` bytes, and so on.
 
-        Return the bytes of payload, and the remaining parts, which must be passed to `feed`.
+        Return the bytes of payload, and the remaining parts, for `feed`.
         """
         payload = 0
         for index, part in enumerate(parts):
@@ -289,7 +283,6 @@ class ObjectParser:
         return read_pairs(Reader(header.text(MAX_PROPERTIES_BYTES, "object properties")))
 
     def _location(self, group: int | None, number: int | None) -> Location:
-        """Return an object's location from the differences in its header."""
         last = self._last
         if last is None:
             found = Location(group or 0, number or 0)
@@ -304,7 +297,7 @@ class ObjectParser:
 
 
 def _repeats(header: ObjectHeader, flags: int) -> bool:
-    """Return True if the same header may follow: no properties and no explicit location.
+    """Return whether the same header may follow: no properties and no explicit location.
 
     ``flags`` is the first byte; its highest bit means extended flags.
     """
@@ -359,7 +352,7 @@ class FetchWriter:
     ) -> bytes:
         """Encode an object header; IDs must increase in a group, and `size` bytes of payload must follow.
 
-        The default priority is that of the preceding object, at first 128.
+        The default priority is the preceding object's, at first 128.
         """
         last = self._last
         flags, parts = 0, []
@@ -379,7 +372,6 @@ class FetchWriter:
         return b"".join((write_varint(flags), *parts, write_varint(size)))
 
     def _group_field(self, group: int) -> int:
-        """Return the group ID, or the distance to the preceding group minus one."""
         if self._last is None:
             return group
         return (self._last.group - group if self._descending else group - self._last.group) - 1

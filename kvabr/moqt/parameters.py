@@ -1,7 +1,7 @@
 """Message parameters (draft 18, section 10.2), setup options, authorization tokens, and checks of properties.
 
 Location filters select a part of a track (section 5.1.2); `Draft.sized` distinguishes their two encodings. Unknown
-properties of tracks and objects (sections 2.5 and 12) are ignored.
+properties (sections 2.5 and 12) are ignored.
 """
 
 from __future__ import annotations
@@ -45,19 +45,16 @@ class Filter:
     """A range of locations; without fields, from after the largest object on."""
 
     start: Location | None = None
-    """First location; None if it depends on the largest object."""
+    """None if it depends on the largest object."""
     groups_back: int | None = None
     """Without a start: groups before the next group; 0 is the next group, 1 the current one."""
     end_group: int | None = None
     """Last group, after an absolute start."""
     end_object: int | None = None
-    """Last object of the last group; None for all."""
+    """None for all."""
 
     def within(self, largest: Location | None) -> tuple[Location, Location | None]:
-        """Return the first and last location, given the largest of the track (None if empty).
-
-        The last one is None without an end.
-        """
+        """Return the first and last location (None without an end), given the track's largest (None if empty)."""
         if self.start is not None:
             if self.end_group is None:
                 return self.start, None
@@ -190,7 +187,7 @@ def token_values(tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[byt
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The parameters of one message; None for absent ones."""
+    """A message's parameters; None for absent ones."""
 
     object_delivery_timeout: int | None = None
     """Milliseconds."""
@@ -241,12 +238,10 @@ _KINDS: dict[Param, tuple[str, _Encoding]] = {
     Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", "namespace"),
     Param.INCLUDE_PROPERTIES: ("include_properties", "u8"),
 }
-"""Field in `Parameters` and encoding, by parameter."""
 IN_FILL = frozenset({
     Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.LOCATION_FILTER, Param.GROUP_ORDER,
     *(RANGE_FILTERS - {Param.TRACK_PROPERTY_FILTER}),
 })  # fmt: skip
-"""Parameters inside FILL_PARAMETERS."""
 _RANGES = {
     Param.FORWARD: (0, 1),
     Param.GROUP_ORDER: (1, 2),
@@ -314,7 +309,7 @@ def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
 
 
 def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> Parameters:
-    """Parse the parameters of a message, or raise SessionFault, also for those not `allowed`."""
+    """Parse a message's parameters, or raise SessionFault, also for those not `allowed`."""
     found: dict[str, Any] = {}
     number = 0
     for _ in range(reader.varint()):
@@ -365,7 +360,6 @@ def _read_value(reader: Reader, kind: _Encoding, draft: Draft) -> Any:
 
 
 def _whole(reader: Reader, read: Callable[[Reader], T]) -> T:
-    """Read a length, and a value of exactly that many bytes."""
     inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"))
     value = read(inner)
     inner.end()
@@ -396,7 +390,7 @@ _SETUP = {
     SetupOption.MOQT_IMPLEMENTATION: "implementation",
     SetupOption.MAX_REQUEST_UPDATES: "max_request_updates",
 }
-"""Field by option; others are ignored."""
+"""Others are ignored."""
 
 
 def setup_pairs(options: SetupOptions) -> list[KeyValue]:
@@ -469,7 +463,7 @@ def unfold(properties: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
 
 
 def check_track(properties: tuple[KeyValue, ...]) -> None:
-    """Raise SessionFault for values of track properties for which the draft requires closing the session."""
+    """Raise SessionFault for track properties for which the draft requires closing the session."""
     try:
         every = unfold(properties)
     except MalformedTrack:

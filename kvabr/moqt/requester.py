@@ -29,14 +29,14 @@ _IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.MAX_OBJECT})
 MAX_EARLY_OBJECTS_BYTES = 1 << 20
 """Limit of buffered streams before their SUBSCRIBE_OK; further streams are stopped."""
 MAX_PARTIAL_BYTES = 1 << 20
-"""Limit of incomplete object headers on all streams together."""
+"""Limit of incomplete object headers on all streams."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _OwnRequest(RequestState):
     message: m.Fetch | m.Subscribe = field(kw_only=False)
     parser: MessageParser = field(default_factory=MessageParser)
-    """For answers on the request's own stream."""
+    """For answers on the request's stream."""
     budget: ObjectBudget = field(default_factory=ObjectBudget)
     streams: set[int] = field(default_factory=set)
     """Open streams of objects."""
@@ -63,11 +63,11 @@ class NextPayload:
 
     request: int
     left: int
-    """Remaining bytes of the current object."""
+    """Of the current object."""
     follower: bytes
     """Expected header after it; empty if unpredictable."""
     size: int
-    """Bytes of the next object."""
+    """Of the next object."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class _Incoming:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A stream with a track alias that no SUBSCRIBE_OK has announced yet."""
+    """A stream with a track alias not yet announced by a SUBSCRIBE_OK."""
 
     header: SubgroupHeader
     data: bytearray
@@ -86,7 +86,7 @@ class _Held:
 
 
 class Requester:
-    """The open requests of this end; methods for received data raise SessionFault for violations."""
+    """The open requests of this end; methods for received data raise SessionFault."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -103,7 +103,7 @@ class Requester:
     # ------------------------------------------------------------------ called by the owner
 
     def subscribed(self, namespace: tuple[bytes, ...], track: bytes) -> bool:
-        """Return True if a subscription to a track is open."""
+        """Return whether a subscription to a track is open."""
         return any(
             each.subscribes and (each.message.namespace, each.message.track) == (namespace, track)
             for each in self._requests.values()
@@ -119,7 +119,7 @@ class Requester:
     def update(self, request_id: int, parameters: Parameters) -> bool:
         """Send a REQUEST_UPDATE; return False if the request is over.
 
-        If the peer's limit of unanswered updates is reached, the last one is sent later.
+        Beyond the peer's limit of unanswered updates, the last one is sent later.
         """
         request = self._requests.get(request_id)
         if request is None or self.peer_draining:
@@ -150,13 +150,13 @@ class Requester:
     # ------------------------------------------------------------------ answers from the peer
 
     def by_id(self, number: int) -> _OwnRequest | None:
-        """Return a request, or None if it is over."""
+        """Return a request, or None if over."""
         if not self._channel.made(number):
             raise SessionFault(f"answer to request {number}, which was never made")
         return self._requests.get(number)
 
     def receive_answers(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
-        """Handle bytes of a request's own stream, ignoring those for an ended request."""
+        """Handle bytes of a request's own stream; ignore those for an ended request."""
         request = self._by_stream.get(stream)
         if request is None:
             return
@@ -217,7 +217,6 @@ class Requester:
             raise SessionFault(f"{type(message).__name__} does not answer a SUBSCRIBE")
 
     def _accepted(self, request: _OwnRequest, message: m.FetchOk | m.SubscribeOk) -> bool:
-        """Report the answer to a request; return False if its track cannot be used."""
         request.answered = True
         if (refusal := unusable(message.properties)) is not None:
             self._abandon(request, *refusal)
@@ -287,7 +286,7 @@ class Requester:
         self.receive_objects(stream, data, fin=fin)
 
     def receives(self, stream: int) -> bool:
-        """Return True if a unidirectional stream carries objects."""
+        """Return whether a unidirectional stream carries objects."""
         return stream in self._by_data
 
     def receive_objects(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
@@ -373,7 +372,6 @@ class Requester:
             self._reject(stream, fin=fin)
 
     def _release(self, request: _OwnRequest) -> None:
-        """Pass on the held streams of a subscription."""
         for stream, held in list(self._held):
             if held.header.track_alias == request.alias and self._by_data.get(stream) is held:
                 self._unhold(stream, held)
@@ -382,7 +380,6 @@ class Requester:
                     return
 
     def _drop_held(self) -> None:
-        """Drop held streams if no answer can announce their track alias any longer."""
         if self._held_bytes and not self._early:
             for stream, held in list(self._held):
                 self._unhold(stream, held)
@@ -397,7 +394,6 @@ class Requester:
         self._held_bytes -= len(held.data) + 64
 
     def _reject(self, stream: int, *, fin: bool) -> None:
-        """Ignore a stream, and stop it unless it has ended."""
         if not fin:
             self.ignore(stream)
             self._channel.commands.append(Stop(stream, ResetCode.CANCELLED))
@@ -418,7 +414,6 @@ class Requester:
         self._refused(request, code, reason)
 
     def _finish(self, request: _OwnRequest) -> None:
-        """Drop a request once its answers and all its objects have arrived, in any order."""
         done = request.done
         if request.answered and request.data_ended:
             self._drop(request)
@@ -431,7 +426,6 @@ class Requester:
         self._channel.commands.append(Write(request.stream, b"", fin=True))
 
     def _forget(self, request: _OwnRequest, code: int) -> None:
-        """Remove a request, and stop its objects."""
         self._requests.pop(request.number, None)
         self._by_stream.pop(request.stream, None)
         if request.alias is not None and self._by_alias.get(request.alias) is request:
@@ -444,7 +438,6 @@ class Requester:
 
 
 def _priority(message: m.SubscribeOk) -> int:
-    """Return the default priority of a track's subgroups."""
     try:
         every = dict(unfold(message.properties))
     except MalformedTrack:  # refused by `unusable`

@@ -28,13 +28,12 @@ _RESERVED = (b".", b".session")
 @dataclass(slots=True, eq=False)
 class _PeerRequest(RequestState):
     streams: set[int] = field(default_factory=set)
-    """Unidirectional streams of its objects."""
     pushed: int = 0
     """Streams that a subscription has had."""
 
 
 class Responder:
-    """The open requests of the peer; methods for received data raise SessionFault for violations."""
+    """The peer's open requests; methods for received data raise SessionFault."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -44,9 +43,8 @@ class Responder:
         self._by_data: dict[int, _PeerRequest] = {}
         self.draining = False
         self.lenient = False
-        """Keep sending objects after the peer resets or stops the stream of an answered FETCH. moq-rs 0.5 does so while
-        it still needs the objects, and cancels by stopping their stream.
-        """
+        """Keep sending objects after the peer resets or stops the stream of an answered FETCH: moq-rs 0.5 does so while
+        it still needs the objects, and cancels by stopping their stream."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -128,7 +126,7 @@ class Responder:
             self._cancelled(request, code)
 
     def owns(self, stream: int) -> bool:
-        """Return True if a bidirectional stream carries an open request."""
+        """Return whether a bidirectional stream carries an open request."""
         return stream in self._by_stream
 
     # ------------------------------------------------------------------ answers from the owner
@@ -136,8 +134,7 @@ class Responder:
     def accept_fetch(self, request_id: int, end: Location, *, end_of_track: bool) -> int:
         """Accept a FETCH; return the stream for the owner to write objects on, after the header.
 
-        Raises:
-            KeyError: the request is over; a `Cancelled` event has been reported.
+        Raises KeyError if the request is over; a `Cancelled` event has been reported.
         """
         channel, request = self._channel, self._requests[request_id]
         self._agree(request, m.FetchOk(end_of_track, end))
@@ -158,11 +155,11 @@ class Responder:
             self._finish(request, reset=code)
 
     def accept_subscribe(self, request_id: int, alias: int, largest: Location | None) -> None:
-        """Accept a SUBSCRIBE, or raise KeyError if it is over, as the methods below."""
+        """Accept a SUBSCRIBE; raise KeyError if it is over, as the methods below."""
         self._agree(self._requests[request_id], m.SubscribeOk(alias, Parameters(largest=largest)))
 
     def push(self, request_id: int, header: SubgroupHeader) -> int:
-        """Open a stream for a subgroup; return it for the owner to write objects on, after the header. See `pushed`."""
+        """Open a subgroup's stream for the owner to write objects on, after the header. See `pushed`."""
         request = self._requests[request_id]
         stream = self._open(request)
         request.pushed += 1
@@ -170,7 +167,7 @@ class Responder:
         return stream
 
     def pushed(self, request_id: int, stream: int, *, reset: int | None = None) -> None:
-        """Forget a stream of a subscription after its end; or reset it with a code."""
+        """Forget a subscription's stream after its end; or reset it with a code."""
         if (request := self._requests.get(request_id)) is not None and stream in request.streams:
             request.streams.remove(stream)
             del self._by_data[stream]
@@ -236,8 +233,7 @@ class Responder:
         self._by_stream.pop(stream, None)
         if reset is None:
             # The peer ends its side itself. STOP_SENDING would cost a frame, and makes aioquic send one packet at a
-            # time while it
-            # waits behind data.
+            # time while it waits behind data.
             self._channel.commands.append(Write(stream, b"", fin=True))
         else:
             self._channel.commands += [Reset(stream, reset), Stop(stream, ResetCode.CANCELLED)]

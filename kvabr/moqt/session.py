@@ -1,12 +1,11 @@
 """The state machine of one MoQT session, for client or server, publisher or subscriber, and all supported drafts.
 
-Theory of operation. The owner passes in bytes, resets and STOP_SENDINGs of QUIC streams; the session returns events for
-the owner and commands for streams. It allocates all stream IDs of the connection, as QUIC does.
+The owner passes in bytes, resets and STOP_SENDINGs of QUIC streams; the session returns events for the owner and
+commands for streams, and allocates all stream IDs.
 
 1. Each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional stream, on
    which it is answered, changed and, by a reset, cancelled.
-2. Data before the peer's SETUP is buffered, within limits, because tokens in the SETUP decide which requests are
-   allowed.
+2. Data before the peer's SETUP is buffered, within limits, because its tokens decide which requests are allowed.
 3. The objects of a FETCH arrive on one unidirectional stream, those of a subscription on one per subgroup. The owner
    writes its own objects after the header of `Responder.accept_fetch` or `push`.
 4. If the peer breaks a rule, the session ends with a `Close` command with the draft's code, and a `Closed` event.
@@ -26,16 +25,14 @@ from kvabr.moqt.wire import Draft, Location
 
 _MAX_STREAM_HEADER = 64
 _MAX_EARLY_BYTES = 1 << 17
-"""Limit of data before the peer's SETUP."""
 _MAX_PARTIAL_BYTES = 1 << 20
-"""Limit of incomplete messages on all request streams of the peer together."""
+"""Limit of incomplete messages on all request streams of the peer."""
 
 
 class MoqtSession:
     """One session; the module docstring explains its use."""
 
     def __init__(self, draft: Draft, *, client: bool, options: SetupOptions | None = None) -> None:
-        """Prepare a session; `start` sends the options."""
         self.draft, self.client = draft, client
         self._options = options or SetupOptions()
         self._channel = Channel(draft, client=client)
@@ -43,10 +40,9 @@ class MoqtSession:
         self.responder = Responder(self._channel)
         self._control_in: int | None = None
         self._messages: dict[int, MessageParser | None] = {}
-        """Parsers of the peer's open bidirectional streams; None if the request is over."""
+        """Of the peer's open bidirectional streams; None if the request is over."""
         self._control_parser = MessageParser()
         self._headers: dict[int, bytes] = {}
-        """Incomplete headers of the peer's unidirectional streams."""
         self._early: dict[int, tuple[bytearray | None, bool]] = {}
         """By stream: bytes before the peer's SETUP (None if unwanted), and whether the stream ended."""
         self._early_bytes = 0
@@ -71,8 +67,7 @@ class MoqtSession:
     def subscribe(self, namespace: tuple[bytes, ...], track: bytes, parameters: Parameters) -> int:
         """Request objects as they appear, by default after the largest one; return the request ID.
 
-        Raises:
-            ValueError: a subscription to the track is open.
+        Raises ValueError if a subscription to the track is open.
         """
         if self.requester.subscribed(namespace, track):
             raise ValueError("a subscription to that track is open")
@@ -143,7 +138,6 @@ class MoqtSession:
             self._refuse_stream(stream)
 
     def _refuse_stream(self, stream: int) -> None:
-        """Reset this end's side of a peer's stream without a request."""
         if not stream & 2:
             self._channel.commands.append(Reset(stream, ResetCode.CANCELLED))
 
@@ -156,7 +150,7 @@ class MoqtSession:
         return out
 
     def take_commands(self) -> list[Command]:
-        """Return the commands since the last call, in order; after `Close` there are none."""
+        """Return the commands since the last call; after `Close` there are none."""
         out, self._channel.commands = self._channel.commands, []
         if self.closed is None:
             return out
@@ -176,7 +170,6 @@ class MoqtSession:
             self._begin_uni(stream, self._headers.pop(stream, b"") + data, fin=fin)
 
     def _begin_uni(self, stream: int, data: bytes, *, fin: bool) -> None:
-        """Parse the header of a stream, and pass on the rest."""
         header = read_stream_header(data)
         if header is None:
             if fin or len(data) > _MAX_STREAM_HEADER:

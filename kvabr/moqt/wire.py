@@ -38,7 +38,7 @@ def write_varint(value: int) -> bytes:
 
 
 def peek_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int] | None:
-    """Return the integer at offset `at` and the next offset, or None if it is incomplete."""
+    """Return the integer at offset `at` and the next offset, or None if incomplete."""
     if at >= len(data):
         return None
     first = data[at]
@@ -59,23 +59,21 @@ class Draft:
     number: int
     sized: bool
     """Location filters and namespace prefixes begin with their length in bytes; otherwise filters begin with one of six
-    forms.
-    """
+    forms."""
 
     @property
     def alpn(self) -> str:
-        """The ALPN protocol identifier."""
+        """The ALPN identifier."""
         return f"moqt-{self.number}"
 
 
 DRAFT_22 = Draft(22, sized=False)
 DRAFT_20 = Draft(20, sized=True)
 DRAFTS = (DRAFT_22, DRAFT_20)
-"""Supported drafts, in order of preference."""
 
 
 def by_alpn(alpn: str) -> Draft | None:
-    """Return the draft of an ALPN protocol identifier, or None if unsupported."""
+    """Return the draft of an ALPN identifier, or None."""
     return next((draft for draft in DRAFTS if draft.alpn == alpn), None)
 
 
@@ -87,7 +85,7 @@ class Reader:
     """Parses values; every method raises SessionFault for malformed bytes."""
 
     def __init__(self, data: bytes | bytearray | memoryview, *, at: int = 0, partial: bool = False) -> None:
-        """Begin at offset `at`; for `partial` data, reaching the end raises Incomplete."""
+        """``partial``: reaching the end raises Incomplete."""
         self._data, self.at, self._partial = data, at, partial
 
     @property

@@ -1,12 +1,9 @@
 """Assembles groups into a cache, in any order and from any track, never half written.
 
-Without a destination, checked groups stay compressed and are expanded elsewhere (`kvabr.codec.paged`). Otherwise they
-are expanded into a `Destination` on any device: by default one contiguous KV tensor per layer class, or the layers of a
-cache, or blocks of a paged one.
-
-A group with an empty place is decoded directly into it if that is fast, and counts as in place once the whole frame is
-verified. Other groups are decoded into scratch memory and copied. After a handover with upgrades, each group is decoded
-into its own memory, and the user of the cache decides when to write it into place.
+Without a destination, checked groups stay compressed and are expanded elsewhere (`kvabr.codec.paged`). Otherwise a
+group with an empty place is decoded directly into it if that is fast, and counts as in place once the whole frame is
+verified; other groups are decoded into scratch memory and copied. After a handover with upgrades, each group has its
+own memory, and the user of the cache decides when to write it.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class Tensors:
     """One contiguous tensor [layer, K/V, head, token, dim] per layer class, with the tokens of `Catalog.spans`."""
 
     def __init__(self, catalog: Catalog, out: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> None:
-        """Create tensors, or use ``out``; see `kvabr.player.assembler.Assembler`."""
+        """Create tensors, or use ``out``; see `Assembler`."""
         spec, spans = catalog.spec, catalog.spans
         shapes = [part.shape(span.tokens) for part, span in zip(spec.parts, spans, strict=True)]
         if out is None:
@@ -62,7 +59,6 @@ class Tensors:
         for made, part in zip(self.parts, spec.parts, strict=True):
             check_wanted(made.dtype, part)
         self.begins = tuple(span.first for span in spans)
-        """First token of each class's tensor."""
         self._spec, self._rooms = spec, tuple(map(TensorRoom, self.parts))
 
     @property
@@ -80,7 +76,7 @@ class Tensors:
         return self._spec.classes[part].kind == "state"
 
     def before(self, end: int, *, every: bool) -> tuple[torch.Tensor, ...]:
-        """Return the tokens before ``end`` of each class, see `Assembler.before_classes`; a view if ``every``."""
+        """See `Assembler.before_classes`; a view if ``every``."""
         if every:
             return (self.parts[0][:, :, :, :end],)
         parts = []
@@ -95,7 +91,6 @@ class Tensors:
 
 
 _MAX_SPARE = 4
-"""Maximum scratch tensors kept between batches, per class."""
 
 
 class Layer(NamedTuple):
@@ -105,7 +100,6 @@ class Layer(NamedTuple):
     frame: bytes | memoryview
     """Untrusted. The caller must not change it afterwards."""
     has_digest: HasDigest | None = None
-    """Compares the frame's digest, if the caller has computed it."""
 
 
 class Placement(Enum):
@@ -127,11 +121,9 @@ class _Decoding(NamedTuple):
     layers: Sequence[Layer]
     coded: CodedGroup
     out: Place | None
-    """None: the group stays coded."""
+    """None: stays coded."""
     scratch: torch.Tensor | None = None
-    """Memory of ``out``, unless it is the group's place."""
     claimed: bool = False
-    """True if ``out`` is the group's place."""
 
 
 class Assembler:
@@ -174,18 +166,16 @@ class Assembler:
             self._to = Tensors(catalog, out, dtype) if out is None or isinstance(out, torch.Tensor) else out
         self._tracks: list[str | None] = [None] * catalog.groups
         self._kept: dict[int, dict[str, memoryview]] = {}
-        """Frames of layers in place, by group and track."""
         refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._refined = set(catalog.by_name) if coded else refined
-        """Tracks to keep in `_kept`: refined ones, or all if coded."""
         self._lock = threading.Condition(threading.Lock())
         """Guards all state; notified when a group leaves `_direct`."""
         self._direct: set[int] = set()
-        """Groups being decoded directly into their empty places, with no other writers."""
+        """Groups being decoded into their empty places, with no other writers."""
         self._spare: list[list[torch.Tensor]] = [[] for _ in catalog.spec.parts]
-        """Unused scratch tensors, per class; fresh memory would have to be cleared."""
+        """Unused scratch, per class; fresh memory would have to be cleared."""
         self._taken = self._open = self._handed = False
-        """True if groups are refused; if upgrades are still accepted; if the cache has been handed over."""
+        """True if groups are refused; if upgrades are accepted; if handed over."""
         self._again: set[int] = set()
 
     @property
@@ -200,7 +190,7 @@ class Assembler:
 
     @property
     def computed_again(self) -> tuple[int, ...]:
-        """Places of the tokens put by `put_tokens`, ascending."""
+        """Tokens put by `put_tokens`, ascending."""
         return tuple(sorted(self._again))
 
     def put(
@@ -214,12 +204,8 @@ class Assembler:
     ) -> Placement:
         """Check, decode and place one group as requested.
 
-        Args:
-            group: the requested group.
-            track: the requested track.
-            frame: the received bytes; untrusted. The caller must not change them afterwards.
-            has_digest: compares the frame's digest if the caller has computed it.
-            below: layers received with it and not in place, lowest first.
+        The ``frame`` is untrusted, and must not change afterwards. ``has_digest`` compares its digest if the caller has
+        computed it. ``below``: layers received with it and not in place, lowest first.
 
         Raises:
             ForeignError: a valid frame of another asset or group.
@@ -234,8 +220,7 @@ class Assembler:
     def put_many(self, asked: Sequence[tuple[int, Sequence[Layer]]]) -> list[Placement | Exception]:
         """Check, decode and place different groups in one batch, each with its layers, lowest first.
 
-        Returns:
-            The result for each group, or the error that `put` would raise.
+        Returns each group's result, or the error that `put` would raise.
         """
         done: dict[int, Placement | Exception] = {}
         work: list[_Decoding] = []
@@ -310,7 +295,7 @@ class Assembler:
             raise UsageError(f"recomputed groups {first} to {last - 1}: {given} is not {shapes}")
         if not all(map(all_finite, parts)):
             raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
-        # One transfer from the engine's device here, instead of one per group under the lock.
+        # One transfer from the engine's device, instead of one per group under the lock.
         parts = tuple(kv.to(self._place(first).device) for kv in parts)
         with self._lock:
             self._lock.wait_for(lambda: self._direct.isdisjoint(range(first, last)))
@@ -365,9 +350,8 @@ class Assembler:
     ) -> Callable[[], Placement]:
         """Check and decode an upgrade of one group for a cache in use, into separate memory; arguments as for `put`.
 
-        Returns:
-            A function that writes the group into place and returns the result. Call it once, while no thread reads the
-                group. After `seal` it has no effect.
+        Returns a function that writes the group into place and returns the result. Call it once, while no thread reads
+        the group; after `seal` it has no effect.
 
         Raises:
             ForeignError, FormatError: see `put`.
@@ -393,9 +377,8 @@ class Assembler:
     def put_tokens(self, at: Sequence[int], computed: torch.Tensor) -> Placement:
         """Put single tokens into a complete cache, all or none; afterwards it accepts no groups.
 
-        Args:
-            at: their places, counted from the cache's first token.
-            computed: [layer, K/V, head, len(at), dim], any float dtype.
+        ``at``: their places, counted from the cache's first token; ``computed``: [layer, K/V, head, len(at), dim], any
+        float dtype.
 
         Raises:
             HoleError: a group is missing.
@@ -417,7 +400,7 @@ class Assembler:
         return Placement.REPLACED
 
     def seal(self) -> None:
-        """Accept no further data; writes in progress have finished when this returns."""
+        """Accept no further data; wait for writes in progress."""
         with self._lock:
             self._taken, self._open = True, False
             self._lock.wait_for(lambda: not self._direct)
@@ -449,12 +432,8 @@ class Assembler:
     def take_coded(self, groups: int | None = None, block: int = 1) -> tuple[tuple[CodedGroup, ...], PlacedPrefix]:
         """Hand over the longest prefix in place, compressed, see `longest_prefix`; accept no data afterwards.
 
-        Args:
-            groups: number of leading groups to consider; None: all.
-            block: the prefix must end at a multiple of this many tokens of the prompt.
-
-        Returns:
-            The groups of `PlacedPrefix.groups`, and the prefix.
+        ``groups``: number of leading groups to consider; None: all. ``block``: the prefix must end at a multiple of
+        this many tokens of the prompt. Returns the groups of `PlacedPrefix.groups`, and the prefix.
         """
         with self._lock:
             self._handed = self._taken = True
@@ -472,8 +451,7 @@ class Assembler:
     def take_prefix(self, groups: int | None = None, block: int = 1) -> tuple[tuple[torch.Tensor, ...], PlacedPrefix]:
         """Hand over the longest prefix in place; arguments as for `take_coded`.
 
-        Returns:
-            A tensor per layer class, with the tokens of `PlacedPrefix.spans`; and the prefix.
+        Return a tensor per layer class, with the tokens of `PlacedPrefix.spans`, and the prefix.
         """
         with self._lock:
             self._handed = True
@@ -488,7 +466,7 @@ class Assembler:
         return tuple(parts), found
 
     def check(self, group: int, layer: Layer) -> memoryview:
-        """Return the payload of a frame of a group; raise `FormatError` or `ForeignError` as `put` does."""
+        """Return a frame's payload; raise `FormatError` or `ForeignError` as `put`."""
         catalog, offer = self._catalog, self._catalog.track(layer.track)
         if len(layer.frame) != (promised := offer.bytes[group]):
             came = f"{len(layer.frame)} bytes came, the catalog says {promised}"
@@ -528,7 +506,6 @@ class Assembler:
 
     @property
     def _tensors(self) -> Tensors:
-        """The destination for reading; `UsageError` if it cannot be read."""
         if not isinstance(self._to, Tensors):
             raise UsageError("this cache is not in tensors: nothing can be computed on it before it is handed over")
         return self._to
@@ -560,7 +537,6 @@ class Assembler:
             raise HoleError(f"groups {shown} are neither fetched nor recomputed; fetch or recompute them first")
 
     def _refusal(self, group: int, offer: Track, *, closed: bool | None = None) -> Placement | None:
-        """Return why to ignore a frame, or None."""
         if self._taken if closed is None else closed:
             return Placement.LATE
         current = self._tracks[group]
@@ -577,7 +553,6 @@ class Assembler:
         return Placement.STALE
 
     def _write(self, group: int, layers: Sequence[Layer], coded: CodedGroup, decoded: torch.Tensor | None) -> Placement:
-        """Copy a decoded group into place, unless it was decoded there; the caller holds the lock."""
         if decoded is not None:
             self._place(group).write(decoded)
         verdict = Placement.PLACED if self._tracks[group] is None else Placement.REPLACED

@@ -16,20 +16,16 @@ from kvabr.types.joined import fusion_loss, joined_passages
 from kvabr.types.loss import played_loss
 
 _UNKNOWN_LINK_SHARE = 0.5
-"""Maximum share of the deadline reserved for tokens on an unknown link."""
+"""Most of the deadline reserved for tokens on an unknown link."""
 _MAX_SHARES = 64
-"""Maximum shares to weigh; every passage may name this many."""
 _ORDERED_SHARE = 0.15
 """Share of a passage's tokens to compute in its publisher's order."""
 _ORDER_SAVING_SHARE = 0.3
-"""Savings of the publisher's order, relative to the question's choice of as many tokens (SmolLM2-135M: .3 to .45)."""
+"""Savings of the publisher's order, relative to as many tokens chosen by the question (SmolLM2-135M: .3 to .45)."""
 
 
 def delivered_loss(catalog: Catalog, record: PlayRecord) -> float:
-    """Return the expected loss of a delivered cache, nats per generated token.
-
-    It is that of `kvabr.types.loss.played_loss` minus the savings from recomputed tokens.
-    """
+    """Return the expected loss of a delivered cache, with recomputed tokens, nats per generated token."""
     loss, blend = played_loss(catalog, record.steps), record.blend
     if blend is None or blend.fusion_loss is None:
         return loss
@@ -47,23 +43,20 @@ class BlendOption:
     seconds: float
     """Engine time, without choosing the tokens."""
     fusion: float
-    """Fusion loss with all groups fetched, nats per generated token; 0.0 if it was not measured."""
+    """Fusion loss with all groups fetched, nats per generated token; 0.0 if not measured."""
 
 
 class BlendPlan:
-    """The options of one play, valued by their savings at the play's prices."""
+    """A play's options, valued by savings at its prices."""
 
     def __init__(
         self, ladder: Ladder, cost: PrefillCost | None, goal: BlendGoal, *, time_price: float, gpu_price: float
     ) -> None:
         """List the options.
 
-        Args:
-            ladder: of the joined catalog.
-            cost: of the engine's prefill; None: it computes no tokens.
-            goal: of the play.
-            time_price: price of a second before the first token, nats per generated token.
-            gpu_price: price of a second of engine time; infinite: only a share named by the goal is computed.
+        Without a ``cost`` of the engine's prefill, it computes no tokens. ``time_price`` and ``gpu_price`` are the
+        prices of a second before the first token and of engine time, nats per generated token; with an infinite
+        ``gpu_price``, only a share named by the goal is computed.
         """
         self._catalog, self._goal = ladder.catalog, goal
         self.passages = joined_passages(ladder.catalog)
@@ -72,7 +65,6 @@ class BlendPlan:
         self._cost, self._price, self._gpu_price = cost, time_price + idle, gpu_price
         can = cost is not None and goal.question > 0 and (goal.share is not None or math.isfinite(gpu_price))
         self.look_s = cost.seconds(ladder.catalog.tokens, goal.question) if cost is not None and can else 0.0
-        """Seconds that the engine takes to choose the tokens."""
         shares = self._shares() if can else []
         every = [""] * ladder.catalog.groups
         self.options = [BlendOption(0.0, 0, 0.0, fusion_loss(ladder.catalog, every) or 0.0)]
@@ -96,20 +88,20 @@ class BlendPlan:
         return min(option.fusion for option in self.options)
 
     def fusion(self, coverage: Sequence[str], share: float) -> float | None:
-        """Return the fusion loss of a cache, see `kvabr.types.joined.fusion_loss`."""
+        """See `kvabr.types.joined.fusion_loss`."""
         return fusion_loss(self._catalog, coverage, share)
 
     def loss(self, coverage: Sequence[str], codec: float, share: float) -> float:
-        """Return the expected loss of a cache after recomputing a share, nats per generated token.
+        """Return a cache's expected loss after recomputing a share, nats per generated token.
 
-        ``codec`` is the loss before that, without the loss from joining.
+        ``codec`` is the loss before that, without joining.
         """
         return (1 - share) * codec + (self.fusion(coverage, share) or 0.0)
 
     def reserve_s(self, left_s: float, received: int, rate: float) -> float:
         """Return the time before the deadline, in seconds, that tokens use better than the last layers.
 
-        ``left_s`` to the deadline; bytes ``received``; expected ``rate`` in bytes per second, 0.0 if unknown.
+        ``rate`` in bytes per second, 0.0 if unknown.
         """
         best, least = 0.0, math.inf
         for option in self.options:
@@ -120,14 +112,13 @@ class BlendPlan:
                 codec = 0.0
             else:
                 codec = self._codec(received + rate * max(0.0, left_s - needed_s), option.share)
-            # `_worth` favours the share that the user names.
             worth = codec + self._worth(option, option.fusion)
             if worth < least:
                 best, least = needed_s, worth
         return best
 
     def ahead(self, number: int) -> BlendOption | None:
-        """Return the tokens of a passage worth computing in its publisher's order, or None."""
+        """Return a passage's tokens worth computing in its publisher's order, or None."""
         cost, passage = self._cost, self.passages[number]
         if cost is None or passage.notes is None or not passage.notes.order or len(self.options) < 2:
             return None
@@ -144,9 +135,9 @@ class BlendPlan:
         return sum(self._catalog.unit(group).tokens for group in groups)
 
     def best(self, left_s: float, coverage: Sequence[str], codec: float, *, chosen: bool) -> BlendOption | None:
-        """Return the option for a cache in place; None if the expected loss would exceed the limit.
+        """Return the option for a cache in place, or None above the loss limit.
 
-        ``codec`` is the expected loss without the loss from joining; ``chosen``: the tokens are chosen already.
+        ``codec`` as for `loss`; ``chosen``: the tokens are chosen already.
         """
         found, least = None, math.inf
         for option in self.options if self.tokens_left(coverage) else self.options[:1]:

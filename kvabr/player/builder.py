@@ -23,7 +23,7 @@ from kvabr.types.events import Log, PlayStarted
 
 
 def new_estimator(policy: str, estimator: str | None = None) -> Estimator:
-    """Return a fresh estimator: the named one, else the policy's preferred one; see `load_estimator`."""
+    """Return a fresh estimator, named or preferred by the policy; see `load_estimator`."""
     return load_estimator(estimator or load_policy(policy)().estimator)()
 
 
@@ -65,12 +65,9 @@ def opening(
 
 
 def choose_tail(policy: str, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
-    """Return the offer that a policy takes, usually the one with the lowest of the `tail_costs`.
+    """Return the offer that a separate instance of a policy takes before the play, given the `tail_costs`.
 
-    It is chosen before the play, by a separate instance of the policy.
-
-    Raises:
-        PolicyError: there is no such policy, or it raises, or takes none of them.
+    Raises `PolicyError` if there is no such policy, or it raises, or takes none of them.
     """
     if len(offers) == 1:
         return offers[0]
@@ -98,24 +95,27 @@ def new_session(
 ) -> Session:
     """Build the session of one play.
 
+    The catalog of the ``ladder`` may be a suffix of a published asset (`Catalog.suffix`). ``round_trips`` are in
+    seconds.
+
     Args:
-        ladder: the tracks; its catalog may be a suffix of a published asset (`Catalog.suffix`).
-        deadline_s: seconds from `Session.start` to the deadline; for upgrades, the planning horizon.
-        policy: name of the policy, see `load_policy`.
+        ladder: the tracks.
+        deadline_s: seconds from `Session.start`; for upgrades, the planning horizon.
+        policy: see `load_policy`.
         estimator: a fresh one, see `new_estimator`, or one per source.
         goal: purpose of the play.
-        cost: of the engine's prefill, counted from the first token of the prompt; None for no engine.
-        mode: the groups that the engine can recompute. Always ``suffix`` for prefix plays, and for several layer
-            classes or windows, since their groups cannot be computed one by one. Upgrades have no engine.
+        cost: of the engine's prefill, counted from the prompt's first token; None for no engine.
+        mode: groups that the engine can recompute. Always ``suffix`` for prefix plays, several layer classes or
+            windows, since their groups cannot be computed one by one.
         config: limits and timeouts.
         patience_s: seconds from `Session.start` until an incomplete play is given up; None: see ``config``.
-        cached_groups: returns the groups of a track, as published, that need not cross the network.
+        cached_groups: returns a track's groups, as published, that need not cross the network.
         oracle: the future of a simulated link, for policies that use it.
-        decode_rates: of this machine, corrected by the session; None: from the catalog, uncorrected.
-        expected_s: when each group of a live asset should be published, see `LiveEdge`; None: all are published.
+        decode_rates: corrected by the session; None: from the catalog, uncorrected.
+        expected_s: when each group of a live asset should be published, see `LiveEdge`.
         log: receives every event.
-        offers: the tracks of each source; more may be added during the play.
-        round_trips: to each source, seconds, if known.
+        offers: each source's tracks; more may be added during the play.
+        round_trips: to each source, if known.
 
     Raises:
         PolicyError: there is no such policy.

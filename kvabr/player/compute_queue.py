@@ -13,7 +13,7 @@ from kvabr.types.cost import MIN_CALL, PrefillCost
 from kvabr.types.engine import EngineMode
 
 _MAX_LATE_FACTOR = 1.25
-"""A tail that ends after this multiple of the deadline is far too late."""
+"""Multiple of the deadline after which a tail ends far too late."""
 _MIN_START_SHARE = 0.5
 """Share of the deadline before which such a tail never starts."""
 
@@ -24,28 +24,27 @@ class ComputeQueue:
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
         self._cost, self._mode, self._view, self.tick_s = cost, mode, view, tick_s
         self.planned: range = range(0)
-        """Groups that the planner leaves to the engine until the next event."""
+        """Groups left to the engine until the next event."""
         self.chosen = GroupSet(view.groups, ())
         """Groups left to the engine for good."""
         self.left = GroupSet(view.groups)
-        """Groups that are neither received, nor being computed, nor in `chosen`."""
+        """Groups neither received, nor being computed, nor in `chosen`."""
         self.computing: tuple[int, int] | None = None
-        """The groups being computed: the first, and the one after the last."""
+        """First and end of the groups being computed."""
         self.started_s = 0.0
         self._free_s = 0.0
         self._asked = False
-        """True if the policy chose any group of `chosen`."""
         self._waiting, self._waiting_s = 0, 0.0
-        """Number of `chosen` groups that have not started, and the sum of their seconds."""
+        """Number of `chosen` groups not started, and their seconds."""
         self._found: Plan | None = None
         self._kept, self._kept_s = 0, 0.0
-        """Remaining events (`View.keeps`), and time, until the slow search for a plan is repeated."""
+        """Remaining events (`View.keeps`), and time, until the search is repeated."""
         self._each: list[int] = []
         """Nanoseconds of each group alone; integers, so that sums are exact."""
         self._sums: list[int] = []
 
     def backlog_s(self, now: float) -> float:
-        """Return the seconds until the engine has finished its current groups and all of `chosen`."""
+        """Return the seconds until the engine has finished its groups and all of `chosen`."""
         running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
         if self.tail < self._view.groups and not self._view.catalog.every_token:
             return running + (0.0 if self.computing else self._seconds(self.tail, self._view.groups))
@@ -73,7 +72,7 @@ class ComputeQueue:
 
     @property
     def tail(self) -> int:
-        """The first group of the tail left to the engine for good; the number of groups if none."""
+        """First group of the tail left to the engine for good; the number of groups if none."""
         first = self.chosen.first() if self._mode == "suffix" else None
         return self._view.groups if first is None else self._view.catalog.cut(first)
 
@@ -101,7 +100,7 @@ class ComputeQueue:
     def replan(self, now: float, *, dead: bool = False) -> tuple[list[int], Plan | None]:
         """Plan again which groups the network will not deliver in time.
 
-        Return the groups added to or removed from `planned`, and the plan, or None.
+        Return the groups added to or removed from `planned`, and the plan.
         """
         if self.computing is not None and self._mode == "suffix":
             return [], None
@@ -118,10 +117,7 @@ class ComputeQueue:
         return [*_without(before, self.planned), *_without(self.planned, before)], found
 
     def overdue(self, now: float, absent: GroupSet) -> bool:
-        """Return whether the network is later than the engine would take: waiting is then no longer the better bet.
-
-        Lost bytes keep looking as if they were about to arrive.
-        """
+        """Return whether the network is later than the engine would take; lost bytes always look imminent."""
         late_s, first = now - self._view.deadline_s, absent.first()
         if first is None or late_s < 0:
             return False  # the usual case, without summing the engine's times
@@ -131,10 +127,7 @@ class ComputeQueue:
         return 1e9 * late_s >= absent.total("seconds", self._each)
 
     def ready(self, now: float, absent: GroupSet, *, at_once: bool = False) -> tuple[int, int] | None:
-        """Return the groups that the engine should start now, or None.
-
-        ``at_once``: start even a tail that the network could still shorten, because the policy alone decides.
-        """
+        """Return the groups that the engine should start now, or None; ``at_once``: even a tail that may shorten."""
         if self.computing is not None or not self.waiting():
             return None
         first, planned = self.chosen.first(), absent.first(self.planned.start)
@@ -154,7 +147,7 @@ class ComputeQueue:
         return (first, self._view.groups) if at_once or self._last_call(first, now) else None
 
     def start(self, first: int, last: int, now: float) -> None:
-        """Record that the engine starts groups ``first`` to ``last`` - 1."""
+        """Record the start of groups ``first`` to ``last`` - 1."""
         for group in range(first, last):
             if group in self.chosen:
                 self._wait(group, -1)
@@ -162,7 +155,7 @@ class ComputeQueue:
         self._free_s = now + self._seconds(first, last)
 
     def finish(self) -> float:
-        """Record that the engine has finished; return when it started."""
+        """Record the end of a computation; return when it started."""
         for group in self._here():
             self.chosen.discard(group)
         self.computing, self._kept = None, 0
@@ -173,7 +166,7 @@ class ComputeQueue:
         return self._cost.seconds(begin, end - begin)
 
     def _run_end(self, first: int, now: float, absent: GroupSet) -> int:
-        """Return the end of the next run: short if there is time to re-plan, everything if only that is in time."""
+        """Return the next run's end: short if there is time to re-plan, everything if only that is in time."""
         last, end = first + 1, absent.gap(first)
         while last < end and (last in self.planned or last in self.chosen):
             last = min(end, self.planned.stop if last in self.planned else self.chosen.gap(last))

@@ -3,9 +3,9 @@
 Missing groups are decoded first, groups that the policy will replace last. A group with more layers in flight waits
 briefly so that all are decoded together, unless time is short or an engine needs everything before its own groups.
 
-Decoding time (`DecodeRates`) is a latency per batch plus seconds per group of each track. A CPU decodes groups one by
-one without latency; a GPU decodes all received groups together. Seconds are measured on this device or taken from the
-catalog, and corrected by every decoded group. The tracks of a family share code and so share the correction.
+Decoding time (`DecodeRates`) is a latency per batch plus seconds per group. A CPU decodes groups one by one without
+latency; a GPU decodes all received groups together. Every decoded group corrects the seconds for all tracks of its
+family.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import UsageError
 
 _WINDOW = 9
-"""Decoded groups per correction. Their median tolerates four delayed ones."""
+"""Decoded groups per correction; the median tolerates four delayed ones."""
 _MAX_LOG = math.log(1024)
-"""Limit of a correction; larger ratios indicate a clock that jumped or a process that slept."""
+"""Larger ratios indicate a clock that jumped or a process that slept."""
 
 
 def family(track: str) -> str:
-    """Return the family of a track, which shares a decoder: the part before the first hyphen, as in AC-L0."""
+    """Return a track's family, which shares a decoder: the part before the first hyphen."""
     return track.partition("-")[0]
 
 
@@ -41,15 +41,10 @@ class DecodeRates:
         measured: Mapping[str, float] | None = None,
         latencies: Mapping[str, float] | None = None,
     ) -> None:
-        """Start with a table.
+        """Start with the catalog's default times.
 
-        Args:
-            catalog: its tracks, with default times.
-            measured: seconds to check and decode each further full group of a batch, by track.
-            latencies: additional seconds per batch, by family; 0 by default.
-
-        Raises:
-            UsageError: a measured time is not a positive, finite number.
+        ``measured``: seconds to check and decode each further full group of a batch, by track; ``latencies``:
+        additional seconds per batch, by family. Raises `UsageError` for impossible times.
         """
         self._latencies = dict(latencies or {})
         for name, seconds in self._latencies.items():
@@ -62,17 +57,17 @@ class DecodeRates:
             if track in self._table:
                 self._table[track] = float(seconds)
         self._observed: dict[str, deque[float]] = {}
-        """Logarithms of observed over expected seconds, by family; the first is 0."""
+        """Logarithms of observed over expected seconds, by family."""
         self._known: dict[str, float] = {}
 
     def seconds(self, track: str) -> float:
-        """Return the seconds to decode a full group of a track; 0.0 if unknown."""
+        """Return the seconds to decode a full group; 0.0 if unknown."""
         if (known := self._known.get(track)) is None:
             known = self._known[track] = self._table[track] * self.correction(track)
         return known
 
     def latency(self, track: str) -> float:
-        """Return the additional seconds of a batch with groups of a track."""
+        """Return the additional seconds per batch."""
         return self._latencies.get(family(track), 0.0)
 
     def correction(self, track: str) -> float:
@@ -87,7 +82,7 @@ class DecodeRates:
     def observe(self, track: str, share: float, seconds: float) -> None:
         """Record a decoding time, with the layers below ``track``; ignore nonsense, as after a clock was set back.
 
-        ``share``: tokens of the group as a share of a full group's; ``seconds``: of one thread, without batch latency.
+        ``share``: the group's tokens over a full group's; ``seconds``: of one thread, without batch latency.
         """
         if not (0 < seconds < math.inf and share > 0):
             return
@@ -101,14 +96,14 @@ class DecodeRates:
 
 
 class DecodeShare:
-    """Decode rates of a play that shares the decoders equally with other plays."""
+    """Decode rates of a play that shares the decoders equally with others."""
 
     def __init__(self, rates: DecodeRates, plays: Callable[[], int]) -> None:
-        """Share ``rates``; ``plays`` returns the current number of plays, including this one."""
+        """``plays`` returns the number of plays, including this one."""
         self._rates, self._plays = rates, plays
 
     def seconds(self, track: str) -> float:
-        """Return the seconds that this play's share of the decoders takes."""
+        """Return the seconds with this play's share of the decoders."""
         return self._rates.seconds(track) * self._plays()
 
     def latency(self, track: str) -> float:
@@ -116,26 +111,24 @@ class DecodeShare:
         return self._rates.latency(track)
 
     def observe(self, track: str, share: float, seconds: float) -> None:
-        """See `DecodeRates.observe`; ``seconds`` excludes waits for other plays."""
+        """``seconds`` excludes waits for other plays."""
         self._rates.observe(track, share, seconds)
 
 
 _WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
-"""Maximum wait for a group's other layers: share of the deadline, and seconds."""
+"""Longest wait for a group's other layers: share of the deadline, and seconds."""
 _MAX_WAIT_FACTOR = 4.0
 """Multiple of that wait after which later requests no longer extend it."""
 _MAX_INSPECTED = 64
-"""Maximum groups of one kind to inspect."""
 
 _MAX_HANDED = 32
-"""Maximum groups queued per decoder."""
 _MAX_DIRECT_SHARE = 0.2
-"""Share of a decoder's queue time; quicker groups are decoded at once, even if they may be replaced."""
+"""Share of a decoder's queue; quicker groups are decoded at once, even if they may be replaced."""
 _RECHECK_SHARE = 0.125
-"""Share of the longest wait before deferred groups are inspected again."""
+"""Share of the longest wait until deferred groups are inspected again."""
 
 Kind = tuple[bool, bool]
-"""Whether a group is in place, and whether more of it is in flight."""
+"""True if a group is in place, and if more of it is in flight."""
 
 
 class DecodeQueue:
@@ -144,28 +137,24 @@ class DecodeQueue:
     def __init__(
         self, view: View, progress: Mapping[int, GroupProgress], ahead_s: float = 0.0, *, together: bool = False
     ) -> None:
-        """Start empty, with the progress of each group; see `PlayerConfig` for ``ahead_s`` and ``together``."""
+        """See `PlayerConfig` for ``ahead_s`` and ``together``."""
         self._view, self._progress, self._ahead_s, self._together = view, progress, ahead_s, together
         self._waiting: dict[int, int] = {}
-        """Arrival numbers of groups that wait to be decoded."""
         self._placed = bytearray(view.groups)
         self._heaps: dict[Kind, list[tuple[int, int, int]]] = {
             (placed, flying): [] for placed in (False, True) for flying in (False, True)
         }
-        """Heaps of (place, group, arrival number) by kind; entries become stale when the group changes."""
+        """Heaps of (place, group, arrival number); entries become stale when the group changes."""
         self._aside: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in self._heaps}
         self._aside_for, self._aside_s = 0, 0.0
         """Remaining calls (`View.keeps`), and time, until deferred entries are inspected again."""
         self._came = 0
         self._counted: list[tuple[str, ...]] = [()] * view.groups
         self._tracks: dict[str, int] = {}
-        """Number of undecoded batches by top track, which includes all below it; with groups in place if decoding is
-        last."""
+        """Undecoded batches by top track, which includes all below it; with groups in place if decoding is last."""
         self._handed: dict[int, float] = {}
-        """Expected decoding seconds, by request."""
         self._handed_s = 0.0
         self.decoding: dict[int, Transfer] = {}
-        """Transfers being decoded, by request."""
         view.undecoded = self._waiting
 
     def __bool__(self) -> bool:
@@ -175,7 +164,7 @@ class DecodeQueue:
         return len(self._waiting)
 
     def update(self, group: int, placed: str | None) -> None:
-        """Update the queue after a change in a group's received or decoding layers."""
+        """Update after a change in a group's received or decoding layers."""
         progress = self._progress[group]
         stacked = progress.decodable(placed)
         tops = tuple(batch[-1].track for batch in (progress.decoding, stacked) if batch)
@@ -197,7 +186,7 @@ class DecodeQueue:
         self.reckon()
 
     def moved(self, group: int) -> None:
-        """Requeue a waiting group after a change in its requests in flight."""
+        """Requeue a waiting group after a change in flight."""
         if (number := self._waiting.get(group)) is not None and not self._progress[group].decoding:
             place = group if self._view.front_first else number
             heappush(self._heaps[self._kind(group)], (place, group, number))
@@ -213,7 +202,7 @@ class DecodeQueue:
         )
 
     def begin(self, group: int, placed: str | None) -> tuple[Transfer, ...]:
-        """Start decoding a group and return its layers, lowest first."""
+        """Start decoding a group, and return its layers, lowest first."""
         batch = self._progress[group].begin_decoding(placed)
         top = batch[-1]
         del self._waiting[group]
@@ -223,7 +212,7 @@ class DecodeQueue:
         return batch
 
     def end(self, request: int) -> tuple[Transfer, ...]:
-        """Return the batch of a request after decoding or a failure."""
+        """Return a request's batch after decoding or a failure."""
         if (transfer := self.decoding.get(request)) is None:
             return ()
         batch = self._progress[transfer.group].end_decoding()
@@ -248,7 +237,7 @@ class DecodeQueue:
     def next(self, now: float, *, hurry: bool, engine: bool, will_replace: Callable[[int], bool]) -> int | None:
         """Return the group to decode next, or None.
 
-        ``hurry``: decoding must start now to be in time; ``engine``: an engine needs everything before its own groups.
+        ``hurry``: start now to be in time; ``engine``: an engine needs everything before its groups.
         """
         if hurry or self._aside_for == 0 or now >= self._aside_s:
             self._look_again(now)
@@ -295,7 +284,6 @@ class DecodeQueue:
         return next((entry[1] for entry in self._aside[kind] if self._counts(entry, kind)), None)
 
     def _counts(self, entry: tuple[int, int, int], kind: Kind) -> bool:
-        """Return whether a heap entry is valid and its group decodable now."""
         _, group, number = entry
         here = self._waiting.get(group) == number and self._kind(group) == kind
         return here and not self._progress[group].decoding and self._view.track_of[group] != RECOMPUTED
@@ -312,7 +300,6 @@ class DecodeQueue:
         return min(_WAIT_SHARE * self._view.deadline_s, _MAX_WAIT_S)
 
     def _waited(self, group: int, now: float) -> bool:
-        """Return whether the received layers have waited long enough for those in flight."""
         longest_s, progress = self._longest_s, self._progress[group]
         came_s = min(one.done_s or 0.0 for one in progress.arrived)
         if progress.arrived[-1].track not in self._view.ladder.stacks[progress.flying[-1].track]:

@@ -1,7 +1,7 @@
 """The stage of each group in a play, and the policy's view of it.
 
-A group's `Stage` follows from its layers, the track in place, and the engine's queue. After a change, `Groups.restage`
-updates the stage and the sets that policies and planners read.
+A group's `Stage` follows from its layers, the track in place, and the engine's queue. `Groups.restage` updates it, and
+the sets that policies and planners read.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from kvabr.types.catalog import RECOMPUTED
 
 
 class Stage(IntEnum):
-    """Stage of a group; up to `LEFT` no independently decodable layer has arrived."""
+    """Stage of a group; up to `LEFT` it has no independently decodable layer."""
 
     UNPUBLISHED = 0
-    """Not published by its producer yet."""
     MISSING = 1
-    """To be requested by the policy."""
     REQUESTED = 2
     LEFT = 3
-    """Left to the engine, possibly in flight too."""
+    """Left to the engine; may be in flight too."""
     COMPUTING = 4
-    """Being computed by the engine."""
     ARRIVED = 5
-    """Its base has arrived but is not decoded yet."""
+    """Its base has arrived."""
     PLACED = 6
-    """In place, on some track; upgrades may be in flight."""
+    """Upgrades may be in flight."""
     COMPUTED = 7
-    """In place and exact, computed by the engine."""
 
 
 TRANSITIONS: Mapping[Stage, Sequence[Stage]] = {
@@ -45,7 +41,7 @@ TRANSITIONS: Mapping[Stage, Sequence[Stage]] = {
     Stage.PLACED: (Stage.COMPUTING,),
     Stage.COMPUTED: (),
 }
-"""The possible next stages. Failed, refused or cancelled groups fall back, as do those of a failed engine."""
+"""Possible next stages. Failed or cancelled groups fall back, as do those of a failed engine."""
 
 
 class GroupProgress:
@@ -58,7 +54,7 @@ class GroupProgress:
     __slots__ = ("_stacks", "arrived", "decoding", "flying")
 
     def __init__(self, stacks: Mapping[str, Sequence[str]]) -> None:
-        """Start without transfers; ``stacks`` maps each track to its layers (`Ladder.stacks`)."""
+        """``stacks`` maps each track to its layers (`Ladder.stacks`)."""
         self._stacks = stacks
         self.flying: tuple[Transfer, ...] = ()  # empty tuples are not tracked by the garbage collector
         self.arrived: tuple[Transfer, ...] = ()
@@ -74,7 +70,7 @@ class GroupProgress:
         return any(transfer.track in tracks for transfer in (*self.arrived, *self.decoding))
 
     def top(self) -> str | None:
-        """Return the last requested track of the current transfers, or None."""
+        """Return the last requested track in transfer, or None."""
         for transfers in (self.flying, self.arrived, self.decoding):
             if transfers:
                 return max(transfers, key=lambda one: one.request).track
@@ -88,7 +84,7 @@ class GroupProgress:
         return None
 
     def decodable(self, placed: str | None) -> tuple[Transfer, ...]:
-        """Return the layers to decode next, lowest first; ``placed`` is the track in place."""
+        """Return the layers to decode next, lowest first."""
         if not self.arrived:
             return ()
         below = self.decoding[-1].track if self.decoding else placed
@@ -128,17 +124,16 @@ class GroupProgress:
         ]
 
     def above(self, track: str) -> list[Transfer]:
-        """Return the transfers that are useless without ``track``, highest first."""
+        """Return transfers useless without ``track``, highest first."""
         others = (*self.arrived, *self.flying)
         found = [one for one in others if one.track != track and track in self._stacks[one.track]]
         return sorted(found, key=lambda one: -len(self._stacks[one.track]))
 
 
 class Groups(dict[int, GroupProgress]):
-    """The groups of one play; maps groups with current transfers to their progress."""
+    """A play's groups; maps groups with transfers to their progress."""
 
     def __init__(self, view: View, records: GroupRecords) -> None:
-        """Start with every group missing."""
         super().__init__()
         self._view, self._records, self._bases = (
             view,
@@ -146,10 +141,9 @@ class Groups(dict[int, GroupProgress]):
             frozenset(t.name for t in view.catalog.tracks if t.refines is None),
         )
         self.engine: ComputeQueue | None = None
-        """The engine's queue; None without a working engine."""
         self._stages = bytearray([Stage.MISSING]) * view.groups
         self.absent = GroupSet(view.groups)
-        """Groups that have not arrived and are not being computed; includes those in flight."""
+        """Groups that have not arrived and are not being computed; may be in flight."""
         self.in_place = 0
 
     def __missing__(self, group: int) -> GroupProgress:
@@ -162,7 +156,7 @@ class Groups(dict[int, GroupProgress]):
         return self.in_place == self._view.groups
 
     def rest(self, group: int) -> None:
-        """Forget the progress of a group without current transfers."""
+        """Forget the progress of an idle group."""
         if group in self and self[group].idle:
             del self[group]
 

@@ -19,7 +19,7 @@ _KINDS = frozenset(get_args(Kind))
 
 
 class PolicyCalls:
-    """Calls a policy; every method raises `PolicyError` if the policy raises or misbehaves."""
+    """Calls a policy; every method raises `PolicyError` if it raises or misbehaves."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -32,7 +32,7 @@ class PolicyCalls:
         return offers[index]
 
     def invalid(self, what: str, error: BaseException | None = None) -> PolicyError:
-        """Return an error that names the policy, its fault and its file."""
+        """Return an error that names policy, fault and file."""
         title = self.policy.name or type(self.policy).__name__
         return PolicyError(f"policy {title} {what} ({where(type(self.policy), error)})")
 
@@ -53,7 +53,7 @@ class PolicyGuard(PolicyCalls):
         self._view = view
 
     def start(self) -> None:
-        """Start the policy, which may refuse the play."""
+        """Start the policy, which may refuse."""
         self._call(partial(self.policy.start, self._view))
 
     def ask(self) -> Decision:

@@ -19,20 +19,18 @@ class PlacedPrefix(NamedTuple):
     """The usable part of an incomplete cache."""
 
     tokens: int
-    """Tokens of the prefix, counted from the catalog's first."""
+    """Counted from the catalog's first."""
     groups: tuple[int, ...]
-    """The groups that hold the prefix, ascending."""
+    """Groups of the prefix, ascending."""
     spans: tuple[Span, ...]
-    """Its tokens in the tensor of each layer class."""
+    """Its tokens in each class's tensor."""
 
 
 def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -> PlacedPrefix:
     """Return the longest prefix that is in place and ends at the end of a group of tokens.
 
-    Args:
-        catalog: of the play.
-        placed: per group, a true value if it is in place; later groups are not.
-        block: the prefix must end at a multiple of this many tokens of the prompt, possibly inside a group.
+    ``placed``: per group, a true value if it is in place; later groups are not. ``block``: the prefix must end at a
+    multiple of this many tokens of the prompt, possibly inside a group.
     """
     first, size = catalog.first_token, catalog.spec.group_tokens
     if catalog.every_token:
@@ -50,7 +48,6 @@ def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -
 
 
 def _solid(catalog: Catalog, there: dict[tuple[int, int], int]) -> int:
-    """Return the number of leading groups of tokens in place in every class that needs them all."""
     most = len(catalog.chunks)
     for part, only in enumerate(catalog.spec.classes):
         if only.kind in ("full", "latent"):
@@ -71,7 +68,7 @@ def _at(catalog: Catalog, there: dict[tuple[int, int], int], end: int) -> Placed
 
 
 def prefix_loss(catalog: Catalog, found: PlacedPrefix, tracks: Sequence[str]) -> float:
-    """Return the expected loss of a prefix with its groups on these tracks, if the engine computes the others."""
+    """Return a prefix's expected loss on these tracks, if the engine computes the others."""
     if not found.groups:
         return 0.0
     if catalog.every_token:

@@ -1,20 +1,18 @@
 """The requests of a play: their priorities, which to cancel, and which tracks are still available.
 
 Priorities range from 0 (most urgent) to 255. Required groups are first, in request order: those on the cheapest track,
-then those on others, unless the first groups are needed first. Upgrades follow, by loss saved per byte, on one scale
-for all plays that share a connection. An upgrade overtakes an older one in flight only if it saves many times as much
-per byte, because two halves are worthless.
+then others, unless the first groups are needed first. Upgrades follow, by loss saved per byte, on one scale for all
+plays of a connection. One overtakes an older one in flight only if it saves many times as much per byte, because two
+halves are worthless.
 
 Abandoning follows dash.js and hls.js, applied to a deadline and the whole play. If everything in flight plus every
 missing group at its cheapest cannot arrive in time, cancel the transfer that frees the most bytes when replaced by the
-cheapest track, provided that replacing all such transfers meets the deadline, or ends a late play sooner. Layers
-requested together with a base count like the base; other upgrades only if their first byte arrived when a required
-transfer was due, as not every peer respects priorities. Once only upgrades are in flight, cancel an upgrade that cannot
-end in time if a smaller one of its group can.
+cheapest track, if replacing all such transfers meets the deadline, or ends a late play sooner. Layers requested with a
+base count like it; other upgrades only if their first byte arrived when a required transfer was due, as not every peer
+respects priorities. Once only upgrades are in flight, cancel one that cannot end in time if a smaller one can.
 
-A publisher serves requests by priority, by age, or all alike. A transfer has therefore stalled if a less urgent, later
-one overtook it and it stays silent. If no transfer moves, requesting again is cheap but proves a fault only if the
-repeated transfer stalls too.
+A publisher serves requests by priority, by age, or all alike, so a transfer has stalled only if a less urgent, later
+one overtook it and it stays silent. If no transfer moves, a repeated transfer proves a fault only if it stalls too.
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ from kvabr.types.catalog import Track
 DEARER_PRIORITY = 64
 """First priority of missing groups on tracks other than the cheapest."""
 UPGRADE_PRIORITY = 128
-"""First priority of upgrades, which are served after all required groups."""
+"""First priority of upgrades, after all required groups."""
 _OCTAVE = 3.0
 """Priorities per factor of two in loss saved per byte."""
 _OVERTAKES, _OVERTAKES_HELD = 24, 9
-"""Priority difference for overtaking an older upgrade, and for overtaking a third that waits for it; the latter
-keeps slightly better upgrades from starving both."""
+"""Priority difference for overtaking an older upgrade, and for overtaking a third that waits for it, lest slightly
+better upgrades starve both."""
 _MAX_WORTH = 2.0**-12
-"""Loss saved per byte at the most urgent priority, nats per generated token; the least urgent is 1e-17."""
+"""Nats per generated token and byte saved at the most urgent priority; the least urgent is 1e-17."""
 
 
 def upgrade_priority(saved: float, nbytes: int) -> int:
-    """Return the priority of an upgrade that saves ``saved`` nats per generated token and takes ``nbytes`` bytes."""
+    """Return the priority of an upgrade that saves ``saved`` nats per generated token for ``nbytes`` bytes."""
     if saved <= 0:
         return 255
     octaves = math.log2(_MAX_WORTH * max(1, nbytes) / saved)
@@ -55,14 +53,13 @@ class RequestPriorities:
     """Assigns priorities to the requests of one play."""
 
     def __init__(self, groups: int) -> None:
-        """Start without requests."""
         self._groups = groups
         self._places: dict[int, int] = {}
         self._last = (-1, UPGRADE_PRIORITY, UPGRADE_PRIORITY)
-        """The last requested upgrade, its priority, and the priority that its savings merit."""
+        """Last requested upgrade, its priority, and the priority that its savings merit."""
 
     def required(self, group: int, *, dearer: bool) -> int:
-        """Return the priority of a missing group, the same for every request of it.
+        """Return a missing group's priority, the same for every request.
 
         ``dearer``: the track is not the cheapest, so other groups need not wait for it.
         """
@@ -73,11 +70,7 @@ class RequestPriorities:
     def upgrade(self, request: int, saved: float, nbytes: int, in_flight: Container[int]) -> int:
         """Return the priority of an upgrade; see `upgrade_priority`.
 
-        Args:
-            request: its number.
-            saved: loss saved, nats per generated token.
-            nbytes: its size, including lower layers in the same request.
-            in_flight: numbers of the requests in flight.
+        ``nbytes`` includes lower layers in the same request; ``in_flight``: numbers of the requests in flight.
         """
         before, least, worth = self._last
         own = priority = upgrade_priority(saved, nbytes)
@@ -90,22 +83,22 @@ class RequestPriorities:
 # -------------------------------------------------------------- which to cancel
 
 _OVERDUE_FACTOR = 2.0
-"""Multiple of the usual time to first byte after which a first byte is overdue."""
+"""Multiple of the usual time to first byte until one is overdue."""
 _MARGIN = 1.05
 """Multiple of the time left that the rest must need before a transfer is abandoned: estimates fluctuate."""
 _NEXT_OVERDUE_FACTOR = 0.7
-"""Same, for further transfers at that moment: the rate may still be overestimated."""
+"""Same, for further transfers at that moment: the rate may be overestimated."""
 _COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
-"""A link has collapsed below this share of its best rate, if required bytes need that share of the time left; size
+"""A link below this share of its best rate has collapsed, if required bytes need that share of the time left; size
 ratio of a much smaller track."""
 _MIN_REPLACED_SAVING = 0.2
-"""Minimum savings of replaced upgrades, as a share of their cost."""
+"""Least savings of replaced upgrades, as a share of their cost."""
 
 MIN_SILENCE_S = 0.2
-"""Seconds of silence that prove no fault: machines are often busy that long."""
+"""Silence that proves no fault: machines are often busy that long."""
 _OVERTAKEN_TTFB = 3.0
 _SILENT_TTFB = 4.0
-"""Minimum silence of a stall, as a multiple of the usual time to first byte."""
+"""Least silence of a stall, in usual times to first byte."""
 
 
 def choose_late(
@@ -113,8 +106,7 @@ def choose_late(
 ) -> tuple[Transfer, str] | None:
     """Return the transfer to abandon now and the reason, or None.
 
-    ``instead`` returns the cheapest available track of a group; ``begun``: another transfer was abandoned at this
-    moment.
+    ``instead`` returns a group's cheapest available track; ``begun``: another transfer was just abandoned.
     """
     if view.rate <= 0 or not view.in_flight:
         return None
@@ -161,13 +153,8 @@ def choose_collapsed(
 
     The best rate may never return. Missing groups without a first byte cost little on the cheapest track, and can be
     upgraded later. Once no group is missing, upgrades without a first byte are replaced by the best ones for the
-    current rate, if that pays for a round trip.
-
-    Args:
-        view: the play.
-        best_rate: the best rate so far, bytes per second.
-        instead: returns the cheapest track left for a group.
-        here: returns the track of a group, received or in place.
+    current rate, if that pays for a round trip. ``instead`` returns a group's cheapest track left, ``here`` its track,
+    received or in place; ``best_rate`` in bytes per second.
     """
     needed = view.in_flight.required_bytes
     if not 0 < view.rate < _COLLAPSED * best_rate:
@@ -216,7 +203,7 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
 def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
     """Return an upgrade that cannot end in time although a smaller one of its group can, and the reason; or None.
 
-    ``here`` returns the track of a group, received or in place.
+    ``here`` returns a group's track, received or in place.
     """
     if view.rate <= 0 or not view.arrived:
         return None
@@ -255,7 +242,7 @@ class StallDetector:
     """Detects stalled transfers of one play."""
 
     def __init__(self, patience_s: float) -> None:
-        """Set the seconds of silence of a stall; half as long for an overtaken transfer."""
+        """Set the silence of a stall in seconds; half for an overtaken transfer."""
         self._patience_s = patience_s
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
@@ -263,7 +250,6 @@ class StallDetector:
         self._leading: dict[tuple[int, int], list[int]] = {}
         """Heaps of requests not overtaken, by source and priority; may hold completed ones."""
         self._stood: set[tuple[int, str]] = set()
-        """Groups and tracks that have stalled before."""
         self._any_s: dict[int, float] = {}
         self._known_s: float | None = None
         """When the time to first byte became known, so that missing first bytes can be stalls."""
@@ -286,7 +272,7 @@ class StallDetector:
                 self._overtaken[heappop(requests)] = now
 
     def waited(self, transfers: Iterable[Transfer], now: float) -> None:
-        """Restart all clocks: until now, other plays used the link."""
+        """Restart all clocks: other plays used the link."""
         self._any_s = dict.fromkeys(self._any_s, now)
         self._known_s = None if self._known_s is None else now
         for transfer in transfers:
@@ -338,7 +324,6 @@ class StallDetector:
 # ------------------------------------------------------------ which have failed
 
 _TRACKS = 2
-"""Failed tracks after which a group is no longer upgraded."""
 
 
 class RetryTracker:

@@ -1,19 +1,18 @@
 """The state machine of one play.
 
 A group is requested, arrives and is decoded into place, or the engine computes it; after a failure it falls back
-(`kvabr.player.groups.Stage`). A group that has arrived or is in place can have an upgrade in flight. Layers of one
-group can share a request, and are decoded together (`DecodeQueue`). The rules:
+(`kvabr.player.groups.Stage`). Layers of one group can share a request, and are decoded together (`DecodeQueue`). The
+rules:
 
-1. After every event and at every tick, the session re-plans the engine's work, cancels transfers that would be late,
-   takes decisions from the policy until enough requests are in flight, and lets its goal end the play.
+1. After every event and tick, the session re-plans the engine's work, cancels transfers that would be late, takes
+   decisions from the policy until enough requests are in flight, and lets its goal end the play.
 2. The policy sees a group as missing while it is absent and not left to the engine, and as settled while it has arrived
    or is in place with no request in flight.
-3. The goal (`kvabr.player.goals`) ends the play and delivers the result. A whole cache is delivered when every group is
-   in place and either the policy is done or the deadline has passed. A cache with a hole is never delivered: the play
-   is given up when its patience ends, even if groups are still being decoded. An engine gets extra time
-   (`ENGINE_PATIENCE`).
+3. The goal (`kvabr.player.goals`) ends the play. A whole cache is delivered, never with a hole, when every group is in
+   place and the policy is done or the deadline has passed; else the play is given up when its patience ends, which an
+   engine extends (`ENGINE_PATIENCE`).
 4. Unpublished groups of a live asset are absent but not missing. The play does not end while they could arrive before
-   the deadline, unless the engine has computed them, nor while layers that are worth the wait are due.
+   the deadline, unless computed, nor while layers that are worth the wait are due.
 5. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
 """
 
@@ -86,18 +85,18 @@ from kvabr.types.events import (
 )
 
 _MIN_PLAN_SHARE = 0.1
-"""Share of the deadline before which the engine gets no groups, as slow start makes every link look slow."""
+"""Share of the deadline before which the engine gets no groups: in slow start every link looks slow."""
 _MIN_OVERRULE_SHARE = 0.9
-"""Same, for policies that divide the work themselves, to correct their misjudgements."""
+"""Same, to correct policies that divide the work themselves."""
 _MAX_PLAY = 4.0
-"""Maximum duration of a play, as a multiple of a full prefill; half as much measures rates twice as often."""
+"""Longest play, in full prefills; half as much measures rates twice as often."""
 _SLOW_START = 0.5
-"""Maximum share of the deadline to allow for slow start."""
+"""Most of the deadline to allow for slow start."""
 _MAX_DECISIONS = 64
-"""Maximum decisions before pending events are handled."""
+"""Decisions before pending events are handled."""
 _ABANDONED = 64
 _DECODE_MARGIN_TICKS = 1.5
-"""Ticks of margin before decoding becomes urgent."""
+"""Margin before decoding becomes urgent."""
 
 
 class Session:
@@ -121,7 +120,7 @@ class Session:
         offers: Sequence[Offer] | None = None,
         round_trips: Sequence[float | None] = (),
     ) -> None:
-        """Start with every group absent; see `kvabr.player.builder.new_session`."""
+        """See `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
             raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
         self.config = config = config or PlayerConfig()
@@ -161,7 +160,6 @@ class Session:
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
         self.groups.engine = self.engine
         self.alone_s = None if cost is None else cost.seconds(0, self.catalog.tokens)
-        """Seconds of a full prefill; None if started without an engine."""
         self._engine_s = 0.0
         self._stalls = None if config.stalled_after is None else StallDetector(config.stalled_after * deadline_s)
         self._decoders = DecodeQueue(self.view, self.groups, config.decode_ahead_s, together=config.together)
@@ -172,15 +170,13 @@ class Session:
         self._pushed: set[int] = set()
         self._priorities = RequestPriorities(self.catalog.groups)
         self.content = False
-        """True if the policy needs no further request for now."""
+        """True if the policy needs no request for now."""
         self._engine_due = True
-        """True if the policy leaves work to the engine."""
         self._computed_on = 0
-        """Steps in the record when the engine last started."""
         self._more_s = math.inf
-        """When `_MAX_DECISIONS` cut the policy's decisions short, else infinite."""
+        """When `_MAX_DECISIONS` cut decisions short, else infinite."""
         self.over = self.closed = False
-        """True once the play has ended; `closed` already when groups arrive too late for the cache."""
+        """True after the play; `closed` already when groups arrive too late for the cache."""
         self._live = None if expected_s is None else LivePlay(self, expected_s)
         self.aim = self._aim(goal, mode)
 
@@ -200,8 +196,7 @@ class Session:
     def start(self, now: float = 0.0) -> None:
         """Start the play.
 
-        Raises:
-            PolicyError: the policy refuses the play, raises, or decides nonsense. Every event may raise it.
+        Like every event, raises `PolicyError` if the policy refuses the play, raises, or decides nonsense.
         """
         if not self.aim.start(now):
             return
@@ -240,7 +235,7 @@ class Session:
             self.events.emit(FirstByteReceived, now, request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
-        """Handle progress: ``received`` is the request's total so far, ``limit`` the bottleneck of the new bytes."""
+        """Handle progress: ``received`` is the request's total, ``limit`` the bottleneck of the new bytes."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -264,7 +259,7 @@ class Session:
             self._sampler[transfer.source].received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
-        """Handle the completion of a request; ``limit`` names the bottleneck of the last bytes."""
+        """Handle a completed request; ``limit`` names the bottleneck of the last bytes."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -298,7 +293,7 @@ class Session:
             self.advance(now)
 
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
-        """Handle a batch of layers decoded into place, in ``seconds`` of one thread."""
+        """Handle a batch decoded into place, in ``seconds`` of one thread."""
         batch = self._end_decoding(request)
         better = bool(batch) and self.record.groups[batch[0].group].ready_s is not None
         for transfer in batch:
@@ -327,7 +322,7 @@ class Session:
         self.advance(now)
 
     def computed(self, first: int, last: int, now: float) -> None:
-        """Handle groups ``first`` to ``last`` - 1, computed by the engine and in place."""
+        """Handle groups ``first`` to ``last`` - 1, computed and in place."""
         lane = self.engine
         if self.over or lane is None or lane.computing != (first, last):
             return
@@ -358,7 +353,7 @@ class Session:
         self.advance(now)
 
     def compute_failed(self, reason: str, now: float) -> None:
-        """Handle a failure of the engine; the session does not use it again."""
+        """Handle a failure of the engine, which is not used again."""
         lane = self.engine
         if self.closed or lane is None or lane.computing is None:
             return
@@ -390,7 +385,7 @@ class Session:
         if self._more_s < math.inf and now < self.next_tick_s:
             self.advance(now)
             return
-        # A play that outlasts what was expected is looked at less often.
+        # A play that outlasts expectations is checked less often.
         self.tick_s = max(self.tick_s, min(now / self.config.ticks, MAX_TICK_S))
         if self.engine is not None:
             self.engine.tick_s = self.tick_s
@@ -449,7 +444,7 @@ class Session:
         return out
 
     def next_timer(self) -> float | None:
-        """Return when the driver must call `timer`, seconds since the play began; None if over."""
+        """Return when to call `timer`, seconds since the play began; None if over."""
         if self.over:
             return None
         soonest_s = self._more_s
@@ -460,7 +455,7 @@ class Session:
         return self.aim.next_timer(soonest_s)
 
     def time_left(self, now: float) -> float:
-        """Return the seconds until the deadline; after it, until the play's patience ends."""
+        """Return the seconds to the deadline; after it, to the end of patience."""
         end_s = self.view.deadline_s
         return (end_s if now < end_s else self.aim.patience_s()) - now
 
@@ -468,7 +463,7 @@ class Session:
 
     @property
     def stopped(self) -> str | None:
-        """Why the producer stopped before the last group, or None."""
+        """Why the producer stopped early."""
         return None if self._live is None else self._live.edge.ended
 
     def lacking(self) -> str:
@@ -480,7 +475,7 @@ class Session:
         return lacking if self._live is None else lacking + self._live.lacking()
 
     def layers_pay(self, now: float) -> bool:
-        """Return whether layers that are still being encoded are worth the wait."""
+        """Return whether layers being encoded are worth the wait."""
         return self._live is not None and self._live.layers_pay(now)
 
     def asked(self) -> int:
@@ -492,7 +487,7 @@ class Session:
         self._actions.append(action)
 
     def waiting(self) -> bool:
-        """Return whether requests are in flight, or groups are being decoded or queued for it."""
+        """Return whether groups are in flight, being decoded or queued for it."""
         return bool(self.view.in_flight or self._decoders.decoding or self._decoders)
 
     def decoding(self) -> bool:
@@ -500,7 +495,7 @@ class Session:
         return bool(self._decoders.decoding)
 
     def undecoded(self) -> int:
-        """Return the number of layers being decoded plus the groups queued for decoding."""
+        """Return the number of layers being decoded and groups queued for it."""
         return len(self._decoders.decoding) + len(self._decoders)
 
     def silent(self, now: float) -> bool:
@@ -590,7 +585,7 @@ class Session:
     def request(
         self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool, pushed: bool = False
     ) -> None:
-        """Request layers of one group, lowest first; ``pushed``: the publisher sends them unrequested."""
+        """Request a group's layers, lowest first; ``pushed``: they are sent unrequested."""
         view = self.view
         if upgrade:
             saved = view.loss(group, view.track_of[group] or layers[0]) - view.loss(group, layers[-1])
@@ -682,11 +677,9 @@ class Session:
             self.groups.restage(range(self.catalog.groups))
 
     def _settle(self, source: int, now: float) -> None:
-        """End a transfer's part in the throughput sample."""
         self._sampler[source].settle(now, idle=source not in self.view.in_flight.receiving)
 
     def _dead(self, now: float) -> bool:
-        """Return whether the silence is long enough to start the engine."""
         share, view = self.config.stalled_after, self.view
         if share is None or not view.in_flight or self.undecoded():
             return False
@@ -697,7 +690,7 @@ class Session:
         return self.engine is not None and self.view.engine_backlog_s <= 0 and self.guard.policy.divides
 
     def _all_idle(self) -> bool:
-        """Return whether the engine and the link idle; the policy may then act despite requests in flight."""
+        """Return whether engine and link idle; the policy may then act despite requests in flight."""
         return self._engine_idles() and (self.view.rate <= 0 or not self.record.bytes_fetched)
 
     def has_room(self) -> bool:
@@ -731,7 +724,7 @@ class Session:
             self._actions.append(Decode(top.request, group, top.track, tuple(one.request for one in below)))
 
     def compute_all(self, now: float) -> bool:
-        """Leave all groups to the engine, once; return False if that is not possible."""
+        """Leave all groups to the engine, once; return False if that is impossible."""
         if self.engine is None or self._computes_all:
             return False
         self._computes_all = True
@@ -744,7 +737,6 @@ class Session:
         self._engine_s = now
 
     def _end_decoding(self, request: int) -> tuple[Transfer, ...]:
-        """Take the batch of a request from the decoders; empty if unknown or too late."""
         if self.closed:
             return ()  # too late: cache and record are final
         return self._decoders.end(request)
@@ -825,7 +817,7 @@ class Session:
             self.cancel(*hopeless, now)
 
     def cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
-        """Cancel a transfer and others that need it, unless it is no longer in flight."""
+        """Cancel a transfer in flight and others that need it."""
         if self.view.in_flight.pop(transfer.request, None) is None:
             return
         self.groups[transfer.group].land(transfer)
@@ -855,7 +847,7 @@ class Session:
         self.over = self.closed = self.content = True
 
     def hand_over(self, now: float, cut: str | None = None) -> None:
-        """End the play and deliver the cache; ``cut`` says why only a part of it."""
+        """End the play and deliver the cache; ``cut``: why only a part."""
         self._end("the cache is delivered", now)
         self.record.delivered_s = now
         self.record.met = now <= self.view.deadline_s

@@ -25,21 +25,20 @@ class PrefixGoal:
     """Deliver the groups before the first miss, for an engine that computes the rest without kvabr (vLLM, SGLang).
 
     The play ends when every group is in place, when computing the rest is faster than fetching it, when only the engine
-    could still provide a group, or at the deadline. It never waits for the engine.
+    could provide a group, or at the deadline. It never waits for the engine.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class UpgradeGoal:
-    """Fetch better tracks for a complete cache that is already in use."""
+    """Fetch better tracks for a complete cache in use."""
 
     tracks: tuple[str, ...]
     """Per group, the track in place, or ``recomputed`` to leave it alone (exact enough, or a state snapshot)."""
     until_s: float = math.inf
-    """Seconds after which the play ends; infinite: when every group is at its best."""
+    """Seconds until the play ends; infinite: until every group is at its best."""
     rate: float = 0.0
-    """Link rate of the previous play, bytes per second, until the estimator has one; policies need it to request
-    upgrades."""
+    """Link rate of the previous play, bytes per second, until the estimator has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +46,11 @@ class BlendGoal:
     """Deliver the whole cache of a prompt joined from passages, with some tokens recomputed."""
 
     share: float | None = None
-    """Share of the passages' tokens to recompute, if time allows; None: chosen from the passages' fusion losses."""
+    """Share of the passages' tokens to recompute, if time allows; None: by the passages' fusion losses."""
     question: int = 0
-    """Number of question tokens, which select the tokens to recompute; 0: none."""
+    """Question tokens, which select the tokens to recompute."""
     max_loss: float = math.inf
-    """Expected loss, nats per generated token, above which the play is given up."""
+    """Expected loss above which the play is given up, nats per generated token."""
 
     def __post_init__(self) -> None:
         if self.share is not None and not (isinstance(self.share, int | float) and 0 <= self.share <= 1):
@@ -72,16 +71,14 @@ GPU_PRICE = 1e-3
 TIME_PRICE = 1e-3
 """Default price of a second before the first token, nats per generated token."""
 MAX_TICK_S = 1.0
-"""Maximum seconds between two ticks of a session."""
+"""Longest time between two ticks."""
 
 ENGINE_PATIENCE = 2.0
-"""Extra time for an incomplete play with an engine, as a multiple of a full prefill: even a slow prefill ends sooner
-than a second one after an error."""
+"""Extra time for an incomplete play with an engine, in full prefills: even a slow one ends sooner than a second one
+after an error."""
 MAX_REQUESTS = 512
-"""Maximum requests in flight. A connection sends fewer at a time; the others are decided too early and cancelled if
-the play ends."""
+"""Most requests in flight. A connection sends fewer at a time; the others are decided too early."""
 MAX_DECODERS = 1024
-"""Maximum decoder threads."""
 
 
 def check_decoders(decoders: int) -> None:
@@ -95,18 +92,18 @@ class PlayerConfig:
     """Limits and timeouts for every policy."""
 
     min_requests: int = 2
-    """Minimum requests in flight; hides the round trip."""
+    """Least requests in flight; hides the round trip."""
     first_requests: int = 4
-    """Minimum requests in flight while the rate is unknown."""
+    """Least requests in flight at an unknown rate."""
     ahead: float = 8.0
-    """Requests pause while more bytes are in flight than the link carries in this multiple of a round trip and a
-    tick. Policies that pace themselves request a whole base, up to `MAX_REQUESTS`."""
+    """Requests pause while more bytes are in flight than the link carries in this many round trips and ticks. Policies
+    that pace themselves request a whole base, up to `MAX_REQUESTS`."""
     least_ahead_bytes: int = 4 << 20
     """Bytes in flight below which `ahead` does not apply: in slow start the rate says little."""
     ticks: int = 50
     """Ticks per deadline, at least one a second; each looks for slow or stalled transfers."""
     attempts: int = 3
-    """Attempts per group and track before the track is unavailable for the group."""
+    """Attempts per group and track before the track is unavailable."""
     give_up_after: float = 10.0
     """Deadlines until an incomplete play ends; more with an engine (`ENGINE_PATIENCE`). Replays wait that long to
     measure lateness; real plays use `PlayOptions.patience`, 1 by default."""
@@ -114,25 +111,25 @@ class PlayerConfig:
     """Price of a second of engine time, nats per token: near zero if idle, high if other requests wait. Infinite:
     compute only groups that the network cannot deliver in time."""
     decoders: int = 1
-    """Groups decoded at once: the driver's decoder threads."""
+    """Groups decoded at once."""
     decode_ahead_s: float = 0.0
     """Seconds of decoding queued per thread, to bridge delays of the event loop."""
     together: bool = False
-    """True if the decoders take all waiting groups in one batch, as a GPU does."""
+    """The decoders take all waiting groups in one batch, as a GPU does."""
     decodes_last: bool = False
-    """True if groups stay compressed until the play ends; see `View.decodes_last`."""
+    """Groups stay compressed until the play ends; see `View.decodes_last`."""
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per generated token. Zero: only the deadline counts."""
     max_loss: float = math.inf
-    """Maximum expected loss of a delivered cache, nats per generated token; to stay below it, the play computes
-    more, cuts the prefix, or misses the deadline."""
+    """Most expected loss of a delivered cache, nats per generated token; to stay below it, the play computes more, cuts
+    the prefix, or misses the deadline."""
     chunked: bool = False
-    """True if bytes are reported in chunks read from a transport, rather than as they flow."""
+    """Bytes are reported in chunks read from a transport, rather than as they flow."""
     stalled_after: float | None = None
-    """Share of the deadline before a stalled transfer is requested again; None: never."""
+    """Share of the deadline until a stalled transfer is requested again; None: never."""
     silent_after: float | None = None
-    """Share of the deadline, but at least three times the usual time to first byte, after which a late play without
-    new bytes is given up. None: never."""
+    """Share of the deadline, but at least three usual times to first byte, after which a late, silent play is given up.
+    None: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.give_up_after < math.inf:
@@ -154,18 +151,16 @@ class FetchGroup:
     """Request one group of one track."""
 
     request: int
-    """Number of the request in every event about it."""
     group: int
-    """The group, counted from the catalog's first (`Catalog.offset`)."""
+    """Counted from the catalog's first (`Catalog.offset`)."""
     track: str
     bytes: int
-    """Size according to the catalog. Do not read more."""
+    """Size in the catalog. Do not read more."""
     priority: int
-    """MoQT subscriber priority, 0 (most urgent) to 255: serve requests in flight in ascending order."""
+    """MoQT subscriber priority, 0 (most urgent) to 255: serve requests in ascending order."""
     pushed: bool = False
-    """True if the publisher sends it without a request, because the play is live (`Session.published`)."""
+    """The publisher sends it without a request, because the play is live (`Session.published`)."""
     source: int = 0
-    """Number of the source."""
 
 
 @dataclass(slots=True)
@@ -177,19 +172,18 @@ class Cancel:
 
 @dataclass(slots=True)
 class Decode:
-    """Decode the received layers of a group into its place; answer with `Session.decoded` or `Session.refused`."""
+    """Decode a group's layers into place; answer with `Session.decoded` or `Session.refused`."""
 
     request: int
-    """The request for ``track``."""
     group: int
     track: str
     below: tuple[int, ...] = ()
-    """Requests for lower layers that are not in place yet, lowest first."""
+    """Requests for lower layers not in place yet, lowest first."""
 
 
 @dataclass(slots=True)
 class Recompute:
-    """Have the engine compute groups ``first`` to ``last`` - 1; answer with `Session.computed`."""
+    """Compute groups ``first`` to ``last`` - 1; answer with `Session.computed`."""
 
     first: int
     last: int
@@ -206,14 +200,14 @@ class ChooseTokens:
 class RecomputeTokens:
     """Recompute the passages' most important tokens over the cache, which no longer changes.
 
-    Choose the tokens first if necessary, and also place tokens that were computed ahead. Answer with
-    `BlendAim.tokens_recomputed` or `BlendAim.tokens_failed`.
+    Choose the tokens first if necessary, and place tokens computed ahead. Answer with `BlendAim.tokens_recomputed` or
+    `BlendAim.tokens_failed`.
     """
 
     share: float
     tokens: int
     question: int = 0
-    """Tokens of the question, if it has yet to choose the tokens; else 0."""
+    """Tokens of the question, if it has yet to choose the tokens."""
     passage: int | None = None
     """Compute only tokens of this passage, in its publisher's order, and keep them apart until the prompt is
     complete."""
@@ -221,17 +215,17 @@ class RecomputeTokens:
 
 @dataclass(slots=True)
 class Deliver:
-    """Hand the cache to the engine; the play is over."""
+    """Hand over the cache; the play is over."""
 
     now: float
     met: bool
     cut: str | None = None
-    """Why a prefix play ended before every group was in place; None if complete."""
+    """Why a prefix play ended early; None if complete."""
 
 
 @dataclass(slots=True)
 class GiveUp:
-    """End the play with groups missing; only groups before the first missing one can be used."""
+    """End the play with groups missing; only those before the first missing one can be used."""
 
     now: float
     reason: str
@@ -248,13 +242,11 @@ class GroupRecord:
 
     group: int
     track: str | None = None
-    """The track in place at delivery, ``recomputed``, or None."""
+    """The track at delivery, ``recomputed``, or None."""
     bytes: int = 0
-    """Bytes of all layers in place."""
     requested_s: float | None = None
     first_byte_s: float | None = None
     done_s: float | None = None
-    """When its last byte arrived."""
     ready_s: float | None = None
     """When it was in place, decoded or computed."""
     source: str | None = None
@@ -262,7 +254,7 @@ class GroupRecord:
 
 
 class GroupRecords(Sequence[GroupRecord]):
-    """Records of all groups of a play, created on access, since most of a long prompt may never arrive."""
+    """Records of all groups, created on access: most of a long prompt may never arrive."""
 
     __slots__ = ("_groups", "_made")
 
@@ -286,7 +278,7 @@ class GroupRecords(Sequence[GroupRecord]):
         return made
 
     def track(self, group: int) -> str | None:
-        """Return the track of a group without creating its record."""
+        """Return a group's track without creating its record."""
         made = self._made.get(group)
         return None if made is None else made.track
 
@@ -307,33 +299,31 @@ class GroupRecords(Sequence[GroupRecord]):
 
 @dataclass(slots=True)
 class LiveRecord:
-    """Producer of an asset that was still being prefilled; times as in `GroupRecord`."""
+    """Producer of an asset still being prefilled; times as in `GroupRecord`."""
 
     published: int = 0
-    """Groups published when the play ended."""
     complete_s: float | None = None
-    """When the last group was published, if the player saw it."""
+    """When the last group was published, if seen."""
     stopped: str | None = None
-    """Why the producer stopped before the last group, or None."""
+    """Why the producer stopped early."""
     sooner_alone_s: float | None = None
     """Seconds by which the player's own engine should have been faster, if so."""
 
 
 @dataclass(slots=True)
 class BlendRecord:
-    """Recomputed tokens of a prompt joined from passages; times as in `GroupRecord`."""
+    """Recomputed tokens of a joined prompt; times as in `GroupRecord`."""
 
     share: float = 0.0
     """Share of the passages' tokens chosen by the question."""
     tokens: int = 0
-    """Number of these tokens."""
     ahead: int = 0
     """Additional tokens computed ahead, in their publishers' order."""
     chosen_s: float | None = None
     """When the tokens were chosen, if before the cache was complete."""
     begun_s: float | None = None
     done_s: float | None = None
-    """When the tokens were computed and in place."""
+    """When the tokens were in place."""
     fusion_loss: float | None = 0.0
     """Loss from joining, nats per generated token; None if not measured."""
 
@@ -344,11 +334,11 @@ class PlayRecord:
 
     groups: Sequence[GroupRecord]
     delivered_s: float | None = None
-    """When the cache was delivered; None if the play was given up."""
+    """None if given up."""
     met: bool = False
     bytes_fetched: int = 0
     bytes_held_up: dict[str, int] = field(default_factory=dict)
-    """Bytes received that the network did not limit, by bottleneck: ``publisher`` or ``cpu``."""
+    """Bytes that the network did not limit, by bottleneck: ``publisher`` or ``cpu``."""
     bytes_wasted: int = 0
     """Bytes of cancelled, failed, replaced and undecoded transfers."""
     damaged: list[tuple[int, str, str]] = field(default_factory=list)
@@ -356,31 +346,28 @@ class PlayRecord:
     failed: int = 0
     """Failed requests: not found, refused, or lost with a connection."""
     bytes_undecoded: int = 0
-    """Bytes received but not decoded when the play ended."""
+    """Bytes not decoded when the play ended."""
     tokens_recomputed: int = 0
     recompute_s: float = 0.0
-    """Seconds of engine time."""
     tail: int = 0
     """Cache tokens that the engine computed with the question, in `tail_s` additional seconds."""
     tail_s: float = 0.0
     abandoned: int = 0
-    """Transfers cancelled because they would be late."""
+    """Transfers cancelled as late."""
     cut: str | None = None
-    """Why a prefix play ended before every group was in place; else None."""
+    """Why a prefix play ended early."""
     used: int | None = None
-    """Groups used of a cut prefix, although more may be in place; None: all before the first missing group."""
+    """Groups used of a cut prefix; None: all before the first missing one."""
     gave_up: str | None = None
     late_for_loss: bool = False
     """True if a complete cache was late because it lost more than `PlayerConfig.max_loss`."""
     live: LiveRecord | None = None
-    """None if the asset was complete when the play began."""
     blend: BlendRecord | None = None
-    """None unless the prompt is joined from passages."""
     steps: list[tuple[str, int, int | str]] = field(default_factory=list)
     """Placed groups, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
     division: Division | None = None
     """Division of work between network and engine, and the expected result: the first with a known rate, else the
-    last. None if the policy does not divide the work."""
+    last."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -394,7 +381,7 @@ P = ParamSpec("P")
 
 
 class EventLog:
-    """Passes events to the listener; without one, every method returns at once."""
+    """Passes events to the listener, if any."""
 
     __slots__ = ("_divided", "_log", "_view")
 
@@ -408,7 +395,7 @@ class EventLog:
             self._log(event(*args, **kwargs))
 
     def progress(self, now: float, received: int) -> None:
-        """Emit the total bytes received and the estimates, if requests are in flight."""
+        """Emit bytes received and estimates, if requests are in flight."""
         view = self._view
         if self._log is not None and view.in_flight:
             self._log(ProgressMade(now, received, view.rate, view.lower_bound, self._slack()))
@@ -426,7 +413,7 @@ class EventLog:
         kind: str | None = None,
         track: str | None = None,
     ) -> None:
-        """Emit a decision with its inputs; ``track``: the layer that a request is for."""
+        """Emit a decision with its inputs; ``track``: the requested layer."""
         if self._log is None:
             return
         view, others = self._view, decision.alternatives

@@ -1,9 +1,9 @@
 """The sources of a play: chooses one for each request, and moves requests between them.
 
-Any source that has an asset can serve any of its groups, since groups are named by content. Each request goes to the
-source that should deliver it first, given its time to first byte, queued bytes and rate. Requests move if they are
-queued for longer than another source would need, or if their source falls silent. If a source refuses or loses a
-request, the others are tried before it counts as an attempt. A source that sends wrong content is dropped for the play.
+Groups are named by content, so any source may serve them. Each request goes to the source that should deliver it first,
+given its time to first byte, queued bytes and rate. Requests move if another source would be faster than their queue,
+or if their source falls silent. Other sources are tried before a refused or lost request counts as an attempt. A source
+that sends wrong content is dropped for the play.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from kvabr.player.requests import MIN_SILENCE_S
 from kvabr.player.throughput_sampler import SourceSamplers
 
 Offer = Container[str] | None
-"""The tracks that a source has of an asset; None: all."""
+"""A source's tracks of an asset; None: all."""
 
 
 class _NotKnown:
-    """Empty container, compared by identity."""
-
     def __contains__(self, track: object, /) -> bool:
         return False
 
@@ -29,19 +27,17 @@ NOT_KNOWN: Container[str] = _NotKnown()
 """Offer of a source that has not answered yet."""
 
 _SILENT_TTFB = 4.0
-"""Multiple of the time to first byte that makes a silence (at least `MIN_SILENCE_S`)."""
+"""Times to first byte that make a silence (at least `MIN_SILENCE_S`)."""
 _UNKNOWN_TTFB_S = 0.25
-"""Default time to first byte."""
 _PROBE_FACTOR = 3.0
-"""Multiple of that silence between probes of a source, doubled after each failed probe."""
+"""Multiple of that silence between probes of a source, doubled after each failure."""
 _MAX_TRIES = 8
-"""Maximum doublings."""
 _MIN_SAMPLE_BYTES = 1 << 15
-"""Minimum request size for measuring a source again."""
+"""Least request size for measuring a source again."""
 _MOVE_FACTOR, _MIN_MOVE_S = 1.5, 0.05
 """A request without a first byte moves if its source needs this many times as long and this many seconds longer."""
 _MOVE_BEGUN_FACTOR = 3.0
-"""Same factor after the first byte, since moving discards the received bytes."""
+"""Same factor after the first byte, since moving discards received bytes."""
 
 
 class Sources:
@@ -54,13 +50,10 @@ class Sources:
         offers: Sequence[Offer] | None,
         round_trips: Sequence[float | None] = (),
     ) -> None:
-        """Start without requests.
+        """Start without requests; ``samplers`` estimate each source's rate.
 
-        Args:
-            samplers: estimate the rate of each source.
-            view: the play.
-            offers: the tracks of each source, which may change; None: there is one source.
-            round_trips: to each source, seconds, if known.
+        ``offers``: each source's tracks, which may change; None: there is one source. ``round_trips``: to each source,
+        seconds, if known.
         """
         self._samplers, self._view, self._in_flight = samplers, view, view.in_flight
         self._offers: Sequence[Offer] = (None,) if offers is None else offers
@@ -99,7 +92,6 @@ class Sources:
         return chosen
 
     def _idle(self, source: int, now: float) -> bool:
-        """Return whether a source's known rate may be stale."""
         since_s = self._heard_s.get(source, now)
         again_s = self._patience_s(source) * 2 ** self._tries.get(source, 0)
         return source not in self._in_flight.asked and now - since_s >= again_s
@@ -127,7 +119,7 @@ class Sources:
         return self._awaited or any((source, transfer.group, transfer.track) not in self._refused for source in left)
 
     def drop(self, transfer: Transfer) -> bool:
-        """Stop using a source unless it is the last one; return whether it was dropped."""
+        """Drop a source unless it is the last one; return whether it was dropped."""
         if not self.several or transfer.local:
             return False
         if self._awaited or len(self._having(transfer.track)) > 1:
@@ -169,7 +161,7 @@ class Sources:
         yield from self._probes(now)
 
     def _probes(self, now: float) -> Iterator[tuple[Transfer, str]]:
-        """Yield the request to repeat at a silent source: one still queued elsewhere, or at another silent source."""
+        """Yield the request to repeat at a silent source: one queued elsewhere, or at another silent source."""
         self._tried = None
         for source, again_s in self._silent.items():
             if now < again_s or source in self._in_flight.asked or self._tried is not None:
@@ -194,7 +186,7 @@ class Sources:
         self._silent[source] = now + _PROBE_FACTOR * self._patience_s(source) * 2 ** self._tries.get(source, 0)
 
     def _late(self, source: int) -> list[Transfer]:
-        """Return the last queued requests of a source that others would deliver clearly sooner."""
+        """Return a source's last queued requests that others would deliver clearly sooner."""
         found: list[Transfer] = []
         moved = dict.fromkeys(range(len(self._offers)), 0)
         asked = sorted(self._of(source), key=lambda one: (one.first_byte_s is None, one.priority, one.request))
@@ -241,10 +233,7 @@ class Sources:
         return (offer is None or track in offer) and source not in self._dropped
 
     def _ends_s(self, source: int, nbytes: int, *, alone: bool = False) -> float:
-        """Return the seconds until a source has delivered ``nbytes`` more, after its queue or ``alone``.
-
-        An unknown rate counts as the lowest known one.
-        """
+        """Return a source's seconds for ``nbytes`` more, after its queue or ``alone``; unknown rates count lowest."""
         rate, _, ttfb_s = self._samplers[source].estimates()
         if rate <= 0:
             others = (self._samplers[each].estimates()[0] for each in range(len(self._offers)))

@@ -18,30 +18,30 @@ from kvabr.types.errors import PolicyError
 from kvabr.types.events import Limit
 
 _MIN_SHARE = 1 / 400
-"""Minimum sample length, as a share of the deadline; shorter samples are merged."""
+"""Least sample length, as a share of the deadline; shorter samples are merged."""
 _MAX_SHARE = 1 / 12
-"""Maximum sample length during slow start, as a share of the deadline."""
+"""Longest sample in slow start, as a share of the deadline."""
 _SILENCE_SHARE = 1 / 25
 """A link is silent after this share of the deadline and three times the time to first byte."""
 _PACKET = 1200
-"""Minimum size in bytes of a meaningful chunk."""
+"""Smallest meaningful chunk, bytes."""
 _RAMP = 1.25
-"""Minimum growth between samples of slow start."""
+"""Least growth between samples of slow start."""
 _SAME_WINDOW_SHARE = 0.9
 """Share of a short first sample's rate from which the second may belong to the same window."""
 _RAMP_BYTES = 0.5
-"""Minimum bytes of a slow-start sample, as a share of the previous sample's: windows grow."""
+"""Least bytes of a slow-start sample, over the previous one's: windows grow."""
 
 
 class Limited(Protocol):
-    """Callback for samples that the network did not limit."""
+    """Callback for samples not limited by the network."""
 
     def __call__(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
         """Handle a sample of ``rate`` bytes per second; ``fed``: the estimator received it."""
 
 
 class ThroughputSampler:
-    """Samples a play's link from bytes reported as they flow, as in the simulator."""
+    """Samples a link from bytes reported as they flow, as in the simulator."""
 
     def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
         self._estimator = estimator
@@ -55,11 +55,10 @@ class ThroughputSampler:
         """Rate of the last slow-start sample; None after slow start."""
         self._ramp_bytes = 0
         self._brief = False
-        """True if the first sample was short and may share its window with the next."""
+        """The first sample was short and may share its window with the next."""
         self._shortest_s = _MIN_SHARE * deadline_s
         self._silence_s = _SILENCE_SHARE * deadline_s
         self._since: float | None = None
-        """When the current sample began; None between transfers."""
         self._bytes = 0
         self._held: dict[Limit, int] = {}
         self._quiet_since = 0.0
@@ -70,7 +69,7 @@ class ThroughputSampler:
         return (self._ramp_rate or 0.0) > (self._told or 0.0)
 
     def estimates(self) -> tuple[float, float, float]:
-        """Return the rate and its lower bound, bytes per second, and the time to first byte, seconds."""
+        """Return rate and lower bound, bytes per second, and time to first byte, seconds."""
         if self._known is not None:
             return self._known
         estimator = self._estimator
@@ -94,7 +93,6 @@ class ThroughputSampler:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Invalidate cached estimates; name the estimator if it raises."""
         self._known = None
         try:
             yield
@@ -106,7 +104,7 @@ class ThroughputSampler:
         return PolicyError(f"estimator {getattr(cls, 'name', cls.__name__)} {what} ({where(cls, error)})")
 
     def first_byte(self, waited_s: float | None, now: float) -> None:
-        """Record a request's first byte after ``waited_s`` seconds; None: the group was pushed."""
+        """Record a first byte after ``waited_s`` seconds; None: the group was pushed."""
         if waited_s is not None:
             with self._asking():
                 self._estimator.first_byte(waited_s)
@@ -125,7 +123,7 @@ class ThroughputSampler:
         self._quiet_since = now
 
     def settle(self, now: float, *, idle: bool) -> None:
-        """Record the end of a transfer, and of the sample if no other receives bytes (``idle``)."""
+        """Record the end of a transfer, and if ``idle``, of the sample."""
         if self._since is None:
             return
         seconds = now - self._since
@@ -136,7 +134,7 @@ class ThroughputSampler:
             self._since = None
 
     def _least_s(self) -> float:
-        """Return the minimum sample length: short at first, later enough to show the end of slow start."""
+        """Return the least sample length: short at first, later enough to show the end of slow start."""
         if not self._ramp_rate:
             return self._shortest_s
         # A late first byte, as after an outage, is no slow start.
@@ -179,7 +177,7 @@ class ThroughputSampler:
         self._sample(0, seconds, now)
 
     def revived(self) -> None:
-        """Forget all samples: the link was dead and may have changed."""
+        """Forget all samples: the dead link may have changed."""
         self._ramp_rate = None
         self._begin()
 
@@ -219,13 +217,11 @@ class ChunkedThroughputSampler(ThroughputSampler):
         self._waited_s = 0.0
 
     def first_byte(self, waited_s: float | None, now: float) -> None:
-        """See `ThroughputSampler.first_byte`."""
         if self._since is None:
             self._arrived_s, self._first_chunk, self._waited_s = now, 0, waited_s or 0.0
         super().first_byte(waited_s, now)
 
     def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:
-        """Count a received chunk; ``limit`` names the bottleneck."""
         if self._since is not None and now <= self._since:
             self._first_chunk += nbytes
             self._quiet_since = now
@@ -234,7 +230,6 @@ class ChunkedThroughputSampler(ThroughputSampler):
         self._arrived_s = now
 
     def settle(self, now: float, *, idle: bool) -> None:
-        """See `ThroughputSampler.settle`."""
         if self._since is None:
             return
         seconds = self._arrived_s - self._since
@@ -255,12 +250,12 @@ class ChunkedThroughputSampler(ThroughputSampler):
 
 
 class SourceSamplers:
-    """One sampler per source. The estimates are for all sources together."""
+    """One sampler per source; estimates are for all together."""
 
     def __init__(
         self, estimators: Sequence[Estimator], deadline_s: float, limited: Limited | None = None, *, chunked: bool
     ) -> None:
-        """Start with one estimator per source; ``chunked``: bytes are reported with a delay."""
+        """``chunked``: bytes are reported with a delay."""
         meter = ChunkedThroughputSampler if chunked else ThroughputSampler
         self._each = [meter(estimator, deadline_s, limited) for estimator in estimators]
         self.told_rate = sum(estimator.told for estimator in estimators)
@@ -272,14 +267,14 @@ class SourceSamplers:
 
     @property
     def growing(self) -> bool:
-        """True if sources with most of the rate are growing; see `ThroughputSampler.growing`."""
+        """True if sources with most of the rate are growing."""
         growing = [each for each in self._each if each.growing]
         if len(growing) in {0, len(self._each)}:
             return bool(growing)
         return 2 * sum(each.estimates()[0] for each in growing) >= self.estimates()[0]
 
     def estimates(self) -> tuple[float, float, float]:
-        """Return the total rate, its lower bound, and the earliest first byte."""
+        """Return total rate and lower bound, and the earliest first byte."""
         first, *others = (each.estimates() for each in self._each)
         for one in others:
             soonest = min(first[2], one[2]) if first[2] > 0 and one[2] > 0 else first[2] or one[2]

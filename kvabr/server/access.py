@@ -1,4 +1,4 @@
-"""What one connection may read, by the token of its SETUP or of a request, and when that ends.
+"""What one connection may read, by the token of its SETUP or of a request, and until when.
 
 Tokens expire, are withdrawn, or have their grants narrowed while connections are open.
 """
@@ -39,14 +39,14 @@ REMOVED = Denial(
 
 
 class Access:
-    """What one connection may read."""
+    """The assets that one connection may read."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.grant: Grant | None = None
-        """Of the token in the SETUP; None: the connection must close."""
+        """None: the connection must close."""
         self.expires_s = float("inf")
-        """When the first of its tokens expires, in seconds since 1970."""
+        """When the first of its tokens expires, seconds since 1970."""
 
     def enter(self, token: bytes | None) -> Grant | Denial:
         """Return the grant of the SETUP's token, or why it is denied."""
@@ -55,13 +55,13 @@ class Access:
         return grant
 
     def for_request(self, tokens: Sequence[bytes]) -> Grant | Denial:
-        """Return the grant of a request's own token, or otherwise of the SETUP's token."""
+        """Return the grant of a request's own token, else of the SETUP's."""
         if self.grant is None:
             return WRONG
         return self._of(tokens[0]) if tokens else self.grant  # only the first: each check takes time
 
     def recheck(self, now_s: float) -> Denial | None:
-        """Return why the connection must close now, or None; ``now_s`` is in seconds since 1970."""
+        """Return why the connection must close now, or None; ``now_s`` in seconds since 1970."""
         if self.grant is None:
             return None  # it is closed already
         self.expires_s = float("inf")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ipaddress
 
 _SITE_BITS = {4: 32, 6: 64}
-"""Leading bits that identify a client, by version of IP; in IPv6 it chooses the others itself."""
+"""Leading bits that identify a client, by IP version; in IPv6 it chooses the others itself."""
 _BLOCK_BITS = {4: 24, 6: 56}
 """Leading bits of addresses that usually share a path."""
 
 
 def site_of(address: str) -> str:
-    """Return the IPv4 address or the IPv6 network that identifies a client."""
+    """Return the IPv4 address or IPv6 network that identifies a client."""
     return _network(address, _SITE_BITS).removesuffix("/32")
 
 
@@ -21,7 +21,6 @@ def block_of(address: str) -> str:
 
 
 def _network(address: str, bits: dict[int, int]) -> str:
-    """Return the network of an address; an unknown form of address is one of its own."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,8 +1,8 @@
-"""Rates that recent transfers to a block of client addresses reached, which catalogs' answers announce to new clients.
+"""Rates of recent transfers to a block of client addresses, which catalogs' answers announce to new clients.
 
 A client's first play then has a prior for its link, as CMSD gives one to video players. A rate is measured only while a
-connection has more to send than its transport takes, so the pauses of a player do not count. Everything is bounded, in
-memory only, and forgotten after a day. A relay measures its own clients: the rate of the origin's path is not theirs.
+connection has more to send than its transport takes, so a player's pauses do not count. Everything is bounded, in
+memory, and forgotten after a day. A relay measures its own clients: the origin's path is another one.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ _MAX_BLOCKS, _MAX_SITES = 4096, 16
 """Blocks, and sites (`kvabr.server.addresses`) in each; the least recently connected are dropped."""
 _MAX_AGE_S = 86_400.0
 _MIN_BYTES, _MIN_ROUNDS = 64 << 10, 2.0
-"""Least bytes and round trips of one measurement: acknowledgements arrive in bursts."""
+"""Least bytes and round trips of a measurement: acknowledgements arrive in bursts."""
 _GROWN = 2.0
-"""A measurement of more than this multiple of the rate replaces it, as in slow start; others count half."""
+"""A measurement above this multiple of the rate replaces it, as in slow start; others count half."""
 
 
 class SiteRate:
-    """The rate of the path to one site, over all its connections."""
+    """The rate of the path to one site."""
 
     def __init__(self) -> None:
         self.rate, self.at_s = 0.0, -math.inf
-        """Bytes per second, 0.0 if unknown; and when it was measured."""
+        """Bytes per second, 0.0 if unknown; and time of measurement."""
         self._limited: set[object] = set()
-        """Connections that had more to send at the last `note`."""
         self._now_s = self._busy_s = 0.0
         self._bytes = 0
 
     def note(self, connection: object, delivered: int, round_s: float, now_s: float, *, limited: bool) -> None:
-        """Record the bytes that a peer has acknowledged since the last call for this connection.
+        """Record the bytes that a peer has acknowledged since the last call.
 
         ``limited``: the connection has more to send than its transport takes.
         """
@@ -71,10 +70,7 @@ class AnnouncedRates:
         return _kept(block, site_of(address), SiteRate, _MAX_SITES)
 
     def of(self, address: str) -> int:
-        """Return the rate to announce to an address, a power of two of kbit/s; 0 if none is known.
-
-        It is the median over the sites of its block.
-        """
+        """Return the rate to announce, a power of two of kbit/s, the median of the block's sites; 0 if unknown."""
         since_s = self.clock() - _MAX_AGE_S
         block: Mapping[str, SiteRate] = self._blocks.get(block_of(address), {})
         known = [site.rate for site in block.values() if site.rate > 0 and site.at_s >= since_s]
@@ -85,7 +81,6 @@ class AnnouncedRates:
 
 
 def _kept(entries: OrderedDict[str, V], key: str, new: Callable[[], V], most: int) -> V:
-    """Return an entry, made if necessary, as the most recent one."""
     entry = entries[key] if key in entries else entries.setdefault(key, new())
     entries.move_to_end(key)
     if len(entries) > most:

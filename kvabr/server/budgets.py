@@ -1,8 +1,8 @@
 """Memory and bandwidth that connections share: budgets per connection, per address, and in total.
 
-A group that is fetched or loaded stays in memory while it is sent. When a budget is full, further groups wait in order
-of arrival, and a complete group that has been open for a while is parked: closed, and loaded again when its answer
-continues. So no answer fails for lack of memory, however often a client changes its mind, and a slow client gives way.
+A group stays in memory while it is sent. When a budget is full, further groups wait in order of arrival, and a complete
+group that has been open for a while is parked: closed, and loaded again when its answer continues. So no answer fails
+for lack of memory, and a slow client gives way.
 """
 
 from __future__ import annotations
@@ -17,40 +17,38 @@ from kvabr.server.addresses import site_of
 from kvabr.server.limits import ServerLimits
 
 MIN_IN_FLIGHT_BYTES = 256 << 10
-"""Bytes that every connection may have in flight, independent of the others."""
+"""Bytes that every connection may have in flight in any case."""
 OPEN_S = 10.0
 """Seconds until an open group may be parked."""
 _CHECK_S = 1.0
 _WAKE_BATCH = 16
-"""Waiting answers to wake at a time."""
 
 
 class Holder(Protocol):
     """An answer with a group in memory."""
 
     def on_more(self) -> None:
-        """Continue: there may be room for its group now."""
+        """Continue: there may be room now."""
 
     def may_park(self) -> bool:
-        """Return whether its group may be closed and loaded again later."""
+        """Return whether its group may be closed and loaded again."""
 
     def close(self) -> None:
         """Close its group for now, and call `Room.leave`."""
 
 
 class Account:
-    """The usage of one connection, one address, or all of them, and its bounds."""
+    """Usage and bounds of one connection, one address, or all."""
 
     def __init__(self, memory: int, in_flight: int) -> None:
         self.max_memory, self.max_in_flight = memory, in_flight
         self.memory = self.in_flight = self.connections = 0
         self.open: dict[Holder, float] = {}
-        """Answers with an open group, and when they opened it, the earliest first."""
+        """Answers with an open group, and when they opened it, earliest first."""
         self.waiting: dict[Holder, None] = {}
-        """Answers that wait for room in this account, in order."""
 
     def parkable(self, since_s: float) -> Holder | None:
-        """Return an answer with a group that was opened before ``since_s`` and may be closed."""
+        """Return an answer with a group opened before ``since_s`` that may be closed."""
         return next((one for one, opened_s in self.open.items() if opened_s < since_s and one.may_park()), None)
 
 
@@ -62,18 +60,15 @@ class Budgets:
         self._limits, self.clock = limits, clock
         self.total = Account(limits.memory, limits.in_flight)
         self.addresses: dict[str, Account] = {}
-        """Accounts in use, by address or IPv6 site."""
         self._waiting: dict[Holder, Account] = {}
-        """Answers that wait for room, and the account that is full."""
         self._freed: dict[Account, None] = {}
-        """Accounts with more room since the last turn of the event loop."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def enter(self, address: str) -> Room | None:
-        """Return the account of a new connection; None if its address has too many."""
+        """Return a new connection's account; None if its address has too many."""
         limits, site = self._limits, site_of(address)
         shared = self.addresses.get(site)
         if shared is not None and shared.connections >= limits.connections_per_address:
@@ -94,7 +89,7 @@ class Budgets:
             self.addresses.pop(room.site, None)
 
     def wait(self, holder: Holder, account: Account) -> None:
-        """Call ``holder.on_more`` when there may be room in an account."""
+        """Call ``holder.on_more`` when an account may have room."""
         if self._waiting.get(holder) is not account:
             self.stop_waiting(holder)
             self._waiting[holder] = account
@@ -103,12 +98,12 @@ class Budgets:
             self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
 
     def stop_waiting(self, holder: Holder) -> None:
-        """Stop waiting; does no harm to answers that do not wait."""
+        """Stop waiting; idempotent."""
         if (account := self._waiting.pop(holder, None)) is not None:
             del account.waiting[holder]
 
     def freed(self, accounts: Iterable[Account]) -> None:
-        """Wake some of the waiting answers once this turn of the event loop is over."""
+        """Wake some waiting answers after this turn of the event loop."""
         before = len(self._freed)
         self._freed.update((account, None) for account in accounts if account.waiting)
         if self._freed and not before:
@@ -121,7 +116,6 @@ class Budgets:
                 holder.on_more()
 
     def _check(self) -> None:
-        """Wake waiting answers regularly, so that they park groups that have been open for long."""
         self._timer = None
         self.freed(set(self._waiting.values()))
         if self._waiting:
@@ -132,17 +126,17 @@ class Room:
     """One connection's share of the budgets."""
 
     def __init__(self, budgets: Budgets, site: str, accounts: tuple[Account, Account, Account]) -> None:
-        """Prefer `Budgets.enter`; ``accounts`` are those of the connection, of its address, and of all."""
+        """Prefer `Budgets.enter`; ``accounts``: of the connection, its address, and all."""
         self.site, self.accounts = site, accounts
         self._budgets = budgets
         self.in_flight = 0
-        """Bytes given to QUIC that the peer has not acknowledged."""
+        """Bytes given to QUIC and not acknowledged."""
         self._held: dict[Holder, int] = {}
 
     def take(self, holder: Holder, memory: int) -> bool:
-        """Record the memory of an answer if it fits, and park others for it. A group larger than a budget may be alone.
+        """Record an answer's memory if it fits, and park others for it. A group larger than a budget may be alone.
 
-        If no group can be parked, return False and call ``holder.on_more`` when there may be room.
+        If no group can be parked, return False and call ``holder.on_more`` later.
         """
         since_s = self._budgets.clock() - OPEN_S
         for account in self.accounts:
@@ -157,7 +151,7 @@ class Room:
         return True
 
     def hold(self, holder: Holder, memory: int) -> None:
-        """Record the memory of an answer, unless it is recorded already."""
+        """Record an answer's memory, once."""
         if memory and holder not in self._held:
             self._held[holder] = memory
             for account in self.accounts:
@@ -165,7 +159,7 @@ class Room:
                 account.open[holder] = self._budgets.clock()
 
     def leave(self, holder: Holder) -> None:
-        """Release the memory of an answer that has closed its group or stopped waiting. May be called twice."""
+        """Release an answer's memory. Idempotent."""
         self._budgets.stop_waiting(holder)
         if (held := self._held.pop(holder, None)) is None:
             return
@@ -181,9 +175,9 @@ class Room:
         self.in_flight = in_flight
 
     def allowance(self) -> int:
-        """Return how many more bytes QUIC may be given now.
+        """Return how many more bytes QUIC may have now.
 
-        When all connections together reach their bound, each may have an equal share of it.
+        When all connections together reach their bound, each may have an equal share.
         """
         own, *shared = self.accounts
         most = own.max_in_flight

@@ -1,4 +1,4 @@
-"""Certificates of a server: check them before anything is bound, or make one for development."""
+"""Certificates of a server: check them before binding, or make one for development."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_bytes, write_file
 from kvabr.types.errors import AssetError, TransportError
 
 DEV_DAYS = 13
-"""Validity of a development certificate, days. Browsers pin certificates by fingerprint for at most 14 days."""
+"""Days of a development certificate; browsers pin fingerprints for at most 14."""
 
 _MAX_PEM_BYTES = 1 << 20
 _DEV_HINT = "for a first try, --dev makes a certificate"
@@ -32,21 +32,20 @@ class ServerTls:
     """Files of a server's certificate and key."""
 
     certfile: Path
-    """Certificate chain, PEM, the server's own first."""
+    """PEM chain, the server's own first."""
     keyfile: Path
-    """Private key, PEM, without a password."""
+    """PEM, without a password."""
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateFacts:
-    """Contents of a certificate that users need."""
+    """Contents of a certificate for users."""
 
     fingerprint: str
     """SHA-256 of its DER form, hex."""
     names: tuple[str, ...]
-    """Host names and addresses that it is valid for."""
+    """Its host names and addresses."""
     not_after: datetime
-    """Expiry, UTC."""
 
 
 class CertificateError(TransportError):
@@ -56,9 +55,8 @@ class CertificateError(TransportError):
 def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
     """Check that a certificate and its key can be served at a time (None: now), and return its contents.
 
-    Raises:
-        CertificateError: A file is missing, unreadable or not PEM, the key is another certificate's, or the
-            certificate has expired or is not valid yet.
+    Raises `CertificateError` if a file is missing, unreadable or not PEM, the key is another certificate's, or the
+    certificate is not valid then.
     """
     now = datetime.now(UTC) if now is None else now
     try:
@@ -95,7 +93,7 @@ def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[byte
     """Make a certificate for development and its key (ECDSA on P-256), both PEM.
 
     It is for ``hosts``, ``localhost``, ``127.0.0.1`` and ``::1``, and valid from an hour before ``now``, in case clocks
-    are wrong. No authority signs it: clients must be given its fingerprint.
+    are wrong. No authority signs it: clients need its fingerprint.
     """
     now = datetime.now(UTC) if now is None else now
     key = ec.generate_private_key(ec.SECP256R1())
@@ -122,13 +120,10 @@ def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[byte
 
 
 def development(*hosts: str) -> ServerTls:
-    """Return the files of a development certificate for some hosts, shared by the servers of one user.
+    """Return the files of a development certificate, shared by the servers of one user.
 
-    It stays in the user's state folder until its last day, so that clients that pin its fingerprint survive a restart
-    of the server.
-
-    Raises:
-        CertificateError: The folder is not writable.
+    It stays in the user's state folder until its last day, so that pinned fingerprints survive a restart. Raises
+    `CertificateError` if the folder is not writable.
     """
     of_hosts = hashlib.sha256(" ".join(hosts).encode()).hexdigest()[:16]
     folder = user_state_path("kvabr", appauthor=False) / "dev" / of_hosts

@@ -1,10 +1,8 @@
 """Revocations: how a server reports removed assets to its relays at once.
 
 A relay subscribes to the track `changes_track`. Its only group is published when an asset that the relay's token opened
-is removed, replaced, or no longer open to it: the *marks* of such assets, and the position for the next subscription. A
-mark is a digest of the asset's name, so it is useless without the name.
-
-A relay forwards these reports, so that relays of relays receive them in the same moment.
+is removed, replaced, or no longer open: the *marks* of such assets, and the position for the next subscription. A mark
+is a digest of the asset's name, useless without it. A relay forwards these reports to its own relays.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _SCHEMA = "kvabr.changes/1"
 
 
 def mark_of(namespace: TrackNamespace) -> str:
-    """Return the mark of an asset: 64 hex digits that reveal its name only to those who know it."""
+    """Return an asset's mark: 64 hex digits that reveal its name only to those who know it."""
     return hashlib.sha256(f"kvabr.mark/1\0{namespace.model}\0{namespace.prompt}".encode()).hexdigest()
 
 
@@ -45,34 +43,34 @@ class Changes:
     position: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     """Where the next report begins."""
     marks: Annotated[tuple[Sha256, ...], Meta(max_length=_MAX_MARKS)] = ()
-    """Of assets that were removed, replaced, or closed to the token."""
+    """Of assets removed, replaced, or closed to the token."""
     everything: bool = False
-    """Whether any asset may have changed, because the server does not have the position."""
+    """Any asset may have changed: the server does not have the position."""
 
     def dumps(self) -> bytes:
-        """Return this as JSON."""
+        """Return JSON."""
         value = {"schema": _SCHEMA, "position": self.position, "everything": self.everything, "marks": self.marks}
         return json.dumps(value).encode()
 
     @classmethod
     def loads(cls, data: bytes) -> Changes:
-        """Parse the result of `dumps` from an untrusted source; `FormatError` if it is invalid."""
+        """Parse `dumps` from an untrusted source; raise `FormatError`."""
         read_schema(data, "changes", _SCHEMA)
         return decode(data, cls, "changes")
 
 
 class ChangeLog:
-    """Recent removals, and the tracks that will report the next. `add` may be called in any thread."""
+    """Recent removals, and the tracks that will report the next. `add` is thread-safe."""
 
     def __init__(self) -> None:
         self._begin = self._end = time.time_ns()
         self._marks: deque[tuple[int, str]] = deque()
         self._following: WeakKeyDictionary[GrowingBytes, tuple[int, asyncio.AbstractEventLoop]] = WeakKeyDictionary()
-        """Positions and loops of tracks without a group; each lives as long as a subscription to it."""
+        """Positions and loops of tracks without a group; each lives as long as a subscription."""
         self._lock = threading.Lock()
 
     def add(self, marks: Iterable[str] = (), *, everything: bool = False) -> None:
-        """Record marks, or that any asset may have changed, and publish them on the tracks that wait."""
+        """Record and publish marks, or that any asset may have changed."""
         with self._lock:
             before = self._end
             for mark in marks:
@@ -101,7 +99,7 @@ class ChangeLog:
             return Changes(self._end, tuple(marks)) if marks else None
 
     def follow(self, position: int) -> GrowingBytes:
-        """Return a track with a single group: the first removals after a position, as soon as there are any."""
+        """Return a track with a single group: the first removals after a position, when there are any."""
         track = GrowingBytes()
         with self._lock:
             self._following[track] = position, asyncio.get_running_loop()
@@ -125,6 +123,6 @@ def changes_track(position: int) -> str:
 
 
 def position_in(track: str) -> int | None:
-    """Return the position in the name of a `changes_track`, or None."""
+    """Return a `changes_track`'s position, or None."""
     text = track.removeprefix(CHANGES_TRACK)
     return int(text) if text != track and len(text) < 20 and text.isascii() and text.isdigit() else None

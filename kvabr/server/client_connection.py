@@ -39,28 +39,25 @@ _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
 See also `Responder.lenient` and `Subscriptions.to_track`."""
 _MAX_ENDED = 256
-"""Reset streams to remember, as both sides of a stream may be reset separately."""
+"""Reset streams to remember: both sides may be reset separately."""
 _MIN_REQUESTS = 8
 _OfTrack = Fetch | Subscribe | TrackStatus
 
 
 class Host:
-    """State that the connections of a server share."""
+    """State shared by a server's connections."""
 
     def __init__(self, source: Source, limits: ServerLimits, log: FilteringBoundLogger, metrics: Metrics) -> None:
         self.source, self.limits, self.log, self.metrics = source, limits, log, metrics
         self.budgets = Budgets(limits)
         self.rates: AnnouncedRates | None = None
-        """Rates of clients' paths; None: not announced."""
         self.peers: set[ClientConnection] = set()
-        """Connections, from their first packet on."""
         self.requests = 0
-        """Requests in flight on all connections, answered or not; connections update it."""
         self.draining = False
 
     @property
     def fair_requests(self) -> int:
-        """Requests that each connection may have in flight when the server is at its limit."""
+        """Requests of each connection when the server is at its limit."""
         return max(_MIN_REQUESTS, self.limits.requests // max(1, len(self.peers)))
 
     def left(self, peer: ClientConnection) -> None:
@@ -81,14 +78,12 @@ class ClientConnection(Endpoint):
         self.access = Access(server.source)
         self._dense = False
         self._room: Room | None = None
-        """Its share of the budgets, after the handshake."""
         self._site: SiteRate | None = None
-        """Rate of its path, after the handshake, if rates are announced."""
         self._given = self._delivered = 0
-        """Bytes of answers given to the transport, and acknowledged by the peer."""
+        """Bytes given to the transport, and acknowledged."""
         self._queue = SendQueue(self._send, self._may_send)
         self._underway: set[int] = set()
-        """Streams that were given to the transport completely, and that the peer may lack in part."""
+        """Streams given to the transport that the peer may lack in part."""
         self._feeding = False
         rate = server.limits.requests_per_s
         self._requests_left, self._updates_left = RateLimiter(rate), RateLimiter(rate)
@@ -97,14 +92,13 @@ class ClientConnection(Endpoint):
         self._lookups: dict[int, asyncio.Task[Publication | None]] = {}
         self._subscriptions = Subscriptions(lambda: self._responder, self._push, self._wake)
         self._counted = 0
-        """This connection's part of the server's requests."""
         self._waking = self._over = False
         self._handshake = asyncio.get_running_loop().call_later(server.limits.handshake_s, self._too_slow)
         server.metrics.connections.inc()
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered, or its answer has not been acknowledged."""
+        """Whether an answer is not finished or acknowledged."""
         return len(self._queue) > 0 or bool(self._underway) or bool(self._lookups)
 
     @property
@@ -174,7 +168,6 @@ class ClientConnection(Endpoint):
         self._within(self._ends_left, "streams reset")
 
     def _within(self, limiter: RateLimiter, what: str) -> bool:
-        """Return whether a peer stays within a rate; close the session if it keeps exceeding it."""
         within = limiter.take()
         if not within and limiter.overdrawn and self.session is not None:
             self.session.close(SessionCode.INTERNAL_ERROR, f"more than {limiter.rate:g} {what} a second")
@@ -224,7 +217,6 @@ class ClientConnection(Endpoint):
             self._feeding = False
 
     def _measure(self, delivered: int | None = None, *, limited: bool) -> None:
-        """Measure the rate of the path; ``delivered``: bytes acknowledged by the peer so far."""
         if self._site is None or self._server.rates is None:
             return
         more = 0 if delivered is None else max(0, delivered - self._delivered)
@@ -257,7 +249,6 @@ class ClientConnection(Endpoint):
         self._subscriptions.sent(job)
 
     def _give_up(self, job: Sending, reset: ResetCode | None = None) -> None:
-        """Stop an answer, and reset its stream if ``reset`` is given."""
         self._queue.remove(job)
         if reset is not None and job.stream is not None:
             self._responder.pushed(job.request.number, job.stream, reset=reset)
@@ -265,7 +256,6 @@ class ClientConnection(Endpoint):
         self._subscriptions.sent(job)
 
     def _wake(self) -> None:
-        """Send new data once this turn of the event loop is over."""
         if not self._waking and not self._over:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._awake)
@@ -283,7 +273,7 @@ class ClientConnection(Endpoint):
             self.settle_and_send()
 
     def reconsider(self, now_s: float) -> None:
-        """End requests that are no longer allowed at a time in seconds since 1970, or the connection."""
+        """End requests, or the connection, no longer allowed at ``now_s`` (since 1970)."""
         session = self.session
         if self._over or session is None:
             return
@@ -466,7 +456,6 @@ class ClientConnection(Endpoint):
         self._responder.refuse(number, code, reason, retry_ms=retry_ms)
 
     def _refuse_for(self, number: int, error: Exception) -> None:
-        """Report why there is no answer: the grant was withdrawn, or a relay's origin is away or refuses."""
         if not isinstance(error, TransportError):
             self.log.warning("group cannot be read", error=str(error))
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that group")
@@ -476,7 +465,6 @@ class ClientConnection(Endpoint):
         self._refuse(number, code, reason[:500], retry_ms=retry_ms)
 
     def _may_send(self, job: Sending) -> bool:
-        """Return whether an answer that is ready may be sent; accept a FETCH that is first in the queue."""
         if job.stream is None:
             if job.accept is None or job.request.number not in self._responder:
                 return False  # the session is about to report its cancellation
@@ -511,7 +499,6 @@ class ClientConnection(Endpoint):
             self._give_up(job)
 
     def _count(self) -> None:
-        """Update this connection's part of the server's requests."""
         mine = len(self._queue) + len(self._lookups) + len(self._subscriptions)
         if mine != self._counted:
             self._server.requests += mine - self._counted

@@ -30,7 +30,7 @@ class GroupRange:
     group: int
     first_object: int
     end_object: int | None
-    """One more than the last object; None for all."""
+    """After the last object; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class FetchRange:
         """Limit the range of a FETCH to published groups.
 
         Args:
-            message: The request. The parser has checked that its end is not before its start.
+            message: The request, with its end not before its start.
             groups: Number of groups of the track.
-            last_object_of: Returns the ID of a group's last object; called for the last group of the range, and if the
-                range depends on the largest object, for that of the track.
+            last_object_of: Returns the ID of a group's last object; called for the range's last group, and if the range
+                depends on it, for the track's.
             growing: Whether more groups may appear.
-            has: Returns whether a group exists; others are left out of the answer.
+            has: Returns whether a group exists; others are left out.
 
         Raises:
             InvalidRangeError: The range begins after the end of the track.
@@ -95,5 +95,5 @@ class FetchRange:
 
 
 def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:
-    """Return the ID of a group's last object; ``dense`` if objects are numbered 0, 1, 2."""
+    """Return the ID of a group's last object; ``dense`` if numbered 0, 1, 2."""
     return len(objects) - 1 if dense else objects[-1].object_id

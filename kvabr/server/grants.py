@@ -6,11 +6,11 @@ The file of ``kvabr serve --grants``::
      "grants": [{"name": "team-a", "id": "team-a.2", "token_sha256": "<64 hex digits>", "assets": ["team-a/*"],
                  "models": ["*"], "expires": "2027-01-31T12:00:00Z"}]}
 
-``models``, ``id`` and ``expires`` are optional. ``id`` identifies the token in logs and metrics, by default the name
-does; when one token replaces another of the same holder, both have the same name and different IDs. ``expires`` is a
-time with its zone (RFC 3339) or seconds since 1970.
+``models``, ``id`` and ``expires`` are optional. ``id`` identifies the token in logs and metrics (default: the name);
+successive tokens of one holder have one name and different IDs. ``expires`` is a time with its zone (RFC 3339) or
+seconds since 1970.
 
-One round of SHA-256 is enough because `new_token` makes tokens of 256 random bits; a password would be guessed.
+One round of SHA-256 is enough for `new_token`'s 256 random bits; a password would be guessed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ _MAX_GRANTS = 10_000
 _MAX_PATTERNS = 1000
 _MAX_PATTERN = 1024
 _MAX_EXPIRES_S = 253_402_300_799.0
-"""The end of the year 9999, seconds since 1970."""
 _Patterns = Annotated[
     tuple[Annotated[str, Meta(min_length=1, max_length=_MAX_PATTERN)], ...], Meta(max_length=_MAX_PATTERNS)
 ]
@@ -51,19 +50,19 @@ _EMPTY = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The assets that the holder of one token may read."""
+    """The assets that one token opens."""
 
     name: str
     assets: tuple[str, ...] = ("*",)
     """Shell patterns of asset names: ``STORE/DIGEST``, or ``DIGEST`` alone; ``*`` also matches slashes."""
     models: tuple[str, ...] = ("*",)
-    """Patterns of the model's name. An asset must match one of each."""
+    """Patterns of model names. An asset must match one of each."""
     token_sha256: str = field(default="", repr=False)
-    """Hex. It identifies the grant: if its patterns change, open connections get the new ones."""
+    """Hex. Identifies the grant: if its patterns change, open connections get the new ones."""
     token_id: str = ""
-    """Identifies the token in logs and metrics; empty: the name does."""
+    """Its ID; empty: the name."""
     expires_s: float | None = None
-    """When the token expires, in seconds since 1970; None: never."""
+    """Seconds since 1970; None: never."""
 
     @property
     def id(self) -> str:
@@ -71,7 +70,7 @@ class Grant:
         return self.token_id or self.name
 
     def expired(self, now_s: float) -> bool:
-        """Return whether the token has expired at a time in seconds since 1970."""
+        """Return whether the token has expired at ``now_s`` (since 1970)."""
         return self.expires_s is not None and now_s >= self.expires_s
 
     def may_read(self, folder: str, model: str) -> bool:
@@ -82,14 +81,14 @@ class Grant:
 
 
 EVERYTHING = Grant("everyone")
-"""The grant of everyone on a server without tokens."""
+"""Grant of everyone on a server without tokens."""
 
 
 class Grants:
     """All tokens of an origin."""
 
     def __init__(self, grants: Iterable[Grant]) -> None:
-        """Raise `FormatError` if an ID or a token occurs twice, or a token is missing."""
+        """Raise `FormatError` for a duplicate ID or token, or a missing token."""
         self._grants = tuple(grants)
         taken: set[str] = set()
         for grant in self._grants:
@@ -115,21 +114,21 @@ class Grants:
         return len(self._grants)
 
     def check(self, token: bytes | None) -> Grant | None:
-        """Return the grant of a token, which may have expired, or None.
+        """Return a token's grant, which may have expired, or None.
 
-        Compare every entry in constant time, so that the time taken does not depend on other tokens.
+        Compare every entry in constant time, so that the time reveals nothing.
         """
         digest = hashlib.sha256(token or b"").digest()
         same = [hmac.compare_digest(digest, known) for known in self._digests]
         return self._grants[same.index(True)] if any(same) else None
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """Return the current grant of the token of an earlier grant; None if it was withdrawn."""
+        """Return the current grant of an earlier grant's token; None if withdrawn."""
         return self._by_digest.get(grant.token_sha256)
 
     @classmethod
     def from_file(cls, path: Path) -> Grants:
-        """Read a file of grants; `AssetError` if it is unreadable, `FormatError` if it is invalid."""
+        """Read a file of grants; raise `AssetError` if unreadable, `FormatError` if invalid."""
         try:
             return cls.loads(read_bytes(path, _MAX_FILE_BYTES, unfit=FormatError))
         except FormatError as error:
@@ -137,7 +136,7 @@ class Grants:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Grants:
-        """Parse the JSON of the file; `FormatError` if it is invalid."""
+        """Parse the file's JSON; raise `FormatError` if invalid."""
         data = text.encode() if isinstance(text, str) else text
         read_schema(data, "grants file", SCHEMA)
         return cls(map(_grant, decode(data, _File, "grants file").grants))
@@ -156,7 +155,7 @@ def new_token(name: str = "name-me", days: float | None = None) -> tuple[str, di
 
 
 def token_in_path(path: bytes | None) -> bytes | None:
-    """Return the token in a URL's query, ``?token=...``, for peers that cannot send it otherwise; None without one."""
+    """Return the token in a URL's query, ``?token=...``, for peers that cannot send it otherwise, or None."""
     try:
         found = parse_qs(urlsplit((path or b"").decode()).query, max_num_fields=64).get("token")
     except ValueError:  # too many fields, not Unicode, or not a URL
@@ -165,7 +164,7 @@ def token_in_path(path: bytes | None) -> bytes | None:
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """One grant of a file. Unknown fields are refused: a misspelt "assets" must not open everything."""
+    """Unknown fields are refused: a misspelt "assets" must not open everything."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     token_sha256: str

@@ -1,7 +1,7 @@
 """Tracks that grow while they are served, for caches that are still being prefilled.
 
-A growing track ends once: complete, or with the reason why its producer stopped; its groups stay. Use it in the event
-loop only.
+A growing track ends once: complete, or with the reason why its producer stopped; its groups stay. For the event loop
+only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ class GrowingPublication(Publication):
     def __init__(self) -> None:
         self.groups, self.growing = 0, True
         self._watchers: dict[object, Callable[[], None]] = {}
-        """By the subscription."""
         self._notifying = False
 
     def grow(self, groups: int) -> None:
-        """Announce that groups below ``groups`` exist; `ValueError` if the track has ended or would shrink."""
+        """Announce that groups below ``groups`` exist; `ValueError` after the end, or if it would shrink."""
         if not self.growing or groups < self.groups:
             raise ValueError(
                 f"a track of {counted(self.groups, 'group')}{'' if self.growing else ' that has ended'} got {groups}"
@@ -34,13 +33,13 @@ class GrowingPublication(Publication):
         self._notify_soon()
 
     def finish(self, failure: str = "") -> None:
-        """Announce the end of the track, with a reason if it is incomplete. May be called twice."""
+        """Announce the end, with a reason if incomplete. Idempotent."""
         if self.growing:
             self.growing, self.failure = False, failure
             self._notify_soon()
 
     def watch(self, subscription: object, changed: Callable[[], None]) -> None:
-        """Call ``changed`` after groups have appeared and after the end."""
+        """Call ``changed`` after new groups and the end."""
         self._watchers[subscription] = changed
 
     def unwatch(self, subscription: object) -> None:
@@ -52,7 +51,6 @@ class GrowingPublication(Publication):
         return bool(self._watchers)
 
     def _notify_soon(self) -> None:
-        """Call the watchers once, however much changes in one turn of the event loop."""
         if not self._notifying:
             self._notifying = True
             asyncio.get_running_loop().call_soon(self._notify)

@@ -1,9 +1,8 @@
 """Assets of a folder that are still being written.
 
 While an asset grows, its name has the tracks `kvabr.live`, its live catalog; `kvabr.edge`, the news of each group of
-tokens, one after the other; and its levels, with the groups that the news have announced. A lookup of the longest
-prefix among growing assets has a name of its own. The complete asset is in the store like any other, and its levels
-continue under the same names; players that began before can finish for a while.
+tokens; and its levels, with the announced groups. A lookup among growing assets has a name of its own. The levels of
+the complete asset continue under the same names; earlier players can finish for a while.
 
 When a producer is killed, its published groups become the asset of a shorter prompt.
 """
@@ -35,28 +34,25 @@ SCAN_S, POLL_S = 0.05, 0.004
 MAX_LIVE = 64
 """Assets to follow at a time; as many that ended recently stay."""
 LINGER_S = 120.0
-"""Seconds to serve an asset that has ended to players that began before."""
+"""Seconds to serve an ended asset to earlier players."""
 STALLED_S = 600.0
 """Seconds without news until an asset is given up, even if its producer lives."""
 _ALIVE_S = 0.5
-"""Seconds between checks whether producers live."""
 _FIND_S = 0.5
-"""Seconds between searches of the folder for stores."""
 
 
 class FollowedAsset(GrowingAsset):
     """An asset that grows in a folder."""
 
     def __init__(self, follower: LiveFollower, label: str) -> None:
-        """Follow a production; ``label`` is the path of its store, ending in a slash."""
+        """``label``: path of its store, ending in a slash."""
         super().__init__(follower.live)
         self.follower, self.name = follower, label + follower.live.catalog.namespace.prompt
         self.settled = False
-        """Whether an asset that has ended is done with."""
+        """Whether an ended asset is done with."""
         self.partial = True
         """Whether no scan has found it complete yet."""
         self.changed_s = time.monotonic()
-        """When it last changed."""
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
         del priority, on_more
@@ -64,7 +60,7 @@ class FollowedAsset(GrowingAsset):
         return OpenedGroup(self.follower.open_frame(frame.size, frame.digest), objects, frame.digest)
 
     def poll(self) -> None:
-        """Read the news since the last call; raises as `LiveFollower.read` and `take`."""
+        """Read new messages; raises as `LiveFollower.read` and `take`."""
         while messages := self.follower.read():
             for message in messages:
                 if self.over:
@@ -84,10 +80,7 @@ class FollowedAsset(GrowingAsset):
         return not self.gone and grant.may_read(self.name, self.namespace.model)
 
     def shared(self, namespace: TrackNamespace, track: str) -> int:
-        """Return the number of leading groups of tokens that a lookup shares with this asset.
-
-        If the asset has ended, only published groups count.
-        """
+        """Return the number of leading groups that a lookup shares with this asset, published ones if it has ended."""
         catalog = self.catalog
         if (catalog.namespace.model, catalog.chunks[0]) != (namespace.model, namespace.prompt):
             return 0
@@ -100,7 +93,7 @@ class FollowedAsset(GrowingAsset):
 
 
 class LiveAssets:
-    """Follows all assets that are being written in a folder. Use it in one event loop, except for `find`."""
+    """Follows all assets being written in a folder, in one event loop, except for `find`."""
 
     def __init__(
         self,
@@ -110,24 +103,23 @@ class LiveAssets:
         on_ended: Callable[[], object] = lambda: None,
         on_gone: Callable[[FollowedAsset], object] = lambda _: None,
     ) -> None:
-        """``on_ended`` is called in a thread when assets may have become complete, ``on_gone`` for removed ones."""
+        """``on_ended`` is called in a thread when assets may be complete, ``on_gone`` for removed ones."""
         self._stores, self._log, self._on_ended, self._on_gone = stores, log, on_ended, on_gone
         self._assets: tuple[FollowedAsset, ...] = ()
         """Oldest first; replaced as a whole because other threads read it."""
         self._refused: set[str] = set()
         self._found: dict[str, AssetStore] = {}
         self._found_s = -math.inf
-        """When the folder was last searched for stores."""
         self._outdated = self._crowded = False
 
     @property
     def assets(self) -> tuple[FollowedAsset, ...]:
-        """All assets that are followed, including recently ended ones."""
+        """All followed assets, including recently ended ones."""
         return self._assets
 
     @property
     def growing(self) -> int:
-        """The number of assets that have not ended."""
+        """Number of assets that have not ended."""
         return sum(not asset.over for asset in self._assets)
 
     async def follow(self) -> None:
@@ -158,7 +150,7 @@ class LiveAssets:
             await asyncio.sleep(SCAN_S)
 
     async def scan(self) -> None:
-        """Find new assets, and drop assets that were removed or ended a while ago."""
+        """Find new assets; drop removed ones, and those that ended a while ago."""
         keys, new, refused, crowded = await asyncio.to_thread(self._scan_folder, self._assets)
         self._refused &= keys
         for key, why in refused.items():
@@ -269,11 +261,6 @@ class LiveAssets:
     def _scan_folder(
         self, known: Sequence[FollowedAsset]
     ) -> tuple[set[str], list[FollowedAsset], dict[str, str], bool]:
-        """Check known assets, and find others.
-
-        Return the keys of productions that can be followed, the new ones, why others cannot be, and whether there are
-        too many.
-        """
         for asset in known:
             if not asset.follower.is_partial:
                 complete = asset.follower.is_published(asset.chunks)

@@ -1,4 +1,4 @@
-"""The tracks of a growing asset: its news, and its levels with the groups that the news have announced.
+"""The tracks of a growing asset: its news, and its levels with the announced groups.
 
 An origin reads them from a folder (`kvabr.server.live_assets`), a relay from its origin (`kvabr.server.relay_live`).
 """
@@ -21,7 +21,7 @@ from kvabr.types.units import Unit
 from kvabr.types.words import counted
 
 MAX_NEWS_BYTES = 64 << 20
-"""Bound on the news of one asset."""
+"""Bound on one asset's news."""
 
 
 class PublishedFrame(NamedTuple):
@@ -30,7 +30,7 @@ class PublishedFrame(NamedTuple):
     unit: Unit
     size: int
     digest: str
-    """Empty if the producer left the group out."""
+    """Empty if left out by the producer."""
 
 
 class EdgeTrack(GrowingBytes):
@@ -60,7 +60,7 @@ class LiveLevel(GrowingPublication):
         return self.asset.readable(grant)
 
     def publish(self, unit: Unit, frame: tuple[int, str] | None) -> None:
-        """Publish a group once those before it are; with None the producer left it out."""
+        """Publish a group after those before it; None: left out by the producer."""
         size, digest = frame or (0, "")
         self._frames[unit.group] = PublishedFrame(unit, size, digest)
         groups = self.groups
@@ -103,15 +103,14 @@ class LiveLevel(GrowingPublication):
 
 
 class GrowingAsset(ABC):
-    """One growing asset; subclasses fetch its frames. Use it in the event loop only."""
+    """One growing asset, for the event loop only; subclasses fetch its frames."""
 
     dear = False
-    """As `Publication.dear`."""
 
     def __init__(self, live: LiveCatalog, text: BytesPublication | None = None) -> None:
-        """``text`` is the live catalog as received, or None.
+        """``text``: the live catalog as received.
 
-        Takes long for a long prompt. Raises `FormatError` if the catalog has names that cannot be served.
+        Takes long for a long prompt. Raises `FormatError` for names that cannot be served.
         """
         check_names(live.catalog)
         catalog = self.catalog = live.catalog
@@ -119,7 +118,6 @@ class GrowingAsset(ABC):
         self.order = NewsOrder(live)
         units = list(map(catalog.unit, range(catalog.groups))) if catalog.every_token else catalog.units
         self.levels: dict[str, LiveLevel] = {}
-        """By track name."""
         for part in range(len(catalog.spec.parts)):
             own = [index for index, unit in enumerate(units) if unit.part == part]
             for track in catalog.tracks:
@@ -130,7 +128,7 @@ class GrowingAsset(ABC):
         self.news_bytes = 0
         self.over = False
         self.gone = False
-        """Whether it was removed, so that sending must stop."""
+        """Removed, so that sending must stop."""
 
     @property
     def namespace(self) -> TrackNamespace:
@@ -149,7 +147,7 @@ class GrowingAsset(ABC):
 
     @abstractmethod
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
-        """Open a group that exists, as `Publication.open`."""
+        """Open an existing group, as `Publication.open`."""
 
     def readable(self, grant: Grant) -> bool:
         """Return whether a grant may read more of it."""
@@ -157,7 +155,7 @@ class GrowingAsset(ABC):
         return not self.gone
 
     def loads(self, level: LiveLevel, group: int) -> int:
-        """Return the bytes that opening a group that exists would load into memory."""
+        """Return the bytes that opening an existing group would load."""
         del level, group
         return 0
 
@@ -174,11 +172,7 @@ class GrowingAsset(ABC):
         return self.edge if name == EDGE_TRACK else self.levels.get(name)
 
     def take(self, message: EdgeMessage) -> None:
-        """Process the next message.
-
-        Raises:
-            FormatError: as `NewsOrder.take`, or the news are too long.
-        """
+        """Process the next message; raise `FormatError` as `NewsOrder.take`, or if the news are too long."""
         if isinstance(message, LiveEnd):
             self.order.check_key(message)
             missing = len(self.catalog.chunks) - self.chunks
@@ -192,7 +186,7 @@ class GrowingAsset(ABC):
         self.edge.append(data)
 
     def end(self, reason: str) -> None:
-        """End the asset; an empty reason means complete. May be called twice."""
+        """End the asset; an empty reason means complete. Idempotent."""
         if not self.over:
             self.over = True
             for group, names in self.order.coming.items():
@@ -201,14 +195,13 @@ class GrowingAsset(ABC):
             self.abandon(reason)
 
     def _publish(self, group: int, names: set[str], frames: Mapping[str, tuple[int, str]]) -> None:
-        """Publish the frames of some tracks, which the producer left out if they have none."""
         for unit in self.order.units(group):
             part = self.catalog.spec.parts[unit.part]
             for name in names.intersection(map(part.track_name, self.catalog.by_name)):
                 self.levels[name].publish(unit, frames.get(name))
 
     def abandon(self, reason: str) -> None:
-        """End the tracks here, although the asset's producer may continue."""
+        """End the tracks here, although the producer may continue."""
         self.over = True
         for track in (*self.levels.values(), self.edge):
             track.finish(reason)

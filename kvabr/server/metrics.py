@@ -46,7 +46,7 @@ class Metrics(MetricSet):
         self.draining = self.gauge("kvabr_draining", "1 from the GOAWAY on.")
 
     def group_sent(self, track: str) -> None:
-        """Count a group sent in full. All lookups are one series: their names would reveal requests."""
+        """Count a group sent in full. Lookups are one series: their names would reveal requests."""
         if track.startswith(CHANGES_TRACK):
             return
         label = "lookup" if is_lookup(track) else track
@@ -57,5 +57,5 @@ class Metrics(MetricSet):
         self.token_requests_total.labels(self._token(token)).inc()
 
     def token_lost(self, token: str, why: str) -> None:
-        """Count a connection or request that was ended under a token."""
+        """Count a connection or request ended under a token."""
         self.token_losses_total.labels(self._token(token), why).inc()

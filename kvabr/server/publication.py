@@ -1,7 +1,6 @@
 """The contents of one track of a server: groups of objects, directly from the store.
 
-A transport reads a group's objects without parsing them. Large frames of a folder are read in pieces while they are
-sent.
+A transport reads objects without parsing them. Large frames of a folder are read in pieces as they are sent.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvabr.types.words import counted
 
 
 class ArrivingGroup(ABC):
-    """One group, which may still be arriving. Its reader must `close` it."""
+    """A group that may still be arriving. Its reader must `close` it."""
 
     objects: tuple[ObjectSpan, ...]
     """Ascending IDs; they cover the group without gaps."""
@@ -32,7 +31,7 @@ class ArrivingGroup(ABC):
 
     @property
     def memory(self) -> int:
-        """Bytes of memory to account for; 0 if the group is kept elsewhere, or another reader accounts for them."""
+        """Memory to account for; 0 if kept elsewhere, or accounted for by another reader."""
         return 0
 
     @property
@@ -51,11 +50,11 @@ class ArrivingGroup(ABC):
         """Change the priority: 0 (most urgent) to 255."""
 
     def close(self) -> None:  # noqa: B027  # as above
-        """Stop reading; a group without readers is no longer fetched. May be called twice."""
+        """Stop reading; without readers, also fetching. Idempotent."""
 
 
 class PublishedGroup(ArrivingGroup):
-    """A group that is kept in memory."""
+    """A group in memory."""
 
     def __init__(self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: str) -> None:
         self.data, self.objects, self.digest, self.size = data, objects, digest, len(data)
@@ -78,7 +77,7 @@ class OpenedGroup(ArrivingGroup):
 
 
 class LoadingGroup(ArrivingGroup):
-    """A group that a thread reads from a remote store; all of it arrives at once."""
+    """A group that a thread reads from a remote store, all at once."""
 
     def __init__(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         self.objects, self.size, self.digest = level.objects(group), level.size(group), level.digest(group)
@@ -101,7 +100,7 @@ class LoadingGroup(ArrivingGroup):
         return self._frame.read(begin, end)
 
     def close(self) -> None:
-        """Cancel the read; a thread that has begun to read finishes."""
+        """Cancel the read; a thread that has begun finishes."""
         self._task.cancel()
 
     async def _load(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
@@ -113,27 +112,27 @@ class LoadingGroup(ArrivingGroup):
 
 
 class Publication(ABC):
-    """One track. Its groups are numbered from 0 without gaps; methods raise `IndexError` for others."""
+    """One track. Its groups are numbered from 0; methods raise `IndexError` for others."""
 
     groups: int
-    """Number of groups; of a growing track those so far."""
+    """Number of groups so far."""
     growing = False
-    """Whether more may appear; see `kvabr.server.growing`."""
+    """Whether more may appear."""
     failure = ""
-    """Why a track ended before it was complete; empty otherwise."""
+    """Why a track ended incomplete."""
     dear = False
-    """Whether opening a group may fetch all of it into memory, which takes long."""
+    """Whether opening a group may slowly fetch all of it into memory."""
 
     @abstractmethod
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
-        """Return the objects of a group, without opening it."""
+        """Return a group's objects, without opening it."""
 
     def has(self, group: int) -> bool:
-        """Return whether a group exists; the producer of a growing track may have left it out."""
+        """Return whether a group exists; a producer may have left it out."""
         return 0 <= group < self.groups
 
     def readable(self, grant: Grant) -> bool:
-        """Return whether a grant may still read the track, which may have been removed."""
+        """Return whether a grant may still read the track, which may be gone."""
         del grant
         return True
 
@@ -141,20 +140,16 @@ class Publication(ABC):
         """Count a request for a group."""
 
     def loads(self, group: int) -> int:
-        """Return the bytes that opening a group would load into memory; 0 if they are there or arriving."""
+        """Return the bytes that opening a group would load; 0 if they are there or arriving."""
         return self.objects(group)[-1].end if self.dear else 0
 
     @abstractmethod
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         """Return a group; start to fetch it if necessary.
 
-        Args:
-            group: Index of the group.
-            priority: 0 (most urgent) to 255.
-            on_more: Called when more bytes are available, or after a failure; never before this returns.
-
-        Raises:
-            AssetError: It is unreadable, has another size than in the catalog, or was replaced.
+        ``priority`` is 0 (most urgent) to 255. ``on_more`` is called when more bytes are available, or after a failure;
+        never before this returns. Raises `AssetError` if the group is unreadable, was replaced, or has another size
+        than in the catalog.
         """
 
 
@@ -162,7 +157,7 @@ class CatalogLevel(Publication):
     """One compression level of an asset, with the groups of its catalog."""
 
     def __init__(self, spec: KVSpec, tokens: int, name: str, sizes: Sequence[int]) -> None:
-        """``sizes`` are the bytes of the groups of a cache of ``tokens`` tokens."""
+        """``sizes``: bytes of the groups of a cache of ``tokens`` tokens."""
         self.groups, self.name = len(sizes), name
         self._spec, self._tokens, self._sizes = spec, tokens, sizes
         self._level, self._part = spec.level_of(name)
@@ -183,20 +178,19 @@ Suspect = tuple[Asset, int, str]
 
 
 class LevelPublication(CatalogLevel):
-    """One compression level of one version of an asset in a store."""
+    """One level of one version of an asset in a store."""
 
     def __init__(self, asset: Asset, track: str, suspect: Callable[[Suspect], object] = lambda _: None) -> None:
-        """Serve ``track`` of ``asset``; `FormatError` if there is no such track.
+        """Serve ``track`` of ``asset``; raise `FormatError` if there is none.
 
-        ``suspect`` is called, in any thread, for each group that is requested a second time; if it is in a remote
-        store, only if its digest is wrong.
+        ``suspect`` is called, in any thread, for each group requested a second time; of a remote store, only if its
+        digest is wrong.
         """
         self.asset, self._track = asset, asset.catalog.published_track(track)
         self.dear = not asset.local
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
         self._suspect = suspect
         self._requests = bytearray(self.groups)
-        """How often each group was requested, up to three times."""
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         del priority
@@ -211,7 +205,7 @@ class LevelPublication(CatalogLevel):
             self._suspect((self.asset, group, self.name))
 
     def load(self, group: int) -> FrameReader:
-        """Fetch the frame of a group, and check its bytes on the second request; raises as `open`."""
+        """Fetch a group's frame, and check it on the second request; raises as `open`."""
         again, right = self._requests[group] == 2, False
         try:
             frame = self.frame(group)
@@ -222,7 +216,7 @@ class LevelPublication(CatalogLevel):
                 self._suspect((self.asset, group, self.name))
 
     def frame(self, group: int) -> FrameReader:
-        """Open the frame of a group that exists; raises as `open`."""
+        """Open the frame of an existing group; raises as `open`."""
         frame = self.asset.open_frame(group, self.name)
         # In this order: assets are replaced whole, so a frame opened before an unchanged catalog belongs to it.
         if not self.asset.is_current():
@@ -263,19 +257,19 @@ class Source(ABC):
         self._listeners: list[Callable[[], None]] = []
 
     def admit(self, token: bytes | None) -> Grant | None:
-        """Return the grant of a token, which may have expired; None refuses the connection."""
+        """Return a token's grant, which may have expired; None refuses the connection."""
         return EVERYTHING if self._grants is None else self._grants.check(token)
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """Return the current grant of a token that `admit` has accepted; None ends its connections."""
+        """Return the current grant of an admitted token; None ends its connections."""
         return EVERYTHING if self._grants is None else self._grants.renewed(grant)
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
-        """Return whether a grant may still read an earlier result of `find`."""
+        """Return whether a grant may still read a result of `find`."""
         return publication.readable(grant)
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call ``changed``, in any thread, whenever `renewed` or `holds` may return something new."""
+        """Call ``changed``, in any thread, when `renewed` or `holds` may have changed."""
         self._listeners.append(changed)
 
     def _notify(self) -> None:
@@ -293,7 +287,7 @@ class Source(ABC):
 
     @abstractmethod
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
-        """Return the same as `find`, waiting if necessary.
+        """Do as `find`, waiting if necessary.
 
         Raises `TransportError` if the grant was withdrawn, or a relay's origin does not answer or refuses.
         """

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 _MAX_SUSPECTS = 4096
 _CHECK_S = 0.2
-"""Processor time for one check of suspects; the group in progress is finished."""
+"""Processor time for one check of suspects; the current group is finished."""
 MAX_CACHED_BYTES = 256 << 20
-"""Bytes of catalogs and profiles to keep in memory; others are read on request."""
+"""Catalogs and profiles kept in memory."""
 
 _EMPTY_VIEW = AssetView()
 
@@ -48,11 +48,10 @@ class _Reader(NamedTuple):
     grant: Grant
     view: AssetView
     log: ChangeLog
-    """Removed assets."""
 
 
 class PublishedAssets(Source):
-    """All assets of an origin. `find` may be called while another thread is in `refresh`."""
+    """All assets of an origin. `find` may be called during `refresh` in another thread."""
 
     def __init__(
         self,
@@ -60,28 +59,22 @@ class PublishedAssets(Source):
         grants: Grants | None = None,
         log: FilteringBoundLogger | None = None,
     ) -> None:
-        """Find the assets of a store or a folder of stores; raises as `StoreTree`.
-
-        Without ``grants`` everyone may read everything.
-        """
+        """Find the assets of a store or a folder of stores; raises as `StoreTree`. Without ``grants`` all are open."""
         super().__init__(grants)
         self._lock = threading.Lock()
-        """Protects the index and the readers."""
         self._readers: dict[str, _Reader] = {}
-        """By the digest of a grant's token."""
         self._levels: dict[Asset, dict[str, LevelPublication]] = {}
         self._suspects: deque[Suspect] = deque(maxlen=_MAX_SUSPECTS)
         """Groups for `check_suspects`: players request damaged groups again."""
         self._damaged: set[Asset] = set()
-        """Assets with a group that differs from its catalog."""
         self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
-        """Recently used catalogs and profiles, by their SHA-256."""
+        """Recently used catalogs and profiles, by SHA-256."""
         self._cache_lock = threading.Lock()
         stores = StoreTree(location)
         self.look_every_s = stores.look_every_s
         self._index = AssetIndex(stores, log, self._changed)
         self.live: LiveAssets | None = None
-        """Assets that are being prefilled, which only folders can contain; None otherwise."""
+        """Assets being prefilled; None except for folders."""
         if stores.folder is not None:
             self.live = LiveAssets(stores, self._index.log, on_ended=self.refresh, on_gone=self._live_gone)
         self._changed()
@@ -94,29 +87,29 @@ class PublishedAssets(Source):
 
     @property
     def damaged(self) -> int:
-        """The number of assets that are left out, or have a damaged group that was requested."""
+        """Number of assets left out, or with a damaged group that was requested."""
         return self._index.damaged + len(self._damaged.intersection(self._index.assets))
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
-        """Return whether a grant may still read a track. Short catalogs and profiles are sent completely."""
+        """Return whether a grant may still read a track; short catalogs and profiles are sent completely."""
         if not isinstance(publication, LevelPublication):
             return super().holds(grant, publication)
         asset = publication.asset
         return self._view(grant).assets.get(asset.catalog.namespace) is asset
 
     def regrant(self, grants: Grants) -> None:
-        """Replace the grants, at once also for open connections."""
+        """Replace the grants, also for open connections."""
         self._grants = grants
-        self._notify()  # before the assets are looked up: withdrawn tokens lose their connections now
+        self._notify()  # first: withdrawn tokens lose their connections now
         self._update_grants()
 
     def refresh(self) -> bool:
-        """Find assets that are new, were replaced, or are gone; return whether anything changed."""
+        """Find new, replaced and removed assets; return whether anything changed."""
         with self._lock:
             return self._index.refresh()
 
     def check_suspects(self) -> None:
-        """Read some of the suspected groups, each once, and log damaged ones."""
+        """Read some suspected groups, each once, and log damaged ones."""
         until_s = time.thread_time() + _CHECK_S
         while self._suspects and time.thread_time() < until_s:
             asset, group, track = self._suspects.popleft()
@@ -142,7 +135,7 @@ class PublishedAssets(Source):
             return self._find_live(grant, namespace, track)
         asset = self._view(grant).find(namespace, track)
         if asset is not None and not asset.is_current():
-            # Replaced or removed since the last refresh: update at once.
+            # Replaced or removed since the last refresh.
             if at_once:
                 raise BlockingIOError(f"{asset.location}: has changed")
             with self._lock, suppress(AssetError):
@@ -158,7 +151,7 @@ class PublishedAssets(Source):
         except (AssetError, FormatError) as error:
             self._index.log.warning("asset unreadable", asset=asset.name, error=str(error))
             return None
-        # If a level was left out, only the growing asset has it, not the complete one.
+        # If a level was left out, only the growing asset has it.
         return self._levels.get(asset, {}).get(track) or self._find_live(grant, namespace, track)
 
     def _find_live(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
@@ -167,7 +160,7 @@ class PublishedAssets(Source):
             return None
         asset, publication = found
         same = self._view(grant).assets.get(asset.namespace)
-        # Another asset of that name, not the result of the growing one, has other groups under the same names.
+        # Another asset of that name, not the growing one's result, has other groups under the same names.
         return None if same is not None and asset.differs(same.catalog) else publication
 
     def _of_live(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool) -> Publication | None:
@@ -190,7 +183,7 @@ class PublishedAssets(Source):
         if self.renewed(grant) is None:
             raise RequestError("the token is no longer accepted", reason=Reason.UNAUTHORIZED)
         if grant.token_sha256 not in self._readers:
-            # A new token, while the assets that it opens are still being looked up.
+            # A new token, while its assets are being looked up.
             if at_once:
                 raise BlockingIOError(f"{grant.id}: is new")
             self._update_grants()
@@ -214,7 +207,6 @@ class PublishedAssets(Source):
             return await asyncio.to_thread(self.find, grant, namespace, track)
 
     def _read(self, sha256: str, read: Callable[[], bytes], at_once: bool) -> BytesPublication:
-        """Return a file from the cache, or read it with ``read``; `BlockingIOError` instead if ``at_once``."""
         with self._cache_lock:
             cached = self._cached.get(sha256)
         if cached is not None:

@@ -1,8 +1,8 @@
 """A relay: a cache between an origin and nearby players, which a `Server` serves.
 
-Everyone admitted to the relay may read all that the relay's own token opens at the origin. The relay follows the
-origin's reports of removed assets (`kvabr.server.changes`) and drops those, even while no player is connected. If the
-origin refuses the relay's token, the relay closes its players' connections, so that relays among them notice as well.
+Everyone admitted to the relay may read all that its own token opens at the origin. The relay follows the origin's
+reports of removed assets (`kvabr.server.changes`) and drops those. If the origin refuses its token, it closes its
+players' connections, so that relays among them notice as well.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 
 MEMORY_BYTES = 1 << 30
 _CATALOGS_SHARE = 1 / 8
-"""Bound on catalogs and lookups, in addition, as a share of that of groups."""
+"""Additional bound on catalogs and lookups, as a share of that of groups."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
-"""Pauses after a failed subscription to the origin's changes; doubled each time."""
+"""Pauses after a failed subscription to changes; doubled each time."""
 _ANSWER_PAUSE_S = 0.01
-"""Pause after a report, so that an origin cannot keep the relay busy with reports."""
+"""Pause after a report, so that an origin cannot keep the relay busy."""
 _REFUSED = "the origin refuses the relay's token"
 
 
 class Relay(Source):
-    """The source of a relay. Use it as an async context manager."""
+    """The source of a relay; an async context manager."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class Relay(Source):
     ) -> None:
         """Start with an empty cache, or open the one on disk.
 
-        ``upstream`` should redial by itself, as `kvabr.link.moqt.connect` does, and is not closed here.
-        ``memory_bytes`` bounds the groups that are kept; those being fetched or sent have bounds of their own
-        (`kvabr.server.budgets`). Catalogs and lookups take up to an eighth of it in addition, at least `MIN_BYTES`.
-        ``disk`` is a folder or an object store for further groups, see `StoreTier`. Without ``token`` everyone is
-        admitted. ``prompts`` receives the assets that are looked up and removed, for KV events.
+        ``upstream`` should redial, as `kvabr.link.moqt.connect` does, and is not closed here. ``memory_bytes`` bounds
+        the groups that are kept, not those in transfer (`kvabr.server.budgets`); catalogs and lookups take up to an
+        eighth more, at least `MIN_BYTES`. ``disk`` is a folder or an object store for further groups, see `StoreTier`.
+        Without ``token`` everyone is admitted. ``prompts`` receives the assets that are looked up and removed, for KV
+        events.
         """
         super().__init__(None if token is None else _players(token))
         self._log, self._metrics, self._upstream = log, metrics, upstream
@@ -88,10 +88,8 @@ class Relay(Source):
         self.prompts = prompts or SeenPrompts(0)
         below = None if disk is None else StoreTier(disk, disk_bytes, self._store_failed)
         self.store = GroupCache(memory_bytes, below, executor=decoders(), on_change=self._show)
-        """Groups that are complete."""
         self._client_metrics = ClientMetrics(metrics.registry)
         self.groups = RelayGroups(upstream, self.store, self._client_metrics, self._failed)
-        """Groups that are arriving or being read."""
         self.catalogs = Catalogs(
             upstream,
             log,
@@ -117,11 +115,11 @@ class Relay(Source):
         await self.store.close()
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """Return the current grant of a token; None for all if the origin refuses the relay itself."""
+        """Return a token's current grant; None for all if the origin refuses the relay."""
         return None if self.catalogs.revoked else super().renewed(grant)
 
     def regrant(self, token: str) -> None:
-        """Replace the token that players must send; connections with another one end."""
+        """Replace the players' token; connections with another one end."""
         self._grants = _players(token)
         self._notify()
 
@@ -163,7 +161,6 @@ class Relay(Source):
         return RelayedTrack(self.groups, facts, track) if facts is not None and track in facts.sizes else None
 
     def _failed(self, request: GroupRequest, error: TransportError) -> None:
-        """Check the catalog of an asset after one of its groups was refused or wrong."""
         if is_unauthorized(error):
             self.catalogs.revoke()
         elif isinstance(error, NotFoundError) or (isinstance(error, RequestError) and error.reason == Reason.WRONG):
@@ -179,7 +176,6 @@ class Relay(Source):
         self._notify()
 
     def _live_gone(self, asset: RelayedAsset) -> None:
-        """Drop a growing asset that was removed, and report that to relays of this one."""
         frames = {level.frame(group).digest for level in asset.levels.values() for group in range(level.groups)}
         kept = self.catalogs.named({level.frame(0).digest for level in asset.levels.values() if level.groups})
         why = NotFoundError("the asset was removed or replaced", reason=Reason.MISSING)
@@ -244,7 +240,7 @@ class RelayedTrack(CatalogLevel):
         super().__init__(facts.spec, facts.tokens, track, facts.sizes[track])
         self._relayed, self.facts = relayed, facts
         self._last: GroupRequest | None = None
-        """The last result of `_request`: `loads` and `open` are called for a group one after the other."""
+        """The last result of `_request`: `loads` and `open` are called for a group in turn."""
 
     def readable(self, grant: Grant) -> bool:
         del grant

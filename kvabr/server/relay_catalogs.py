@@ -1,8 +1,8 @@
 """The small tracks of a relay: catalogs, lookups, profiles, models. One fetch from the origin serves all readers.
 
-Catalogs and lookups may change, so they are requested again after a moment; while the origin is away its last answer
-is used. Names without a track take no memory. An asset that the origin removes is dropped with all that depends on
-it: when the origin reports it, or else when it is requested again.
+Catalogs and lookups may change, so they are requested again after a moment; while the origin is away its last answer is
+used. Names without a track take no memory. A removed asset is dropped with all that depends on it: when the origin
+reports it, or else when it is requested again.
 """
 
 from __future__ import annotations
@@ -50,18 +50,15 @@ if TYPE_CHECKING:
 MIN_BYTES = 64 << 20
 """Smallest bound on the memory of small tracks."""
 _OVERHEAD_BYTES = 4096
-"""Approximate memory of an entry in addition to its data: names, objects, dictionaries."""
 _TOP_PRIORITY = 0
 _MAX_REQUESTS = 4096
 _MAX_FRESH_S = 30.0
 _FRESH_PER_FETCH = 20.0
-"""An answer is fresh for at least this multiple of the time that fetching it took, so that refreshing it takes at most
-5 % of the path to the origin."""
+"""An answer is fresh for this many times the duration of its fetch: refreshing takes at most 5 % of the path."""
 _BUSY_S = 1.0
 _LIMITS = {PROFILE_TRACK: MAX_PROFILE_BYTES, MODELS_TRACK: MAX_MODELS_BYTES}
 """Bytes of small tracks that are not catalogs."""
 _UNAVAILABLE_REASONS = (Reason.TIMEOUT, Reason.AWAY, Reason.BUSY, Reason.INTERNAL)
-"""Reasons of an origin that cannot answer now, not about its assets."""
 
 _Name = tuple[TrackNamespace, str]
 
@@ -82,10 +79,10 @@ class AssetFacts:
     sizes: dict[str, array[int]]
     """By track, bytes of each group."""
     digests: dict[str, bytes]
-    """By track, the digests of its groups without their kind, concatenated."""
+    """By track, concatenated digests without their kind."""
     digest_kind: str
     withdrawn: bool = False
-    """Whether the origin has removed the asset, so that sending must stop."""
+    """The origin has removed the asset, so that sending must stop."""
     mark: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +93,7 @@ class AssetFacts:
         return from_raw(self.digests[track][RAW_BYTES * group : RAW_BYTES * (group + 1)], self.digest_kind)
 
     def firsts(self) -> set[str]:
-        """Return the digests of the first groups of all tracks."""
+        """Return the first group's digest of each track."""
         return {self.digest(track, 0) for track, sizes in self.sizes.items() if sizes}
 
     def all_digests(self) -> set[str]:
@@ -105,9 +102,9 @@ class AssetFacts:
 
 
 def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFacts | None:
-    """Check the only group of a small track against its name; return the facts of a catalog.
+    """Check the only group of a small track against its name; return a catalog's facts. Raise `FormatError`.
 
-    Takes long for a long prompt's catalog. Raises `FormatError` if it does not match its name.
+    Takes long for a long prompt's catalog.
     """
     digest = hashlib.sha256(data).hexdigest()
     if track == PROFILE_TRACK:
@@ -127,7 +124,7 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
 
 
 def check_live(namespace: TrackNamespace, track: str, data: bytes) -> TrackNamespace:
-    """Check a live catalog against the name that was requested; return its own. Raises `FormatError`."""
+    """Check a live catalog against the requested name; return its own. Raise `FormatError`."""
     catalog = LiveCatalog.loads(data).catalog
     _check_name(catalog, namespace, whole=track == LIVE_TRACK)
     require(catalog.digest_kind)
@@ -143,14 +140,14 @@ def _check_name(catalog: Catalog, namespace: TrackNamespace, *, whole: bool) -> 
 
 @dataclass(slots=True)
 class Answer:
-    """A small track as the origin last sent it."""
+    """A small track as last sent by the origin."""
 
     publication: BytesPublication
     facts: AssetFacts | None
     received_s: float
     took_s: float
     distrusted: bool = False
-    """Whether something that arrived later contradicts it."""
+    """A later arrival contradicts it."""
     live: TrackNamespace | None = None
 
     @property
@@ -162,14 +159,14 @@ class Answer:
 
 
 class Catalogs:
-    """The small tracks of an origin, within a bound."""
+    """An origin's small tracks, within a bound."""
 
     FRESH_S = 2.0
-    """Seconds to repeat an answer without a request to the origin."""
+    """Seconds to repeat an answer without a request."""
     PATIENCE_S = 0.5
-    """Seconds to wait for a new answer of the origin before its last answer is repeated."""
+    """Seconds to wait for a new answer before the last one is repeated."""
     DISCONNECTED_S = 1.0
-    """Seconds to wait for a first answer while the connection to the origin is lost."""
+    """Seconds to wait for a first answer without a connection."""
 
     def __init__(
         self,
@@ -183,8 +180,8 @@ class Catalogs:
     ) -> None:
         """Keep at most ``limit`` bytes; as many may be arriving.
 
-        ``on_known`` is called with the facts of each catalog that arrives, ``on_dropped`` with those of an asset that
-        the origin has removed or replaced, ``on_revoked`` after everything was dropped for a refused token.
+        ``on_known`` receives each catalog's facts, ``on_dropped`` those of an asset that the origin has removed or
+        replaced; ``on_revoked`` is called after everything was dropped for a refused token.
         """
         self._upstream, self._log, self._limit = upstream, log, limit
         self._on_dropped, self._on_revoked, self._on_known = on_dropped, on_revoked, on_known
@@ -195,9 +192,9 @@ class Catalogs:
         self._arriving = 0
         self._away = upstream.trouble is not None
         self.revoked = False
-        """Whether the origin currently refuses the relay's token."""
+        """The origin refuses the relay's token."""
         self._withdrawals = self._revocations = 0
-        """Counts, to distrust answers that were requested before a withdrawal and arrive later."""
+        """Counts, to distrust answers requested before a withdrawal."""
 
     @property
     def bytes(self) -> int:
@@ -221,7 +218,7 @@ class Catalogs:
         return self._answers.peek((namespace, track))
 
     async def get(self, namespace: TrackNamespace, track: str) -> Answer:
-        """Return a small track as the origin currently has it, or its last answer while the origin is away.
+        """Return a small track as the origin has it, or its last answer while the origin is away.
 
         Raises:
             NotFoundError: There is none.
@@ -267,7 +264,7 @@ class Catalogs:
             answer.distrusted |= answer.facts is not None and answer.facts.namespace == namespace
 
     def revoke(self) -> None:
-        """Drop everything, as the origin no longer accepts the token under which it was fetched."""
+        """Drop everything: the origin no longer accepts the token."""
         if self.revoked:
             return
         self._log.warning("the origin refuses the relay's token; everything fetched under it was dropped")
@@ -289,7 +286,7 @@ class Catalogs:
         self._drop_live(lambda other: other == namespace)
 
     def distrust_all(self) -> None:
-        """Request everything again before it is next used, if the origin answers."""
+        """Request everything again before its next use, if the origin answers."""
         self._withdrawals += 1
         for _, answer in self._entries():
             answer.distrusted = True
@@ -333,7 +330,7 @@ class Catalogs:
         withdrawals, revocations = self._withdrawals, self._revocations
         try:
             data = bytes(await self._received(name))
-        except ConnectionLostError:  # try once more, as the next connection may be open already
+        except ConnectionLostError:  # try once more: the next connection may be open
             if self._upstream.closed:
                 raise
             data = bytes(await self._received(name))
@@ -354,7 +351,7 @@ class Catalogs:
             answer.live = found
             self._answers.replace((found, LIVE_TRACK), answer)
         if facts is not None:
-            # The answer to a lookup is a catalog.
+            # A lookup's answer is a catalog.
             catalog = facts.namespace, CATALOG_TRACK
             known = self._answers.peek(catalog)
             if known is not None and known.facts is not None:
@@ -402,9 +399,9 @@ class Catalogs:
                 del self._answers[name]
 
     def named(self, firsts: set[str]) -> set[str]:
-        """Return the digests of all groups of the assets with one of these as their first group.
+        """Return the digests of all groups of assets with one of these as their first group.
 
-        Assets share groups only as parts of a common prefix, so if they share any they have the same first group.
+        Assets share groups only as parts of a common prefix, so they then share the first one.
         """
         others = [one for one in self._known if not one.withdrawn and not firsts.isdisjoint(one.firsts())]
         return {digest for one in others for digest in one.all_digests()}
@@ -429,7 +426,6 @@ def is_unauthorized(error: BaseException | None) -> bool:
 
 
 def _is_away(error: BaseException | None) -> bool:
-    """Return whether an error only means that the origin cannot answer now."""
     if isinstance(error, RequestError):
         return error.reason in _UNAVAILABLE_REASONS
     return isinstance(error, TransportError) and not isinstance(error, UnauthorizedError)

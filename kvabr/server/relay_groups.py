@@ -1,8 +1,8 @@
 """Groups that pass through a relay, from its store or its origin to all of their readers.
 
-A group of an asset is fetched once, at the priority of its most urgent reader, until the last reader leaves. Readers
-get its bytes as they arrive, except for the last part, which waits for the digest check: a wrong group never looks
-complete. Assets share complete groups, not those that are arriving, so a removed or wrong asset does no harm to others.
+A group is fetched once, at the priority of its most urgent reader, until the last reader leaves. Readers get its bytes
+as they arrive, except for the last part, which waits for the digest check: a wrong group never looks complete. Assets
+share complete groups, not arriving ones, so a removed or wrong asset does no harm to others.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvabr.types.errors import ConnectionLostError, Reason, RequestError, Transp
 from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
-"""Seconds without a byte on the whole connection until a group fails because the origin is away."""
+"""Seconds without a byte on the connection until a group fails because the origin is away."""
 DISCONNECTED_S = 1.0
-"""The same while the connection to the origin is lost: players can then react within their deadlines."""
+"""The same without a connection: players can then react in time."""
 MAX_EXPECTED, MAX_EXPECTED_BYTES = 256, 64 << 20
-"""Groups of all assets to expect or receive without a reader at a time, and their bytes."""
+"""Groups to expect or receive without a reader, and their bytes."""
 _TRIES, _PAUSE_S = 5, 0.1
-"""Downloads of a group on connections that are lost, and the pause before the next."""
+"""Downloads of a group on lost connections, and the pause before the next."""
 _BUSY_S = 1.0
 _TOP_PRIORITY = 0
 
@@ -36,7 +36,7 @@ _Place = tuple[TrackNamespace, str, int]
 
 
 class RelayTransfer(GroupTransfer):
-    """A group that is arriving or being read; it is complete once its digest was checked."""
+    """A group arriving or being read; complete once its digest was checked."""
 
     readers: list[TransferReader]  # type: ignore[assignment]
 
@@ -46,7 +46,7 @@ class RelayTransfer(GroupTransfer):
         self.upstream: GroupReader | None = None
         self.task: asyncio.Task[None] | None = None
         self.expected = False
-        """Whether it is arriving in any case, so that it is stored even without a reader."""
+        """It arrives in any case, and is stored even without a reader."""
         self._groups = groups
 
     def reprioritise(self) -> bool:
@@ -84,7 +84,7 @@ class TransferReader(ArrivingGroup, TransferListener):
 
     @property
     def memory(self) -> int:
-        """The size for the first of its readers, 0 for the others."""
+        """The size for the first reader, 0 for others."""
         return self.size if self.transfer.readers[:1] == [self] else 0
 
     @property
@@ -112,7 +112,7 @@ class TransferReader(ArrivingGroup, TransferListener):
 
 
 class RelayGroups:
-    """All groups that are arriving at a relay or being read, and the store of complete ones."""
+    """All groups arriving at a relay or being read, and the store of complete ones."""
 
     def __init__(
         self,
@@ -121,12 +121,11 @@ class RelayGroups:
         metrics: ClientMetrics,
         on_failed: Callable[[GroupRequest, TransportError], None],
     ) -> None:
-        """``on_failed`` is called for groups that the origin refuses, or sends wrong."""
+        """``on_failed`` is called for groups refused by the origin, or wrong."""
         self._upstream, self._store, self.metrics, self._on_failed = upstream, store, metrics, on_failed
         self._transfers: dict[GroupRequest, RelayTransfer] = {}
-        """Transfers that readers can join."""
         self._expected: dict[_Place, GroupReader] = {}
-        """Groups that the origin has not published yet, and will send by subscription."""
+        """Unpublished groups that the origin will send by subscription."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -139,7 +138,7 @@ class RelayGroups:
     def open(
         self, request: GroupRequest, objects: tuple[ObjectSpan, ...], priority: int, on_more: Callable[[], None]
     ) -> TransferReader:
-        """Join the transfer of a group, or start one.
+        """Join or start the transfer of a group.
 
         ``request`` must have the group's exact size and its digest; otherwise as `Publication.open`.
         """
@@ -171,7 +170,7 @@ class RelayGroups:
             self._begin(request, expected)
 
     def stop_expecting(self, namespace: TrackNamespace, track: str | None = None) -> None:
-        """Cancel the expected groups of an asset, or of one of its tracks."""
+        """Cancel expected groups of an asset, or of one track."""
         for place in [place for place in self._expected if place[0] == namespace and track in (None, place[1])]:
             self._cancel_expected(place)
 
@@ -182,7 +181,7 @@ class RelayGroups:
             transfer.task.cancel()
 
     def drop(self, digests: Collection[str] | None, error: TransportError) -> None:
-        """Fail transfers with an error, and delete stored groups, of some digests or all."""
+        """Fail transfers, and delete stored groups, of some digests or all."""
         for transfer in list(self._transfers.values()):
             if digests is None or transfer.request.digest in digests:
                 transfer.fail(error)
@@ -260,9 +259,7 @@ class RelayGroups:
     async def _download(self, transfer: RelayTransfer, download: GroupReader) -> memoryview:
         """Receive a group, check it, and store it.
 
-        Raises:
-            TransportError: It failed, or its size or digest is wrong.
-            TimeoutError: The origin is away.
+        Raises `TransportError` if it failed or is wrong, `TimeoutError` if the origin is away.
         """
         size, digest, result, received = transfer.request.limit, transfer.request.digest or "", "failed", 0
         transfer.upstream = download
@@ -271,7 +268,7 @@ class RelayGroups:
             while received < size and (part := await self._read(download)):
                 received += len(part)
                 self.metrics.downloaded_bytes_total.inc(len(part))
-                # A restarted download must not withdraw bytes that were available already.
+                # A restarted download must not withdraw available bytes.
                 if len(transfer.data) < received < size:
                     transfer.show(download.data[:received])
             result, data = "damaged", download.data
@@ -291,7 +288,6 @@ class RelayGroups:
         return data
 
     async def _read(self, download: GroupReader) -> memoryview:
-        """Read from a download; raise `TimeoutError` when the whole connection is silent for too long."""
         reading, quiet_s = asyncio.ensure_future(download.read()), 0.0
         try:
             while True:
@@ -319,6 +315,5 @@ def _place(request: GroupRequest) -> _Place:
 
 
 def _has_ended(expected: GroupReader) -> bool:
-    """Return whether an expected group has ended without a byte."""
     transfer = expected.transfer
     return transfer is None or (transfer.over and not transfer.received)

@@ -1,8 +1,7 @@
 """Assets that grow at a relay's origin. The relay subscribes to each of their tracks once, for all of its players.
 
-It follows the news of an asset while a player does, and subscribes to the levels that its players subscribe to. So
-groups arrive without a round trip, only once, and are forwarded while they arrive. Their digests are in the news, and
-they are stored like those of other assets.
+It follows the news of an asset, and the levels, that its players follow. So groups arrive without a round trip, only
+once, and are forwarded while they arrive, then stored like others.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ IDLE_S = 60.0
 """Seconds without a request until an asset is forgotten."""
 MAX_LIVE = 64
 _AHEAD_GROUPS = 64
-"""Groups of one level to expect at a time."""
 _SLACK = 4
-"""Limit on such a group, as a multiple of its expected bytes."""
+"""Limit on such a group, in expected sizes."""
 _SLACK_BYTES = 64 << 10
 _REMOVED = "the asset was removed or replaced; request its catalog again"
 
@@ -48,7 +46,6 @@ class RelayedAsset(GrowingAsset):
         super().__init__(LiveCatalog.loads(bytes(text.open(0).data)), text)
         self._groups = groups
         self.used_s = now_s
-        """When a player last requested it."""
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
         if self.gone:
@@ -89,7 +86,7 @@ class RelayedAsset(GrowingAsset):
 
 
 class LiveRelay:
-    """All growing assets that players of this relay request."""
+    """All growing assets that players request."""
 
     def __init__(
         self, upstream: Connection, catalogs: Catalogs, groups: RelayGroups, log: FilteringBoundLogger,
@@ -106,7 +103,7 @@ class LiveRelay:
         return len(self._assets)
 
     def find(self, namespace: TrackNamespace) -> RelayedAsset | None:
-        """Return an asset that is followed, or that ended while followed and has not been started again."""
+        """Return an asset that is followed, or that ended while followed and was not restarted."""
         asset = self._assets.get(namespace)
         if asset is not None and asset.over and self._restarted(asset):
             self._forget(asset)
@@ -118,9 +115,7 @@ class LiveRelay:
     async def begin(self, namespace: TrackNamespace) -> RelayedAsset:
         """Return an asset, and follow it from now on.
 
-        Raises:
-            NotFoundError: The origin has no such asset.
-            TransportError: The origin does not answer, or refuses; or too many assets are followed.
+        Raises `NotFoundError` if the origin has none, `TransportError` if it does not answer, or too many are followed.
         """
         if (asset := self.find(namespace)) is not None:
             return asset
@@ -156,7 +151,7 @@ class LiveRelay:
         if len(self._assets) >= MAX_LIVE:
             raise RequestError("too many live assets at a time", reason=Reason.BUSY, retry_after_s=1.0)
         loop = asyncio.get_running_loop()
-        # The news will show whether an old live catalog is still that of the current production.
+        # The news will show whether an old live catalog is still current.
         answer = self._catalogs.last(namespace, LIVE_TRACK) or await self._catalogs.get(namespace, LIVE_TRACK)
         asset = await loop.run_in_executor(decoders(), RelayedAsset, answer.publication, self._groups, loop.time())
         self._assets[namespace] = asset
@@ -166,7 +161,6 @@ class LiveRelay:
         return asset
 
     async def _follow(self, asset: RelayedAsset) -> None:
-        """Follow an asset until no player has requested it for a while."""
         news, loop = News(self._upstream, asset.namespace, len(asset.levels)), asyncio.get_running_loop()
         try:
             while asset.watched or loop.time() - asset.used_s < IDLE_S:

@@ -1,6 +1,6 @@
 """Reload files when they change, and on SIGHUP: tokens and certificates.
 
-A file that is invalid is logged once, and its previous contents stay in use.
+An invalid file is logged once, and its previous contents stay in use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 CHECK_S = 0.1
-"""Seconds between checks of the files; a check is a `stat` of each."""
+"""Seconds between checks; each is a `stat` per file."""
 
 _Versions = tuple[FileVersion | None, ...]
 
@@ -51,14 +51,14 @@ class Reloads:
         """Watch files that have been read already; ``what`` names them in the log.
 
         Several files are only read after none has changed between two checks, so that a certificate is not combined
-        with an older key. ``load`` puts them into use, in any thread; it raises `KvabrError` if they are invalid.
+        with an older key. ``load`` uses them, in any thread; it raises `KvabrError` if they are invalid.
         """
         watched = _Watched(what, paths, load, (), ())
         watched.loaded = watched.seen = watched.versions()
         self._watched.append(watched)
 
     def check(self, *, anyway: bool = False) -> None:
-        """Load the files that have changed, or with ``anyway`` all."""
+        """Load changed files, or with ``anyway`` all."""
         for watched in self._watched:
             versions = watched.versions()
             settled = versions == watched.seen or len(versions) == 1
@@ -69,7 +69,7 @@ class Reloads:
             try:
                 watched.load()
             except (KvabrError, OSError) as error:
-                # A mistake in a file must neither open nor close the whole server.
+                # A mistake in a file must neither open nor close the server.
                 hint = "the previous contents stay in use"
                 self._log.error(f"{watched.what} not read again", error=str(error), hint=hint)
             else:

@@ -1,7 +1,7 @@
 """The prompts that a relay announces to routers, after they were looked up through it.
 
-It learns their tokens from its origin's KV events. The relay can serve an announced prompt for as long as its origin
-can; evicted groups are fetched again.
+Their tokens are those of the origin's KV events. The relay can serve an announced prompt for as long as its origin can;
+evicted groups are fetched again.
 """
 
 from __future__ import annotations
@@ -21,25 +21,23 @@ _MAX_TOKEN_BYTES = 64 << 20
 _OVERHEAD_BYTES = 256
 _MAX_SEEN = 1 << 16
 _PARTIAL_SHARE = 4
-"""Incomplete prompts have a fourth of the memory; longer ones are not announced."""
 
 
 class SeenPrompts:
-    """A bounded set of prompts; all methods may be called in any thread."""
+    """A bounded set of prompts. Thread-safe."""
 
     def __init__(self, max_bytes: int = _MAX_TOKEN_BYTES) -> None:
-        """Keep tokens of at most ``max_bytes``."""
         size = _OVERHEAD_BYTES
         self._tokens: ByteLru[str, array[int]] = ByteLru(max_bytes, lambda one: size + 4 * len(one))
-        """By the digest of the prompt, which identifies its tokens, so entries do not become outdated."""
+        """By the prompt's digest, which identifies its tokens."""
         self._parts: ByteLru[str, tuple[object, array[int]]] = ByteLru(
             max_bytes // _PARTIAL_SHARE, lambda one: size + 4 * len(one[1])
         )
-        """By the digest, the name of a prompt's last received block, and its tokens so far."""
+        """By digest, a prompt's last received block, and its tokens so far."""
         self._seen: OrderedDict[str, TrackNamespace] = OrderedDict()
-        """Assets that were looked up and not removed since, by their marks (`mark_of`); the oldest first."""
+        """Assets looked up and not removed since, by their marks (`mark_of`), oldest first."""
         self._announced: dict[str, AnnouncedPrompt] = {}
-        """The last result of `assets`, so that it returns equal prompts as the same objects."""
+        """The last result of `assets`, to return equal prompts as the same objects."""
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
 
@@ -48,12 +46,12 @@ class SeenPrompts:
         self._listeners.append(changed)
 
     def assets(self) -> Mapping[str, AnnouncedPrompt]:
-        """Return the prompts to announce, by digest; only the publisher's thread calls this."""
+        """Return the prompts to announce, by digest; only for the publisher's thread."""
         with self._lock:
             seen = list(self._seen.values())
         before, self._announced = self._announced, {}
         for space in seen:
-            with self._lock:  # briefly for each, as the event loop needs it, too
+            with self._lock:  # briefly for each: the event loop needs it, too
                 tokens = self._tokens.peek(space.prompt)
             if tokens is not None:
                 prompt = before.get(space.prompt)
@@ -85,7 +83,7 @@ class SeenPrompts:
             self._notify()
 
     def remove(self, marks: Collection[str]) -> None:
-        """Remove assets that an origin has removed or replaced, by their marks (`kvabr.server.changes.mark_of`)."""
+        """Remove assets that an origin has removed or replaced, by their marks."""
         with self._lock:
             gone = [self._seen.pop(mark, None) for mark in marks]
         if any(gone):
@@ -98,7 +96,6 @@ class SeenPrompts:
         self._notify()
 
     def _take(self, event: KVBlocksStored, prompt: str) -> bool:
-        """Add some of a prompt's tokens; return whether any are new."""
         last, tokens = self._parts.pop(prompt, (None, array("I")))
         if event.parent_block_hash is None:
             tokens = array("I")

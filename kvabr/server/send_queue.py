@@ -1,7 +1,7 @@
 """The send queue of one connection: it passes answers to the transport in pieces, by priority.
 
-QUIC libraries buffer data until it is acknowledged, and share the path evenly among streams; TCP sends in order. So
-the queue gives them little data at a time, always of the most urgent answer that is ready.
+QUIC libraries buffer data until it is acknowledged, and share the path evenly among streams; TCP sends in order. So the
+queue gives them little data at a time, of the most urgent answer that is ready.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ class TrackRequest:
     track: str
     priority: int
     descending: bool
-    """Whether groups are sent in descending order."""
     dense: bool
-    """Number the objects of each group 0, 1, 2, for receivers that take a gap between IDs for a loss."""
+    """Number each group's objects 0, 1, 2, for receivers that take a gap between IDs for a loss."""
     rate: int = field(default=0, kw_only=True)
-    """Rate to announce in the answer (`PROPERTY_RATE`); 0: none."""
+    """Rate to announce (`PROPERTY_RATE`); 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +51,28 @@ class _Payload:
 
 @dataclass(eq=False)
 class Sending:
-    """The answer to one FETCH, or one group of a subscription, which is opened when it is first in the queue.
+    """The answer to one FETCH, or one group of a subscription, opened when first in the queue.
 
-    A `Holder` of `kvabr.server.budgets`: its group may be closed in between, and is opened again to continue.
+    A `Holder` of `kvabr.server.budgets`: its group may be closed in between.
     """
 
     request: TrackRequest
     ranges: Sequence[GroupRange]
-    """Groups and their objects, in order."""
     room: Room
-    """Accounts for groups in memory."""
     wake: Callable[[], None]
     """Called when `ready` may have become true."""
     accept: Callable[[], int] | None = None
     """Accepts a FETCH when there is something to send, and returns its stream."""
     stream: int | None = None
-    """None before the request is accepted."""
+    """None before acceptance."""
     subgroup: SubgroupHeader | None = None
-    """For a group of a subscription, the header of its stream, which was written already; None for a FETCH."""
+    """Header of a subscription's stream, already written; None for a FETCH."""
     sent: int = field(default=0, init=False)
-    """Bytes passed to the transport."""
 
     def __post_init__(self) -> None:
         self.requested_s = time.monotonic()
         self._group: ArrivingGroup | None = None
         self._waits = False
-        """Whether `on_more` will be called before it becomes ready."""
         self._writer: FetchWriter | SubgroupWriter
         if self.subgroup is None:
             self._writer = FetchWriter(descending=self.request.descending)
@@ -89,7 +84,7 @@ class Sending:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sort key among answers: by priority, then by request, then by group."""
+        """Sort key: priority, request, group."""
         request, group = self.request, 0 if self.subgroup is None else self.ranges[0].group
         return request.priority, request.number, -group if request.descending else group
 
@@ -101,9 +96,8 @@ class Sending:
     def ready(self) -> bool:
         """Return whether there is a piece to send now; start to fetch the group if necessary.
 
-        Raises:
-            AssetError: The group's file is missing or damaged.
-            TransportError: The group cannot be fetched, or does not match its catalog.
+        Raises `AssetError` if the group's file is missing or damaged, `TransportError` if it cannot be fetched, or is
+        wrong.
         """
         while not self._waits and isinstance(part := self._next, _Payload):
             if not self._open(part.group) or self._opened.available < min(part.begin + 1, self._opened.size):
@@ -115,7 +109,7 @@ class Sending:
         return not self._waits
 
     def piece(self, most: int) -> Piece:
-        """Return the next bytes of the stream, about ``most`` at the most, once it is `ready`; raises as that."""
+        """Return the next bytes, about ``most``, once `ready`; raises as that."""
         part = self._next
         piece: Piece = b""
         if isinstance(part, bytes):
@@ -134,12 +128,12 @@ class Sending:
         self.wake()
 
     def reprioritise(self) -> None:
-        """Apply the request's new priority to the group that is being fetched."""
+        """Apply the request's new priority to the fetched group."""
         if self._group is not None:
             self._group.prioritise(self.request.priority)
 
     def close(self) -> None:
-        """Stop fetching. May be called twice."""
+        """Stop fetching. Idempotent."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -162,7 +156,6 @@ class Sending:
         return self._group
 
     def _open(self, number: int) -> bool:
-        """Open a group unless it is open; return False if it must wait for memory."""
         if self._group is None:
             publication, room = self.request.publication, self.room
             loads = publication.loads(number)
@@ -200,7 +193,7 @@ class SendQueue:
     def __init__(
         self, send: Callable[[Sending, Sequence[Piece]], bool], may_send: Callable[[Sending], bool] = lambda _: True
     ) -> None:
-        """``send`` returns False if the stream is gone; ``may_send`` also accepts the request of an answer."""
+        """``send`` returns False if the stream is gone; ``may_send`` also accepts an answer's request."""
         self._send, self._may_send = send, may_send
         self._jobs: dict[int, list[Sending]] = {}
         self._order: list[Sending] | None = None
@@ -225,7 +218,7 @@ class SendQueue:
         self._order = None
 
     def reprioritise(self, number: int, priority: int) -> None:
-        """Change the priority of a request."""
+        """Change a request's priority."""
         for job in self.of(number):
             job.request.priority = priority
             job.reprioritise()
@@ -253,7 +246,6 @@ class SendQueue:
         return done, broken
 
     def _send_next(self, most: int, done: list[Sending], broken: list[tuple[Sending, Exception]]) -> int | None:
-        """Send some pieces of the first answer that is ready, and return their bytes; None if none is ready."""
         if self._order is None:
             self._order = sorted(self, key=lambda job: job.order)
         for job in self._order:

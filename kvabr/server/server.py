@@ -46,27 +46,24 @@ if TYPE_CHECKING:
 
 Tcp = Literal["tls", "off"]
 _HALF_OPEN = 64
-"""Handshakes at a time before new clients must validate their address, and connections beyond the limit that are
-admitted far enough to learn the reason for their refusal."""
+"""Handshakes at a time before new clients must validate their address, and connections beyond the limit that may learn
+why they are refused."""
 PATIENCE_S = 0.5
-"""Most seconds to drain after Ctrl-C."""
+"""Longest drain after Ctrl-C."""
 _LOOK_S = 0.02
-"""Seconds between checks whether all work is done, while draining."""
 _CLOSE_S = 0.2
-"""Seconds for the last packets to leave."""
 _REFUSAL_LOG_S = 60.0
 TICK_S = 0.1
-"""Seconds between checks whether tokens have expired."""
+"""Seconds between checks for expired tokens."""
 WATCH_S, MAX_WATCH_S, _WATCH_SHARE = 0.2, 2.0, 0.02
 """Seconds between checks of the assets, at least and at most, and the share of time that checks may take."""
 _PORT_TRIES = 16
-"""Free ports to try until one is free for both UDP and TCP."""
 INTERRUPTED = 130
 """Exit status after a second signal."""
 
 
 class Server(Host):
-    """Serves a source; use it as an async context manager, or `start` and `close` it."""
+    """Serves a source; an async context manager, or `start` and `close` it."""
 
     def __init__(
         self,
@@ -84,21 +81,14 @@ class Server(Host):
         shared: bool = False,
         announce_rates: bool = True,
     ) -> None:
-        """Prepare; `start` binds the address. Port 0 takes a free one.
+        """Prepare; `start` binds the address. Port 0 takes a free one, for UDP and TCP.
 
-        Args:
-            source: An origin's `PublishedAssets`, or a `Relay`.
-            host: Name or address to bind.
-            port: UDP and TCP port.
-            tls: Certificate and key, already checked by `kvabr.server.certificates.check`.
-            limits: Limits on peers.
-            log: Receives events.
-            metrics: Receives counts.
-            quic: QUIC library; ``auto`` takes the fastest installed one. `TransportError` if it is not installed.
-            tcp: ``tls`` or ``off``.
-            drafts: Drafts to support, preferred first.
-            shared: Whether other processes of this user serve the same address; the system distributes connections.
-            announce_rates: Whether catalogs' answers have the rate of recent plays of the client's block of addresses.
+        ``source`` is an origin's `PublishedAssets`, or a `Relay`; ``tls`` was checked by
+        `kvabr.server.certificates.check`. ``quic`` is a library, or ``auto`` for the fastest installed one, and ``tcp``
+        is ``tls`` or ``off``. ``drafts`` are those to support, preferred first. ``shared``: other processes of this
+        user serve the same address; the system distributes connections. ``announce_rates``: catalogs' answers have the
+        rate of recent plays of the client's block of addresses. Raises `TransportError` if the library is not
+        installed.
         """
         super().__init__(source, limits, log, metrics)
         self.rates = AnnouncedRates() if announce_rates else None
@@ -106,7 +96,6 @@ class Server(Host):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._outdated = False
-        """Whether the source has changed since the last `reconsider`."""
         self.host, self.port, self.tls = host, port, tls
         self.backend = installed_libraries(quic)[0]
         self._lib = library(self.backend)
@@ -116,13 +105,13 @@ class Server(Host):
         self._listener: TcpListener | None = None
         self._tcp_context: SSLContext
         self._streams: weakref.WeakKeyDictionary[QmuxTransport, None] = weakref.WeakKeyDictionary()
-        """Connections over TCP that may still have a socket, the oldest first."""
+        """Connections over TCP that may still have a socket, oldest first."""
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
         self._next_refusal_s = -math.inf
 
     async def start(self) -> None:
-        """Bind the address and serve; `TransportError` if it is in use, or not an address of this machine."""
+        """Bind the address and serve; raise `TransportError` if it is in use, or not of this machine."""
         configuration = self._configured()
         loop = self._loop = asyncio.get_running_loop()
         socks: list[socket.socket] = []
@@ -150,7 +139,7 @@ class Server(Host):
         return str(name[0]), int(name[1])
 
     async def drain(self, grace_s: float) -> None:
-        """Send GOAWAY, refuse new requests, finish those in flight for up to ``grace_s`` seconds, then close."""
+        """Send GOAWAY, refuse new requests, finish those in flight within ``grace_s`` seconds, then close."""
         self.draining = True
         until = time.monotonic() + grace_s
         for peer in list(self.peers):
@@ -160,7 +149,7 @@ class Server(Host):
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; may be called twice, and during `drain`."""
+        """Close all connections. Idempotent, even during `drain`."""
         transport, self._transport = self._transport, None
         if transport is None:
             return
@@ -186,12 +175,12 @@ class Server(Host):
         await self.close()
 
     def renew_certificates(self) -> None:
-        """Reload the certificate and key for new connections; raises as `start`."""
+        """Reload certificate and key for new connections; raises as `start`."""
         if self._server is not None:
             self._lib.replace_configuration(self._server, self._configured())
 
     def reconsider(self, now_s: float | None = None) -> None:
-        """End requests and connections that are no longer allowed at a time in seconds since 1970; None: now."""
+        """End requests and connections no longer allowed at ``now_s`` since 1970 (None: now)."""
         now_s = time.time() if now_s is None else now_s
         self._outdated = False
         for peer in list(self.peers):
@@ -220,7 +209,7 @@ class Server(Host):
                 self._loop.call_soon_threadsafe(self.reconsider)
 
     def _tick(self) -> None:
-        """Check whether a token has expired. Regularly instead of by a timer, because wall clocks may jump."""
+        """Check for expired tokens. Regularly, because wall clocks may jump."""
         now_s = time.time()
         for peer in list(self.peers):
             if peer.access.expires_s <= now_s:
@@ -261,11 +250,11 @@ class Server(Host):
         return [stream for stream in self._streams if stream.begins]
 
     def _guard(self) -> None:
-        """Choose how new clients must validate their address before any state is kept for them."""
+        """Choose how new clients must validate their address before any state is kept."""
         if self._server is None:
             return
         if len(self.peers) >= self.limits.connections + _HALF_OPEN:
-            # Up to this number new clients are admitted far enough to learn the reason for their refusal.
+            # Up to this number new clients may learn the reason for their refusal.
             self._lib.demand_proof(self._server, self._no_tokens)
         elif sum(peer.session is None for peer in self.peers) > _HALF_OPEN:
             self._lib.demand_proof(self._server, self._retry_tokens)
@@ -275,10 +264,10 @@ class Server(Host):
 
 @contextmanager
 def claimed(host: str, port: int, *, tcp: bool) -> Iterator[None]:
-    """Reserve an address for processes that share it; `TransportError` if others serve there, or it is not ours.
+    """Reserve an address for processes that share it; raise `TransportError` if others serve there, or it is not ours.
 
-    These processes cannot bind a socket that is bound exclusively, so the reservation is a name, which the system
-    releases with this process.
+    They cannot bind a socket that is bound exclusively, so the reservation is a name, which the system releases with
+    this process.
     """
     with socket.socket(socket.AF_UNIX) as claim:
         try:
@@ -304,7 +293,6 @@ def _bind_error(host: str, port: int, error: OSError, *, tcp: bool) -> Transport
 
 
 def _bind(family: int, address: Any, *, tcp: bool, shared: bool) -> list[socket.socket]:
-    """Return bound sockets: for UDP, and with ``tcp`` for TCP on the same port; raises `OSError`."""
     for left in range(_PORT_TRIES - 1, -1, -1):
         socks = [socket.socket(family, socket.SOCK_DGRAM)]
         try:
@@ -328,7 +316,7 @@ def _bind(family: int, address: Any, *, tcp: bool, shared: bool) -> list[socket.
 
 
 class Watcher:
-    """Checks regularly, in a thread, for new, replaced and removed assets, and follows assets that are being prefilled.
+    """Checks regularly, in a thread, for new, replaced and removed assets, and follows assets being prefilled.
 
     An async context manager.
     """
@@ -336,7 +324,7 @@ class Watcher:
     def __init__(
         self, library: PublishedAssets, log: FilteringBoundLogger, metrics: Metrics, *, every_s: float = WATCH_S
     ) -> None:
-        """Check the assets of ``library`` every ``every_s`` seconds, less often if that takes long."""
+        """Check ``library`` every ``every_s`` seconds, less often if that takes long."""
         self._library, self._log, self._metrics = library, log, metrics
         self._every_s = max(every_s, library.look_every_s)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -390,9 +378,9 @@ async def run_until_signal(
 ) -> int:
     """Start a server, serve until SIGTERM or SIGINT, then drain it; a second signal stops it at once.
 
-    Draining takes at most ``grace_s`` seconds, after SIGINT, when a user waits, at most `PATIENCE_S`. ``started`` is
-    called once the server is up; `TransportError` if its address cannot be bound. Return the exit status: 0, or 130
-    after a second signal.
+    Draining takes at most ``grace_s`` seconds; after SIGINT, when a user waits, `PATIENCE_S`. ``started`` is called
+    once the server is up. Raise `TransportError` if it cannot bind. Return the exit status: 0, or 130 after a second
+    signal.
     """
     with _signals() as signals:
         await server.start()
@@ -422,7 +410,6 @@ async def run_until_signal(
 
 @contextmanager
 def _signals() -> Iterator[asyncio.Queue[str]]:
-    """Yield a queue of the names of received signals."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[str] = asyncio.Queue()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -22,7 +22,7 @@ from kvabr.types.errors import AssetError
 from kvabr.types.naming import ROOT
 
 MAX_STREAMS = 8
-"""Groups of one subscription to send at a time; of later ones only the numbers are kept."""
+"""Groups of one subscription to send at a time; of later ones only numbers are kept."""
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
 
 
@@ -38,13 +38,13 @@ class Subscription(TrackRequest):
     """Seconds until an incomplete group is abandoned; None: never."""
     start: Location = field(default_factory=lambda: Location(0, 0))
     last: Location | None = None
-    """The first and the last location of its filter."""
+    """First and last location of its filter."""
     sending: int = 0
     ending: tuple[PublishDoneCode, str] | None = None
     """Why it ends after these."""
 
     def confine(self, found: Filter, largest: Location | None) -> None:
-        """Apply a new filter; groups that were pushed already are not affected."""
+        """Apply a new filter, except to pushed groups."""
         self.start, self.last = found.within(largest)
         self.next = max(self.next, self.start.group)
 
@@ -103,10 +103,8 @@ class Subscriptions:
     def to_track(self, request: TrackRequest, message: Subscribe | TrackStatus) -> None:
         """Answer with the end of a track. Push growing tracks; end other subscriptions, except of dense receivers.
 
-        moq-rs subscribes before it fetches: it would take an end of the track for a removed track, and a largest object
-        for a reason to fetch that too. So its subscriptions stay open without data.
-
-        Raises `AssetError`.
+        moq-rs subscribes before it fetches: it takes an end of the track for a removed track, and a largest object for
+        a reason to fetch that too. So its subscriptions stay open without data. Raises `AssetError`.
         """
         responder, number, publication = self._responder(), request.number, request.publication
         largest = _largest_of(request)
@@ -132,10 +130,7 @@ class Subscriptions:
             responder.publish_done(number, PublishDoneCode.TRACK_ENDED, "everything is published; fetch it")
 
     def to_namespace(self, number: int, message: SubscribeNamespace) -> bool:
-        """Answer with the root of kvabr's names; the namespaces below it are not listed.
-
-        Return False if the prefix overlaps that of another subscription.
-        """
+        """Answer with the root of kvabr's names; return False if another prefix overlaps."""
         responder, prefix = self._responder(), message.prefix
         if any(_overlap(prefix, other) for other in self._prefixes.values()):
             return False
@@ -153,7 +148,7 @@ class Subscriptions:
             self._advance(subscription)
 
     def update(self, number: int, parameters: Parameters) -> None:
-        """Apply a REQUEST_UPDATE, except for the priority of data that is being sent."""
+        """Apply a REQUEST_UPDATE, except for the priority of data being sent."""
         subscription = self._growing.get(number)
         if subscription is None:
             return
@@ -168,7 +163,7 @@ class Subscriptions:
         self._advance(subscription)
 
     def end_all(self, code: PublishDoneCode, reason: str) -> None:
-        """End all subscriptions after the groups that are being sent."""
+        """End all subscriptions after the groups being sent."""
         for subscription in self:
             subscription.ending = code, reason
             self._advance(subscription)
@@ -176,7 +171,7 @@ class Subscriptions:
     def fail(self, job: Sending) -> None:
         """End a subscription if one of its groups cannot be sent; call `sent` next.
 
-        A reset of the stream alone could overtake the stream's header, and would then be ignored.
+        A reset of the stream alone could overtake its header, and would be ignored.
         """
         if (subscription := self._growing.get(job.request.number)) is not None:
             why = f"group {job.ranges[0].group} cannot be read"
@@ -193,7 +188,6 @@ class Subscriptions:
         self._wake()
 
     def _advance(self, subscription: Subscription) -> None:
-        """Push new groups, or end the subscription if none can follow."""
         responder, number = self._responder(), subscription.number
         if number not in self._growing or number not in responder:
             return  # it is over, or the session is about to report its end
@@ -210,7 +204,6 @@ class Subscriptions:
 
 
 def _largest_of(request: TrackRequest) -> Location | None:
-    """Return the location of a track's last object; None if it is empty. Raises `AssetError`."""
     publication, group = request.publication, request.publication.groups - 1
     return None if group < 0 else Location(group, last_object(publication.objects(group), dense=request.dense))
 

@@ -24,13 +24,13 @@ class Holding:
     """An asset in a store."""
 
     name: str
-    """Path of its store below the location, and its prompt digest."""
+    """Path of its store below the location, and prompt digest."""
     model: str
     tokens: int
     created_s: float
     """Time of publication by the store's clock, seconds since 1970."""
     measured: bool
-    """Whether its losses were measured, which is expensive, as by `kvabr encode`."""
+    """Whether its losses were measured, which is expensive."""
     objects: Mapping[str, int]
     """Bytes of its objects, by path below the location; assets may share objects."""
     tracks: Mapping[str, int]
@@ -85,7 +85,7 @@ def _holding(label: str, catalog: Catalog, found: StoredObject) -> Holding:
 
 
 def full_name(names: Collection[str], text: str) -> str:
-    """Return the only asset name that begins with ``text``; raise `NotFoundError` if there is none, or several."""
+    """Return the only asset name that begins with ``text``; raise `NotFoundError` if there are none or several."""
     found = [text] if text in names else [name for name in names if name.startswith(text)]
     if len(found) != 1:
         what = "no asset" if not found else f"{len(found)} assets"
@@ -100,7 +100,7 @@ def names_in(tree: StoreTree) -> dict[str, AssetStore]:
 
 
 def remove(tree: StoreTree, names: Collection[str], *, unreferenced: bool = False, progress: Progress = silent) -> int:
-    """Remove assets by name, and return the freed bytes; otherwise as `remove_assets`."""
+    """Remove assets by name, and return the freed bytes; see `remove_assets`."""
     freed, stores = 0, tree.find()[0]
     for label, store in stores.items():
         own = [name.removeprefix(label) for name in names if name.startswith(label) and "/" not in name[len(label) :]]
@@ -124,10 +124,7 @@ class Damage:
 
 
 def find_damage(tree: StoreTree, *, deep: bool = False, progress: Progress = silent) -> list[Damage]:
-    """Check all assets, and return the bad ones; ``deep`` also reads all frames.
-
-    Raises `AssetError` if the store cannot be reached.
-    """
+    """Check all assets, and return the bad ones; ``deep`` also reads all frames. Raise `AssetError` without access."""
     assets, sizes = names_in(tree), dict[AssetStore, dict[str, int]]()
     bad = [Damage(name, why, "it may be undamaged") for name, why in sorted(tree.find()[1].items())]
     for number, name in enumerate(sorted(assets), 1):
@@ -162,7 +159,6 @@ class Copied:
 
     assets: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    """Names of assets that the target had."""
     failed: dict[str, str] = field(default_factory=dict)
     """Errors of assets that are damaged or could not be written."""
     bytes: int = 0
@@ -178,7 +174,7 @@ def copy_assets(
 ) -> Copied:
     """Copy assets, by full name or all, perhaps of one model; check each frame.
 
-    Complete assets of the target stay. Raises `UsageError` if the source has no asset of one of these names.
+    Complete assets of the target stay. Raises `UsageError` for a missing name.
     """
     done, there = Copied(), names_in(source)
     if missing := set(names) - there.keys():
@@ -204,7 +200,7 @@ def copy_assets(
 
 
 def _held(store: AssetStore, prompt: str) -> bool | None:
-    """Return whether the target's copy of an asset is damaged, without reading frames; None if there is none."""
+    """Return whether the target's copy is damaged; None if there is none."""
     if not store.has(prompt):
         return None
     try:

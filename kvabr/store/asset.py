@@ -1,6 +1,6 @@
-"""A published cache in a store: its catalog, frames, codec profile, and perhaps the token ids of its prompt.
+"""A published cache in a store: catalog, frames, codec profile, and perhaps the token ids of its prompt.
 
-All data is checked against the catalog before it is used.
+All data is checked against the catalog before use.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kvabr.types.passage import passage_chain
 LOADED_BYTES = 64 << 10
 """Smaller frames are read at once, larger ones piece by piece from an open file."""
 _POOLED_BYTES = 256 << 10
-"""Pieces of at least this size are read into pooled memory: fresh memory costs several times the reading."""
+"""Larger pieces are read into pooled memory: fresh memory costs several times the reading."""
 _ADVICE = "encode the asset again"
 
 
 class AssetVersion(NamedTuple):
-    """Identifies one version of an asset: its catalog's size and time."""
+    """One version of an asset: its catalog's size and time."""
 
     size: int
     modified_s: float
@@ -45,16 +45,16 @@ class AssetVersion(NamedTuple):
 
 
 class FrameReader(ABC):
-    """The bytes of a frame, in memory or in a file that stays open until `close`."""
+    """A frame's bytes, in memory or in a file that stays open until `close`."""
 
     size: int
 
     @abstractmethod
     def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes ``begin`` to ``end`` of the frame; raise `AssetError` if they can no longer be read."""
+        """Return bytes ``begin`` to ``end``; raise `AssetError` if they can no longer be read."""
 
     def close(self) -> None:  # noqa: B027  # only files need it
-        """Stop reading. May be called twice."""
+        """Stop reading. Idempotent."""
 
 
 class LoadedFrame(FrameReader):
@@ -68,7 +68,7 @@ class LoadedFrame(FrameReader):
 
 
 class FrameFile(FrameReader):
-    """A frame in a file. It is not mapped into memory: truncating a mapped file would end the process (SIGBUS)."""
+    """A frame in a file, not mapped: truncating a mapped file would end the process (SIGBUS)."""
 
     def __init__(self, path: str, file: BufferedReader, place: FramePlace) -> None:
         self._path, self._file, self._first = path, file, place.first
@@ -96,16 +96,16 @@ class FrameStore(Protocol):
     """Stores frames while they are made and measured."""
 
     def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
-        """Describe the asset, see `kvabr.store.asset_writer.AssetWriter.begin`."""
+        """Describe the asset, see `AssetWriter.begin`."""
 
     def frame(self, group: int, track: str, frame: bytes, digest: str) -> None:
-        """Write the frame of a group on a published track; ``digest`` is the frame's."""
+        """Write a published track's frame; ``digest`` is the frame's."""
 
     def read_frame(self, group: int, track: str) -> bytes | memoryview:
         """Return a written frame."""
 
     def profile(self, data: bytes) -> None:
-        """Write the codec profile, if a track needs one."""
+        """Write the codec profile, if needed."""
 
 
 @contextmanager
@@ -121,9 +121,7 @@ class Asset:
     """One version of a published cache. Assets compare by identity."""
 
     def __init__(self, store: Store, name: str, prompt: str, version: AssetVersion) -> None:
-        """Read the catalog of a prompt or passage digest.
-
-        ``name`` is for users; ``version`` was found before the catalog is read.
+        """Read the catalog of a prompt or passage digest. ``version`` was found before.
 
         Raises:
             AssetError: the catalog cannot be read.
@@ -143,16 +141,16 @@ class Asset:
 
     @property
     def local(self) -> bool:
-        """Whether `open_frame` returns at once. A server reads frames of other stores in threads."""
+        """Whether `open_frame` returns at once; a server reads other frames in threads."""
         return isinstance(self.store, LocalStore)
 
     @cached_property
     def prefix_keys(self) -> tuple[bytes, ...]:
-        """The key of each group's digest in names of lookups; raise `FormatError` for an invalid digest."""
+        """Each group's key in names of lookups; raise `FormatError` for an invalid digest."""
         return tuple(map(prefix_key, self.catalog.chunks))
 
     def is_current(self) -> bool:
-        """Return whether a folder still has this version; always True for other stores."""
+        """Return whether a folder still has this version; True for other stores."""
         return not isinstance(self.store, LocalStore) or version_in(self.store, self.prompt_digest) == self.version
 
     @property
@@ -166,10 +164,10 @@ class Asset:
         return objects_of(self.catalog)
 
     def check_parts(self, sizes: Mapping[str, int] | None = None) -> None:
-        """Check that all objects of the catalog have the right size, and the profile has the right digest.
+        """Check the sizes of all objects, and the profile's digest; frames are checked by players.
 
-        Frames are not read: players check their digests. ``sizes`` are those of all objects with frames, if known.
-        Raises `AssetError` for frames, `FormatError` for the profile.
+        ``sizes`` are those of all objects with frames, if known. Raises `AssetError` for frames, `FormatError` for the
+        profile.
         """
         if sizes is None:
             sizes = object_sizes(self.store)
@@ -180,16 +178,13 @@ class Asset:
         self.profile_bytes()
 
     def check_frames(self) -> None:
-        """Read all frames and check their digests, which takes long; errors as `frame`."""
+        """Check the digests of all frames, which takes long; errors as `frame`."""
         for track in self.catalog.published.values():
             for group in range(len(track.bytes)):
                 self.frame(group, track.name)
 
     def place(self, group: int, track: str) -> FramePlace:
-        """Return the place of a frame.
-
-        Raises `FormatError` if there is no such track, `IndexError` if it has no such group.
-        """
+        """Return a frame's place; raise `FormatError` for a missing track, `IndexError` for a missing group."""
         found = placed(self.catalog, track, group)
         if found is None:
             groups = len(self.catalog.published_track(track).bytes)
@@ -197,9 +192,9 @@ class Asset:
         return found
 
     def open_frame(self, group: int, track: str) -> FrameReader:
-        """Open a frame of a published track; its size is checked, but not its digest.
+        """Open a published frame; its size is checked, but not its digest.
 
-        Raises `AssetError` if the frame cannot be read, or its object is too short.
+        Raises `AssetError` if it cannot be read, or its object is too short.
         """
         place = self.place(group, track)
         if isinstance(self.store, LocalStore):
@@ -210,9 +205,7 @@ class Asset:
     def frame(self, group: int, track: str) -> memoryview:
         """Return a published frame, checked against the catalog.
 
-        Raises:
-            AssetError: the frame is missing, or cannot be read.
-            FormatError: it is truncated or damaged, or there is no such track.
+        Raises `AssetError` if it is missing or unreadable, `FormatError` if it is damaged, or there is no such track.
         """
         place = self.place(group, track)
         with as_asset_errors():
@@ -241,9 +234,9 @@ class Asset:
         return data
 
     def profile_bytes(self) -> bytes | None:
-        """Return the codec profile's bytes; None if no track needs a profile.
+        """Return the codec profile's bytes, or None if no track needs one.
 
-        Raises `AssetError` if the profile is missing, `FormatError` if it has another digest.
+        Raises `AssetError` if it is missing, `FormatError` if it has another digest.
         """
         expected, size = self.catalog.profile, self.catalog.profile_bytes
         if expected is None:
@@ -260,7 +253,7 @@ class Asset:
     def prompt(self) -> Prompt:
         """Return the token ids of the prompt and its continuation.
 
-        Raises `AssetError` if they are missing, as in a fetched asset, and `FormatError` if they are damaged.
+        Raises `AssetError` if they are missing, as in a fetched asset, `FormatError` if damaged.
         """
         name = prompt_name(self.prompt_digest)
         where = self.store.where(name)
@@ -296,7 +289,7 @@ class Asset:
 
 
 def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
-    """Open a frame in a folder, or read a small one; raise `AssetError` if it is incomplete."""
+    """Open a frame in a folder, or read a small one; raise `AssetError` if incomplete."""
     with as_asset_errors():
         file = store.open(place.name)
     size, where = os.fstat(file.fileno()).st_size, store.where(place.name)
@@ -311,13 +304,13 @@ def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
 
 
 def object_sizes(store: Store) -> dict[str, int]:
-    """Return the bytes of all objects with frames; raise `AssetError` if the store cannot be listed."""
+    """Return the bytes of all objects with frames; raise `AssetError` if listing fails."""
     with as_asset_errors():
         return {name: found.size for name, found in store.blocked(listing(store, GROUPS)).items()}
 
 
 def version_in(store: LocalStore, prompt: str) -> AssetVersion | None:
-    """Return the version of an asset in a folder; None if there is none, or it cannot be accessed."""
+    """Return an asset's version in a folder; None without access."""
     try:
         found = Path(store.folder, catalog_name(prompt)).stat()
     except OSError:
@@ -326,7 +319,7 @@ def version_in(store: LocalStore, prompt: str) -> AssetVersion | None:
 
 
 def is_damage(error: KvabrError) -> bool:
-    """Return whether a failed check means damage; otherwise the asset cannot be read here or now."""
+    """Return whether a failed check means damage, rather than an asset that is unreadable here or now."""
     if isinstance(error, VersionError):
         return False
     return not isinstance(error.__cause__, TransportError) or isinstance(error.__cause__, NotFoundError)

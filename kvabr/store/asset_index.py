@@ -1,7 +1,7 @@
 """Indexes the assets of a store, and resolves names to assets.
 
 `AssetView` uses only the assets that one reader may see: missing and forbidden assets take the same steps, so neither
-the answer nor its timing reveals assets that the reader may not see.
+the answer nor its timing reveals them.
 """
 
 from __future__ import annotations
@@ -56,15 +56,14 @@ class AssetView:
     assets: dict[TrackNamespace, Asset] = field(default_factory=dict)
     profiles: dict[TrackNamespace, Asset] = field(default_factory=dict)
     prefixes: dict[TrackNamespace, dict[bytes, Shared]] = field(default_factory=dict)
-    """By namespace of the lookup (the first group's digest), for the key of each group's digest: the asset with
-    the most playable groups, of equals the newest. Passages are no prefixes."""
+    """By the lookup's namespace (the first group's digest), for each group's key: the asset with the most playable
+    groups, of equals the newest. Passages are no prefixes."""
 
     models: dict[bytes, KVSpec] = field(default_factory=dict)
-    """Specs of the assets, by their digest."""
 
     @classmethod
     def of(cls, assets: Iterable[Asset]) -> AssetView:
-        """Index assets, oldest first: of two with the same name the later wins."""
+        """Index assets, oldest first: of two with one name the later wins."""
         view = cls()
         for asset in assets:
             catalog = asset.catalog
@@ -94,7 +93,7 @@ class AssetView:
             keys = parse_prefix_track(track)
         except FormatError:
             return None
-        # The namespace is the first group's digest, which all assets in the table share.
+        # The namespace is the first group's digest, shared by all assets in the table.
         first = bytes.fromhex(namespace.prompt[:16])
         found = [table[key] for key in (first, *keys) if key in table]
         return max(found, key=lambda shared: shared[:2]).asset if found else None
@@ -109,13 +108,12 @@ class AssetIndex:
         log: FilteringBoundLogger | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Create an empty index; ``on_change`` is called after a change, before it is logged."""
+        """``on_change`` is called after a change, before it is logged."""
         self.stores = stores
         self.log: FilteringBoundLogger = structlog.get_logger() if log is None else log
         self._on_change = on_change
         self._assets: dict[str, Asset] = {}
         self._damaged: dict[str, tuple[AssetVersion, str]] = {}
-        """Version and logged reason of each asset that is left out, by name."""
         self._complete = True
 
     @property
@@ -189,7 +187,7 @@ class AssetIndex:
         return assets
 
     def renew(self, asset: Asset) -> None:
-        """Refresh if an asset is still listed here that is no longer current."""
+        """Refresh if an asset listed here is no longer current."""
         if self._assets.get(asset.name) is asset:
             self.refresh()
 

@@ -13,7 +13,6 @@ from kvabr.store.store import Store, exists, listing
 from kvabr.types.errors import AssetError, MissingAssetError, UsageError
 
 MAX_LISTED = 1 << 18
-"""Most assets of a store that are listed."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -21,7 +20,7 @@ class AssetStore:
     """The assets of one store."""
 
     def __init__(self, store: Store, only: str | None = None) -> None:
-        """Take the store, without any request. ``only``: the prompt digest of the only asset to use."""
+        """Take the store, without any request. ``only``: prompt digest of the only asset to use."""
         self.store, self.only = store, only
 
     @property
@@ -30,15 +29,12 @@ class AssetStore:
         return self.store.url if self.only is None else self.store.where(self.only)
 
     def prepare(self) -> None:
-        """Create the store if it does not exist, and check that assets can be published there.
-
-        Raises `UsageError` or `AssetError`.
-        """
+        """Create the store if necessary, and check that it can be written; raise `UsageError` or `AssetError`."""
         with as_asset_errors():
             self.store.blocked(self.store.check_writable())
 
     def list(self) -> dict[str, AssetVersion]:
-        """Return the first `MAX_LISTED` assets by name, without reading them; `AssetError` if this fails."""
+        """Return the first `MAX_LISTED` assets by name, unread; raise `AssetError` if this fails."""
         with as_asset_errors():
             found = self.store.blocked(listing(self.store, CATALOGS))
         versions: dict[str, AssetVersion] = {}
@@ -49,18 +45,15 @@ class AssetStore:
         return versions
 
     def has(self, prompt: str) -> bool:
-        """Return whether there is an asset of this prompt digest; raise `AssetError` if the store is unreachable."""
+        """Return whether this prompt has an asset; raise `AssetError` if the store is unreachable."""
         with as_asset_errors():
             return self.store.blocked(exists(self.store, catalog_name(prompt)))
 
     def open(self, prompt: str | None = None, name: str | None = None, version: AssetVersion | None = None) -> Asset:
         """Open an asset by its prompt digest, or the only one of the store; only its catalog is read.
 
-        ``name`` is for users (None: the digest), ``version`` is the listed one, if known.
-
-        Raises:
-            AssetError: there is no such asset, or there are several to choose from.
-            FormatError: its catalog is damaged, or of a newer version.
+        ``name`` is for users, ``version`` the listed one, if known. Raises `AssetError` if there is no such asset, or
+        several to choose from, `FormatError` if its catalog is damaged or newer.
         """
         prompt = prompt or self.only or self._sole()
         if not DIGEST.fullmatch(prompt):
@@ -77,8 +70,8 @@ class AssetStore:
     def writer(self, prompt: str | None = None, *, force: bool = False, live: bool = False) -> AssetWriter:
         """Return a writer of an asset with this prompt digest (None: its catalog's).
 
-        ``force`` replaces an existing asset; ``live`` stores each frame as an object, so that it can be played before
-        the asset is complete. Raises `UsageError` if the asset exists, `AssetError` if the folder cannot be written.
+        ``force`` replaces an existing asset; ``live`` stores each frame as an object, to be played before the asset is
+        complete. Raises `UsageError` if the asset exists, `AssetError` if the folder cannot be written.
         """
         prompt = prompt or self.only
         if prompt is not None and not DIGEST.fullmatch(prompt):

@@ -1,8 +1,8 @@
 """Publishes an asset: frames first, the catalog last, and never an existing object again.
 
 Of several publishers of one page, the first wins, and the others list its frames, so catalogs and pages name the same
-frames. If a publisher ends before it writes its catalog, no catalog names its objects; `kvabr store rm --unreferenced`
-or a lifecycle rule removes them.
+frames. Objects of a publisher that ends before its catalog are removed by `kvabr store rm --unreferenced` or a
+lifecycle rule.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from kvabr.types.errors import AssetError, FormatError, NotFoundError, Transport
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 
 _MAX_PUTS, _MAX_PUT_BYTES = 32, 256 << 20
-"""Most objects, and bytes, that are being written at the same time."""
+"""Most objects, and bytes, being written at once."""
 
 
 class AssetWriter:
     """Writes one asset; a context manager. Frames may be read back before `commit`.
 
-    All methods raise `AssetError` if the store refuses, for instance because the disk is full.
+    All methods raise `AssetError` if the store refuses, for instance on a full disk.
     """
 
     def __init__(self, store: Store, prompt: str | None, *, force: bool = False, live: bool = False) -> None:
@@ -59,9 +59,9 @@ class AssetWriter:
         self._sizes: dict[str, dict[int, int]] = {}
         self._digests: dict[str, dict[int, str]] = {}
         self._open: dict[tuple[str, int], dict[int, bytes | memoryview]] = {}
-        """Frames of incomplete packs, by published track and number of the pack."""
+        """Frames of incomplete packs, by published track and pack number."""
         self._shared: dict[int, Page | None] = {}
-        """Pages that another asset with this prefix has, by number; None: looked for in vain."""
+        """Pages of another asset with this prefix, by number; None: looked for in vain."""
         self._puts: deque[tuple[Future[bool], int]] = deque()
         self._put_bytes = 0
         self._profile = b""
@@ -95,8 +95,7 @@ class AssetWriter:
     def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
         """Describe the asset: its spec, and the chained prompt digests of its groups.
 
-        Groups in existing pages of the same ``kind`` (`page_kind`) are taken from the store instead of written; empty:
-        none.
+        Groups in the store's pages of this ``kind`` (`page_kind`) are not written again; empty: none.
         """
         self._spec, self._chunks, self._kind = spec, chunks, "" if has_states(spec) else kind
 
@@ -143,7 +142,7 @@ class AssetWriter:
         self._token_ids = prompt
 
     def commit(self, catalog: Catalog) -> None:
-        """Write the catalog, unless another publisher's catalog of this prompt exists by now."""
+        """Write the catalog, unless this prompt has another publisher's by now."""
         self._check_entered()
         prompt = catalog.namespace.prompt
         if self._prompt not in (None, prompt) and not self._live:
@@ -204,7 +203,6 @@ class AssetWriter:
         return found
 
     def _winner(self, name: str, own: Page) -> Page:
-        """Return another publisher's page if it can replace ours, else ours."""
         try:
             found = Page.loads(self.store.blocked(self.store.get(name, limit=MAX_PAGE_BYTES)))
         except (NotFoundError, FormatError):
@@ -214,7 +212,6 @@ class AssetWriter:
         return found if alike and same_packs and found.tracks[0].first == own.tracks[0].first else own
 
     def _put_model(self, spec: KVSpec) -> None:
-        """Write the spec under the first free number, unless it has one."""
         text = json.dumps({"models": [spec.to_json()]}).encode()
         for number in range(MAX_MODELS):
             name = model_name(number)
@@ -231,7 +228,6 @@ class AssetWriter:
         )
 
     def _packed(self, catalog: Catalog) -> Catalog:
-        """Return the catalog with the number of groups in each object."""
         spec, entries = catalog.spec, [page for page in self._shared.values() if page is not None]
         if not self._packs and not entries:
             return catalog
@@ -262,10 +258,7 @@ class AssetWriter:
         return self._packs[track]
 
     def _shares(self, group: int) -> Page | None:
-        """Return the page in the store that has a group, None if the group must be written.
-
-        Only caches with one layer class share pages.
-        """
+        """Return the page in the store that has a group, or None; only caches with one layer class share pages."""
         number = group // PAGE_GROUPS
         chunks = self._chunks[number * PAGE_GROUPS : (number + 1) * PAGE_GROUPS]
         if not self._kind or self._force or self._live or len(chunks) < PAGE_GROUPS:
@@ -308,13 +301,11 @@ class AssetWriter:
             self._put(name, data)
 
     def _put(self, name: str, data: bytes | memoryview) -> None:
-        """Write an object soon; raise errors of earlier writes."""
         self._wait(_MAX_PUT_BYTES - len(data))
         self._puts.append((self.store.started(self.store.put_new(name, data)), len(data)))
         self._put_bytes += len(data)
 
     def _wait(self, most_bytes: int) -> None:
-        """Wait until at most ``most_bytes`` are being written; 0: until all are written."""
         while self._puts and (self._put_bytes > most_bytes or len(self._puts) >= _MAX_PUTS or most_bytes <= 0):
             put, size = self._puts.popleft()
             self._put_bytes -= size

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @once
 def _loop_in(process: int) -> asyncio.AbstractEventLoop:
-    """Return the loop of a process; a forked child does not inherit its parent's threads."""
+    """Return the loop of a process; a forked child does not inherit threads."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"kvabr-requests-{process}", daemon=True).start()
     return loop

@@ -1,7 +1,7 @@
 """Memory for large buffers, in huge pages if available, and reused.
 
-The system clears each page of fresh memory when it is first written. With 4 KiB pages that takes as long as hashing the
-data, with huge pages a quarter of that, unless the system must first move other pages.
+The system clears each page of fresh memory at its first write. With 4 KiB pages that takes as long as hashing the data,
+with huge pages a quarter of that, unless the system must first move other pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import cache
 from typing import TypeVar
 
 _HUGE_BYTES = 2 << 20
-"""Size of a huge page on nearly every system."""
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller memory is not rounded up to whole huge pages, which would waste too much."""
 _MIN_POOLED_BYTES = 256 << 10
@@ -29,7 +28,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class PinnedMemory(mmap.mmap):
-    """Memory with pages that the system never moves, so that a device can copy from it directly."""
+    """Memory with pages that never move, so that a device can copy from it directly."""
 
     pinned = True
     """Identifies pinned memory by the base of an array, without importing this module."""
@@ -43,7 +42,7 @@ class PinnedMemory(mmap.mmap):
 
 _Map = TypeVar("_Map", bound=mmap.mmap)
 Pin = Callable[[int, int], Callable[[], object] | None]
-"""Pins memory, given its address and bytes; returns a function that unpins it, or None if that failed."""
+"""Pins memory, given address and bytes; returns a function that unpins it, or None."""
 
 
 class BufferPool:
@@ -53,18 +52,16 @@ class BufferPool:
         """Keep at most ``most_spare_bytes`` of unused memory, which the system may reclaim."""
         self._most_spare_bytes = most_spare_bytes
         self.spare_bytes = 0
-        """Bytes of unused memory."""
         self.fresh_bytes = 0
-        """Bytes of pooled memory allocated so far."""
         self._spare: list[mmap.mmap] = []
-        """Unused memory, the longest unused first."""
+        """Unused memory, longest unused first."""
         self._pin: Pin | None = None
         self._gave_up = False
         self._lock = threading.RLock()
         """Reentrant: collecting garbage within `take` may give memory back."""
 
     def take(self, size: int) -> memoryview:
-        """Return a writable buffer of ``size`` bytes with arbitrary contents; raise `MemoryError` if there is none."""
+        """Return a writable buffer with arbitrary contents; raise `MemoryError`."""
         if size < _MIN_POOLED_BYTES:
             return memoryview(bytearray(size))
         import numpy as np  # noqa: PLC0415  # loads slowly, and not every origin has large groups
@@ -82,11 +79,11 @@ class BufferPool:
 
     @property
     def pin(self) -> Pin | None:
-        """Function that pins memory; None if memory is not pinned."""
+        """None if memory is not pinned."""
         return self._pin
 
     def pin_with(self, pin: Pin, most_spare_bytes: int) -> None:
-        """Pin all memory allocated from now on, which takes long, and so keep more of it unused."""
+        """Pin memory allocated from now on, which takes long, and so keep more of it unused."""
         with self._lock:
             if self._pin is None and not self._gave_up:
                 self._pin, self._most_spare_bytes, self._spare = pin, most_spare_bytes, []
@@ -146,16 +143,16 @@ def _rounded(size: int, step: int) -> int:
 
 
 GROUPS = BufferPool(256 << 20)
-"""For encoded groups from the network or a disk; large enough for the groups of a play that wait for decoders on a fast
-link, since fresh memory costs more than all other work on them."""
+"""Encoded groups from the network or a disk: as many as wait for decoders on a fast link, since fresh memory costs more
+than all other work on them."""
 CACHES = BufferPool(512 << 20)
-"""For caches that plays fill, which an engine keeps as long as it needs them."""
+"""Caches that plays fill, for as long as an engine needs them."""
 
 
 def mapped(handle: int, size: int) -> memoryview:
-    """Return the first ``size`` bytes of an open file, mapped read-only while a view of them is left.
+    """Map the first ``size`` bytes of an open file read-only, while a view of them is left; raise `OSError`.
 
-    The file must not be truncated meanwhile. Unlike `mmap.mmap`, this keeps no file open. Raises `OSError`.
+    The file must not be truncated meanwhile. Unlike `mmap.mmap`, this keeps no file open.
     """
     libc = _libc()
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)

@@ -1,7 +1,7 @@
 """A store in a bucket, or read-only through an HTTP cache, by obstore.
 
 Requests raise subclasses of `TransportError` (`kvabr.store.failures`), after at most two retries. Reads wait 30 seconds
-for the first byte and between two pieces; a caller with less time cancels them.
+for the first byte and between two pieces; callers with less time cancel them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _AT_ONCE = 1000
-"""Objects that one request lists or deletes."""
 WAIT_S = 30
 """Seconds that a read waits for the first byte, and for each further one."""
 _CONNECT_S = 5
 _WRITE_BYTES_PER_S = 1 << 20
-"""A write may take the time that it takes at this rate, and `WAIT_S` more."""
+"""A write may take its time at this rate, and `WAIT_S` more."""
 _TRIES, _BACKOFF_S = 3, 0.1
 _RENEW_S = 1.0
 """Seconds for which credentials are not read again."""
@@ -52,7 +51,6 @@ IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {"a": "public, max-age=5", "i": "public, max-age=5", "probe": "no-store"}
 """`Cache-Control` by the first part of a name; `IMMUTABLE` for the others."""
 _PROBED: set[str] = set()
-"""URLs of stores that are known to honour conditional writes."""
 _LOCK = threading.Lock()
 
 
@@ -60,27 +58,23 @@ class CloudStore(Store):
     """A bucket, or a prefix in one; over plain HTTP read-only."""
 
     def __init__(self, url: str) -> None:
-        """Take a URL, see `kvabr.store.url`, without any request.
-
-        Raises `UsageError` for a malformed URL, or if obstore is not installed.
-        """
+        """Take a URL, see `kvabr.store.url`; raise `UsageError` if it is malformed, or obstore is missing."""
         self.parsed = StoreUrl.parse(url)
         load_obstore()
         self.url, self.prefix = str(self.parsed), self.parsed.root
-        """Prefix of every name."""
         self._stores: dict[int, ObstoreClient] = {}
         """Clients by the seconds that a request may take, 0 for reads."""
         self._sound = False
         """Whether the store has reported a missing object as missing."""
         self.made, self._made_s = 0, -math.inf
-        """How often, and when last, the clients were made anew because credentials were refused."""
+        """How often, and when last, clients were made anew after refused credentials."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<CloudStore {self.url}>"
 
     def renew(self, made: int, failure: Failure) -> bool:
-        """Read refused credentials again, from a file or a service; return whether to try the request again.
+        """Read refused credentials again; return whether to retry the request.
 
         ``made`` is the value of `made` when the request began.
         """
@@ -184,10 +178,7 @@ class CloudStore(Store):
                 )
 
     async def check_writable(self) -> None:
-        """See `Store.check_writable`; tries create-if-absent, once per process and URL.
-
-        kvabr relies on it: of several publishers of one name, exactly one must win.
-        """
+        """Try create-if-absent, once per process and URL: of several publishers, exactly one must win."""
         if self.url in _PROBED:
             return
         if self.parsed.scheme in WEB:
@@ -268,7 +259,6 @@ class CloudStore(Store):
         return data.toreadonly()
 
     async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]], *, tries: int = _TRIES) -> T:
-        """Try a request again after failures that may pass, and once more with credentials that were read again."""
         made, renewed = self.made, False
         while True:
             try:
@@ -313,8 +303,8 @@ class CloudStore(Store):
         return self._store(wanted_s)
 
     def _store(self, most_s: int) -> ObstoreClient:
-        # A read may take long as a whole, but not from one piece to the next. That limit of obstore would also end
-        # uploads, so they have a limit for the whole.
+        # A read may take long as a whole, but not between pieces. That limit of obstore would also end uploads, so they
+        # have a limit for the whole.
         with self._lock:
             if most_s not in self._stores:
                 limits: ClientConfig = {"connect_timeout": f"{_CONNECT_S}s"}
@@ -327,10 +317,7 @@ class CloudStore(Store):
 
 
 def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
-    """Call a function of obstore.
-
-    Not a coroutine: an error would keep its frame, and so a store's connections.
-    """
+    """Call a function of obstore. Not a coroutine: an error would keep its frame, and so a store's connections."""
     answer: Awaitable[Any] = getattr(load_obstore(), f"{what}_async")(*args, **options)
     return answer
 

@@ -5,8 +5,8 @@ An object is a header, then segments of 64 KiB with a tag each, so that ranges c
     "KVEN" | version (1 byte) | key id (4 bytes) | nonce prefix (7 bytes) | segments
 
 Segment ``n`` is AES-256-GCM under the nonce ``prefix | n (4 bytes) | last (1 byte)``, the STREAM construction (Hoang,
-Reyhanitabar, Rogaway and Vizar, CRYPTO 2015), so segments cannot be moved, dropped or truncated. The object's name is
-authenticated with each.
+Reyhanitabar, Rogaway and Vizar, CRYPTO 2015), so segments cannot be moved, dropped or truncated. Each authenticates the
+object's name.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class EncryptedStore(Store):
     """Encrypts and decrypts the objects of a store."""
 
     def __init__(self, store: Store, key: bytes, previous: bytes | None = None) -> None:
-        """Encrypt with a key of 32 bytes (`read_key`), and decrypt also with the ``previous`` one.
-
-        Raises `UsageError` if a key does not have 32 bytes.
-        """
+        """Encrypt with a key of 32 bytes (`read_key`) or raise `UsageError`; decrypt with the ``previous`` one."""
         self.store, self.url, self.immediate = store, store.url, store.immediate
         self._keys: dict[bytes, AESGCM] = {}
         for each in (key, *(() if previous is None else (previous,))):
@@ -57,7 +54,7 @@ class EncryptedStore(Store):
     async def get(
         self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """See `Store.get`. Raises `WrongKeyError` for a segment that was not written under this name and key."""
+        """Raise `WrongKeyError` for a segment not written under this name and key; see `Store.get`."""
         begin = first // SEGMENT_BYTES
         if last is None:
             most = _sealed_size(first + limit + 1)
@@ -85,7 +82,6 @@ class EncryptedStore(Store):
     async def stream(
         self, name: str, first: int, last: int, *, part_bytes: int = PART_BYTES
     ) -> AsyncGenerator[memoryview, None]:
-        """See `Store.stream`; parts are whole segments."""
         step = max(1, part_bytes // SEGMENT_BYTES) * SEGMENT_BYTES * 16
         while first < last:
             end = min(last, first - first % SEGMENT_BYTES + step)
@@ -119,7 +115,6 @@ class EncryptedStore(Store):
         return self.store.where(name)
 
     def _opened(self, name: str, head: memoryview, data: memoryview, begin: int, *, ends: bool) -> memoryview:
-        """Return the plain bytes of consecutive segments; ``ends``: they include the last one."""
         if len(head) < _HEADER_BYTES or bytes(head[: len(_MAGIC)]) != _MAGIC:
             raise WrongKeyError(f"{self.where(name)}: is not encrypted, or is damaged; open the store without a key")
         key_id = bytes(head[len(_MAGIC) : len(_MAGIC) + _ID_BYTES])
@@ -141,7 +136,7 @@ class EncryptedStore(Store):
 
 
 def read_key(path: Path) -> bytes:
-    """Return the key in a file: 32 bytes, or their base64 or hex digits; raise `UsageError` if there is none."""
+    """Return a file's key: 32 bytes, or their base64 or hex digits; raise `UsageError` otherwise."""
     data = read_bytes(path, 1024, unreadable=UsageError)
     text = data.strip()
     if len(data) == KEY_BYTES:

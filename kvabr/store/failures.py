@@ -62,7 +62,6 @@ _KINDS_BY_CODE: dict[str, Kind] = {
         "rejected",
     ),
 }
-"""Kinds by the store's error code, for any request."""
 _CAUSES = {
     "ConnectionRefused": "connection refused",
     "dns error": "no such host",
@@ -71,7 +70,6 @@ _CAUSES = {
     "NetworkUnreachable": "network unreachable",
     "HostUnreachable": "host unreachable",
 }
-"""Reasons for a failed connection, by words of obstore's debug text."""
 _NO_DESCRIPTORS = "this process has no file descriptors left"
 _EMFILE = re.compile(r"\bos error 2[34]\b|\bcode: 2[34]\b")
 _RANGE = ("Requested range", "Wanted range", "range")
@@ -90,7 +88,6 @@ _UNAUTHORIZED: dict[Kind, str] = {
     "credentials": f"no credentials were found; {CREDENTIALS}",
     "rejected": f"these credentials are wrong or have expired{{details}}; {CREDENTIALS}",
 }
-"""Messages for failures that affect all requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +169,7 @@ class Failure:
 
 
 def strange(data: bytes | memoryview) -> str | None:
-    """Return why an answer is no JSON object, such as a page of a gateway; None if it may be one."""
+    """Return why an answer is no JSON object, such as a page of a gateway, or None."""
     begin, end = bytes(data[:64]).lstrip(), bytes(data[-64:]).rstrip()
     if begin.startswith(b"\x1f\x8b"):
         return "it is compressed (gzip)"

@@ -25,11 +25,11 @@ PARTIAL = ".partial"
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
 """Modes of private files and folders: a cache is as secret as its prompt."""
 STALE_S = 3600.0
-"""Seconds without a change after which the partial file of a killed process is removed."""
+"""Seconds without a change until a killed process's partial file is removed."""
 
 
 class FileVersion(NamedTuple):
-    """Identifies the content of a file without reading it."""
+    """The content of a file, identified without reading it."""
 
     device: int
     inode: int
@@ -39,7 +39,7 @@ class FileVersion(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileVersion | None:
-        """Return the version of a file; None if it cannot be accessed."""
+        """Return a file's version, or None without access."""
         try:
             return cls.from_stat(path.stat())
         except OSError:
@@ -54,10 +54,9 @@ class FileVersion(NamedTuple):
 def open_regular(
     path: Path | str, *, follow_links: bool = False, sole: bool = False, dir_fd: int | None = None
 ) -> BufferedReader:
-    """Open an ordinary file for reading, never a pipe, which would block; raise `OSError` for everything else.
+    """Open an ordinary file for reading, never a pipe, which would block; raise `OSError` otherwise.
 
-    ``sole`` also refuses a file with another name, which may belong elsewhere. The partial name under which it was
-    written does not count.
+    ``sole`` also refuses a file with another name, which may belong elsewhere, except its own partial name.
     """
     links = 0 if follow_links else os.O_NOFOLLOW
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links
@@ -74,7 +73,6 @@ def open_regular(
 
 
 def _has_other_names(path: Path, handle: int) -> bool:
-    """Return whether an open file has names other than ``path`` and its partial names."""
     partial = 0
     for other in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
         with contextlib.suppress(OSError):
@@ -85,7 +83,7 @@ def _has_other_names(path: Path, handle: int) -> bool:
 def read_bytes(
     path: Path, limit: int, *, unreadable: type[KvabrError] = AssetError, unfit: type[KvabrError] = UsageError
 ) -> bytes:
-    """Read a file; raise ``unreadable`` if that fails, and ``unfit`` if it has more than ``limit`` bytes."""
+    """Read a file; raise ``unreadable`` if that fails, and ``unfit`` above ``limit`` bytes."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -113,8 +111,8 @@ def read_text(
 def read_salt(path: Path | None) -> bytes:
     """Return a tenant's salt: the bytes of a file, or ``b""`` without a path.
 
-    The salt is mixed into every digest of a prompt, so that only its owners can name the prompt. Raises `UsageError` if
-    the file cannot be read, or does not have 16 to 4096 bytes.
+    It is mixed into every digest of a prompt, so that only its owners can name the prompt. Raises `UsageError` if the
+    file cannot be read, or does not have 16 to 4096 bytes.
     """
     if path is None:
         return b""
@@ -165,8 +163,8 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[BufferedWriter]:
     """Open a partial file that replaces ``path`` at the end of the block, and vanishes if the block raises.
 
-    The file is a hidden sibling of ``path``, or of the target of a link. ``mode`` is masked by the process's umask;
-    ``sync`` writes the data to the disk before the file gets its name. Raises `AssetError`.
+    It is a hidden sibling of ``path``, or of a link's target. ``mode`` is masked by the umask; ``sync`` writes the data
+    to the disk before the file gets its name. Raises `AssetError`.
     """
     partial: Path | None = None
     try:
@@ -197,7 +195,7 @@ class NameClaim:
         self._handle: int | None = None
 
     def take(self) -> bool:
-        """Return whether the claim was free; True also without support for locks, or if no file can be created."""
+        """Return whether the claim was free; True also without locks, or if no file can be created."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
             try:
@@ -218,7 +216,7 @@ class NameClaim:
             os.close(handle)  # its last owner removed it
 
     def release(self) -> None:
-        """Release the claim. May be called twice."""
+        """Release the claim. Idempotent."""
         if self._handle is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -229,7 +227,7 @@ class NameClaim:
 def sweep(folder: Path, name: str = "") -> None:
     """Remove partial files of killed processes: of files called ``name``, or of all. Never raises.
 
-    Only ordinary files of this user are removed, once they have not changed for `STALE_S`.
+    Only ordinary files of this user are removed, unchanged for `STALE_S`.
     """
     prefix = f".{name}." if name else "."
     with contextlib.suppress(OSError), os.scandir(folder) as entries:

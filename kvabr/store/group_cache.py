@@ -1,7 +1,7 @@
 """Groups that a client or relay has received: in memory, and below it in a folder or a bucket.
 
-Each tier evicts the least recently used groups, except a bucket, which many share and which has lifecycle rules. Groups
-are named by their digests; in a folder or bucket they are stored like frames of assets (`docs/design/store.md`).
+Each tier evicts the least recently used groups, except a bucket, which has lifecycle rules. Groups are named by their
+digests, and stored like frames of assets (`docs/design/store.md`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_UNWRITTEN_BYTES = 64 << 20
 """Most bytes that wait for the disk; further groups stay in memory only."""
 _MAX_GROUP_BYTES = 1 << 30
 _READ_S, _WRITE_S = 5.0, 60.0
-"""Seconds that a request to the lower tier may take; after that the group counts as absent."""
+"""Seconds that a request to the lower tier may take; then the group counts as absent."""
 _PAUSE_S = 5.0
 """Seconds without requests to the lower tier after one that failed."""
 _LOCK = ".kvabr.lock"
@@ -45,8 +45,8 @@ class StoreTier:
     ) -> None:
         """Open the store; create, lock and index a folder.
 
-        ``max_bytes`` bounds a folder, or the groups of a bucket that this process remembers. ``on_failure`` is called
-        with the reason when the store fails, once per pause.
+        ``max_bytes`` bounds a folder, or the groups of a bucket that this process remembers. ``on_failure`` receives
+        the reason when the store fails, once per pause.
 
         Raises:
             UsageError: another client uses the folder, or there is no such kind of store.
@@ -55,7 +55,7 @@ class StoreTier:
         if max_bytes < 0:
             raise UsageError(f"disk_bytes must not be negative, got {max_bytes}")
         self.kept: ByteLru[str, int] = ByteLru(max_bytes, lambda size: size, self._evict)
-        """Bytes of each group; of a bucket, those that this process has seen."""
+        """Of a bucket, those seen by this process."""
         store = open_objects(location, encrypted=False)
         self.store: Store = LocalStore(store.folder, sync=False) if isinstance(store, LocalStore) else store
         self._on_failure, self._again_s = on_failure, 0.0
@@ -75,7 +75,7 @@ class StoreTier:
             self.kept.keep(digests, until_s)
 
     async def get(self, digest: str) -> memoryview | None:
-        """Return an unchecked group; None if it is not here, or the store fails."""
+        """Return an unchecked group, or None."""
         self._home.check()
         local = self._handle >= 0
         if (local and digest not in self.kept) or self._pauses():
@@ -98,7 +98,7 @@ class StoreTier:
         return data
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """Write a group; return whether it was written. Failures are reported to ``on_failure``."""
+        """Write a group; return whether it was written. ``on_failure`` receives failures."""
         self._home.check()
         # Counted before it is written, so that several writers cannot exceed the bound together.
         if not data or self._pauses() or not self.kept.add(digest, len(data)):
@@ -122,7 +122,7 @@ class StoreTier:
         return found
 
     async def close(self) -> None:
-        """Finish deleting, release connections, and unlock a folder. May be called twice."""
+        """Finish deleting, release connections, and unlock a folder. Idempotent."""
         if not self._home.here:
             return
         if self._deleting:
@@ -182,7 +182,7 @@ class GroupCache:
         executor: Executor | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Bound the memory by ``max_bytes``. ``disk`` is closed with this.
+        """Bound the memory by ``max_bytes``; ``disk`` is closed with this.
 
         ``executor`` computes digests (None: the event loop's threads); ``on_change`` is called when counters may have
         changed.
@@ -190,30 +190,29 @@ class GroupCache:
         self.memory: ByteLru[str, memoryview] = ByteLru(max_bytes, len)
         self.disk = disk
         self.damaged: dict[Tier, int] = {"memory": 0, "disk": 0}
-        """Number of groups that had a wrong digest when they were read."""
+        """Groups that had a wrong digest when read."""
         self._executor, self._on_change = executor, on_change
         self._unwritten_bytes = 0
         self._writes: dict[str, asyncio.Task[None]] = {}
-        """Groups that are being written to the disk, by digest."""
 
     @property
     def tiers(self) -> dict[Tier, ByteLru[str, memoryview] | ByteLru[str, int]]:
-        """The groups in memory, and in the lower tier if there is one."""
+        """Groups by tier."""
         return {"memory": self.memory} if self.disk is None else {"memory": self.memory, "disk": self.disk.kept}
 
     def __contains__(self, digest: str) -> bool:
         return any(digest in tier for tier in self.tiers.values())
 
     def present(self, digests: Sequence[str]) -> set[str]:
-        """Return the digests of cached groups among many."""
+        """Return the cached digests among these."""
         return {digest for tier in self.tiers.values() if tier for digest in digests if digest in tier}
 
     def held(self, digest: str) -> memoryview | None:
-        """Return a group from memory, which was checked when it was put; None if it is not there."""
+        """Return a group from memory, which was checked when put, or None."""
         return self.memory.get(digest)
 
     async def keep(self, digests: Sequence[str], until_s: float) -> None:
-        """Evict these groups last, see `ByteLru.keep`; waits until they are written to the disk."""
+        """Evict these groups last, see `ByteLru.keep`; waits until they are on the disk."""
         self.memory.keep(digests, until_s)
         if self.disk is not None:
             if writes := [self._writes[digest] for digest in digests if digest in self._writes]:
@@ -231,10 +230,7 @@ class GroupCache:
         return int(sum(tier.currsize for tier in self.tiers.values()))
 
     async def find(self, digest: str) -> tuple[memoryview, Tier] | None:
-        """Return a group and its tier; None if it is not here.
-
-        Its digest is checked; a damaged group is deleted and counts as absent.
-        """
+        """Return a checked group and its tier, or None; a damaged group is deleted."""
         if (data := self.memory.get(digest)) is not None and await self._sound("memory", digest, data):
             return data, "memory"
         if self.disk is None or (data := await self.disk.get(digest)) is None:
@@ -246,7 +242,7 @@ class GroupCache:
         return data, "disk"
 
     async def get(self, digest: str) -> memoryview | None:
-        """Return a group from either tier; otherwise as `find`."""
+        """Return a group; otherwise as `find`."""
         found = await self.find(digest)
         return None if found is None else found[0]
 
@@ -273,7 +269,7 @@ class GroupCache:
         return iter({digest for tier in self.tiers.values() for digest in tier})
 
     async def delete(self, digest: str) -> bool:
-        """Delete a group from both tiers; return whether it was here."""
+        """Delete a group; return whether it was here."""
         if digest in self._writes:
             await asyncio.wait({self._writes[digest]})
         found = self.memory.pop(digest, None) is not None

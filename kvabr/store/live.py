@@ -1,12 +1,11 @@
 """Assets in folders that are still being written: a producer writes numbered messages, a server elsewhere polls.
 
-Under ``l/<key>/`` of the store are ``live``, a `kvabr.types.live.LiveCatalog`, and the messages ``0``, ``1`` ... Frames
-are separate objects, written before the messages that name them. ``live`` is locked while its writer lives, so a
-follower notices a killed writer. The end is an ordinary catalog; then ``live`` is removed, and the messages an hour
-later, when followers have read them.
+Under ``l/<key>/`` of the store are ``live``, a `kvabr.types.live.LiveCatalog`, and the messages ``0``, ``1`` ...,
+written after the frames that they name. ``live`` is locked while its writer lives, so a follower notices a killed
+writer. The end is an ordinary catalog; then ``live`` is removed, and the messages an hour later.
 
-A producer that fails leaves its published groups as an asset of the shorter prompt. For a killed one, a follower does
-so, see `LiveFollower.rescue`.
+A failing producer leaves its published groups as an asset of the shorter prompt; for a killed one, a follower does so,
+see `LiveFollower.rescue`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from kvabr.types.live import (
 
 LIVE_NAME = "live"
 _MAX_ENTRIES = 10_000
-"""Most productions of a store that are listed."""
 
 
 class LiveWriter(AssetWriter):
@@ -52,7 +50,7 @@ class LiveWriter(AssetWriter):
         super().__init__(LocalStore(store.folder, sync=False), prompt, force=force, live=True)
         self._key, self._news, self._lock = "", 0, -1
         self._found: set[str] = set()
-        """Digests of frames that the store had already: other assets may name them."""
+        """Frames that the store had already: other assets may name them."""
 
     def begin_live(self, live: LiveCatalog) -> None:
         """Publish the live catalog, so that the asset can be followed."""
@@ -100,12 +98,7 @@ class LiveFollower:
     """Follows an asset that is being written."""
 
     def __init__(self, store: LocalStore, key: str) -> None:
-        """Read the live catalog of a production.
-
-        Raises:
-            AssetError: it is missing, or cannot be read.
-            FormatError: it is damaged.
-        """
+        """Read the live catalog; raise `AssetError` if it is missing or unreadable, `FormatError` if damaged."""
         self.store, self.key = store, key
         self._name = f"{LIVE}{key}/{LIVE_NAME}"
         with as_asset_errors():
@@ -117,7 +110,7 @@ class LiveFollower:
     def read(self) -> list[EdgeMessage]:
         """Return the messages since the last call.
 
-        Raises `FormatError` for a bad message, `AssetError` if it cannot be read; earlier messages are returned first.
+        Raises `FormatError` for a bad message, `AssetError` for an unreadable one, after earlier ones are returned.
         """
         found: list[EdgeMessage] = []
         try:
@@ -149,7 +142,7 @@ class LiveFollower:
         return False
 
     def open_frame(self, size: int, digest: str) -> FrameReader:
-        """Open a frame that a message has named; raise `AssetError` if it is missing."""
+        """Open a frame named by a message; raise `AssetError` if missing."""
         return open_frame(self.store, FramePlace(group_name(digest), 0, size, digest))
 
     def profile_bytes(self) -> bytes:
@@ -170,16 +163,15 @@ class LiveFollower:
         return self.store.path(self._name).exists()
 
     def is_published(self, groups: int) -> bool:
-        """Return whether there is an asset of it, or of its first ``groups`` groups of tokens or fewer."""
+        """Return whether there is an asset of it, or of its first ``groups`` groups or fewer."""
         chunks = self.live.catalog.chunks
         return any(self.store.path(catalog_name(chunk)).exists() for chunk in (chunks[-1], *reversed(chunks[:groups])))
 
     def rescue(self, news: Sequence[PublishedFrames]) -> str | None:
-        """Make an asset of the groups of a killed writer, under the name of the whole prompt or a shorter one.
+        """Make an asset of a killed writer's groups, under the name of the whole prompt or a shorter one.
 
-        Frames are checked: after a power failure the last ones may be lost. Returns the asset's prompt digest; None if
-        no group is left, or such an asset exists. Raises `AssetError` if the store refuses, for instance because the
-        folder belongs to another user.
+        Frames are checked: after a power failure the last ones may be lost. Returns the prompt digest; None if no group
+        is left, or such an asset exists. Raises `AssetError` if the store refuses.
         """
         catalog = published_catalog(self.live, news)
         while catalog is not None and (sound := self._sound(catalog, news)) < len(catalog.chunks):
@@ -197,7 +189,6 @@ class LiveFollower:
         return made
 
     def _sound(self, catalog: Catalog, news: Sequence[PublishedFrames]) -> int:
-        """Return the number of leading groups of tokens with undamaged frames."""
         units = range(catalog.groups)
         for unit in map(catalog.unit, units) if catalog.every_token else catalog.units:
             for track in catalog.tracks:
@@ -220,7 +211,7 @@ def end_live(store: LocalStore, key: str) -> None:
 
 
 def sweep_live(store: LocalStore) -> None:
-    """Remove the messages of productions that ended an hour ago; raise `TransportError` if that fails."""
+    """Remove messages of productions that ended an hour ago; raise `TransportError` if that fails."""
     found = store.blocked(listing(store, LIVE))
     growing = {name.rpartition("/")[0] for name in found if name.endswith(f"/{LIVE_NAME}")}
     old = [
@@ -232,7 +223,7 @@ def sweep_live(store: LocalStore) -> None:
 
 
 def live_keys(store: LocalStore) -> list[str]:
-    """Return the keys of the running productions in a store."""
+    """Return the keys of running productions."""
     try:
         with os.scandir(store.folder / LIVE) as entries:
             some = [Path(entry) for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False)]

@@ -1,8 +1,7 @@
 """A store in a folder: one file per object, written whole or not at all, and synced.
 
 Other users may be able to write into the folder, so reading follows no links and opens no pipes or devices. Only the
-owner of an object can read it, or in a folder with the set-group-ID bit, which shares it with a group, the group too,
-except below `PRIVATE_PREFIX`.
+owner can read an object, or in a folder with the set-group-ID bit the group too, except below `PRIVATE_PREFIX`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class LocalStore(Store):
     immediate = True
 
     def __init__(self, folder: Path, *, sync: bool = True) -> None:
-        """Take the folder; ``sync``: write each object to the disk before `put_new` returns."""
+        """``sync``: write each object to the disk before `put_new` returns."""
         self.folder, self.url, self._sync = folder, str(folder), sync
         self._swept = set[Path]()
 
@@ -56,7 +55,6 @@ class LocalStore(Store):
     async def get(
         self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """See `Store.get`. Large objects are read into pooled memory."""
         del wait_s
         return await _in_thread(self._get, name, first, last, limit)
 
@@ -64,16 +62,13 @@ class LocalStore(Store):
         return await _in_thread(self._put_new, name, data)
 
     async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        """See `Store.list`; leaves out hidden files, links and other special files."""
         for found in await _in_thread(lambda: list(self._list(prefix))):
             yield found
 
     async def delete(self, names: Collection[str]) -> None:
-        """See `Store.delete`; also removes folders that become empty."""
         await _in_thread(self._delete, names)
 
     async def check_writable(self) -> None:
-        """See `Store.check_writable`; raises `UsageError` if the folder cannot be made."""
         try:
             self.folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         except OSError as error:
@@ -101,7 +96,7 @@ class LocalStore(Store):
             raise self._failed(name, "cannot be read", error) from error
 
     def flush(self, names: Collection[str]) -> None:
-        """Sync objects that were written without syncing; raises as `put_new`."""
+        """Sync objects written without syncing; raises as `put_new`."""
         for name in names:
             try:
                 self._flush(self.path(name))
@@ -172,7 +167,6 @@ class LocalStore(Store):
         return True
 
     def _make(self, folder: Path) -> None:
-        """Create the folder of an object, and remove partial files of killed processes."""
         if folder in self._swept and folder.is_dir():
             return
         self.folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)

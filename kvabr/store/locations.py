@@ -1,12 +1,11 @@
 """Opens stores by path or URL.
 
     FOLDER, file:///FOLDER                       a folder (`LocalStore`)
-    s3://BUCKET/PREFIX, gs://..., az://...       a bucket; credentials are read from the environment (`CloudStore`)
+    s3://BUCKET/PREFIX, gs://..., az://...       a bucket; credentials from the environment (`CloudStore`)
     http://HOST/PREFIX, https://...              the same objects through an HTTP cache, read-only
     memory://NAME                                in this process (`MemoryStore`)
 
-A path or URL that ends with 64 hex digits names one asset. The environment variable `KEY_FILE` names the key of
-encrypted stores.
+A path or URL that ends with 64 hex digits names one asset.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvabr.types.errors import MissingAssetError, UsageError
 Location = str | Path | Store
 """A folder, a URL with a scheme in `SCHEMES`, or a store."""
 KEY_FILE, PREVIOUS_KEY_FILE = "KVABR_STORE_KEY_FILE", "KVABR_STORE_PREVIOUS_KEY_FILE"
-"""Environment variables: the file of the key of encrypted stores, and of the previous key, for reading."""
+"""Environment variables: the key file of encrypted stores, and the previous one, for reading."""
 
 
 def _folder(location: str) -> Store:
@@ -47,7 +46,6 @@ SCHEMES: dict[str, Callable[[str], Store]] = {
     "memory": MemoryStore.named,
     **dict.fromkeys(url.SCHEMES, _cloud),
 }
-"""Functions that open a URL, by scheme."""
 
 
 def open_objects(location: Location, *, encrypted: bool = True) -> Store:
@@ -68,13 +66,13 @@ def open_objects(location: Location, *, encrypted: bool = True) -> Store:
 
 
 def is_store(location: Location) -> bool:
-    """Return whether a location names a store that can be listed: a path, or a URL of a bucket."""
+    """Return whether a location can be listed: a path, or a URL of a bucket."""
     scheme, separator, _ = str(location).partition("://")
     return isinstance(location, Store) or not separator or (scheme in SCHEMES and scheme not in url.WEB)
 
 
 def split_asset(location: Location) -> tuple[Location, str | None]:
-    """Return the location of a store, and the prompt digest of the asset that the location names, or None."""
+    """Return a store's location, and the prompt digest of the named asset, or None."""
     if isinstance(location, Store):
         return location, None
     before, question, options = str(location).partition("?")
@@ -87,8 +85,8 @@ def split_asset(location: Location) -> tuple[Location, str | None]:
 def open_store(location: Location, *, must_exist: bool = False, create: bool = False) -> AssetStore:
     """Return the assets at a path or URL.
 
-    ``must_exist``: raise `MissingAssetError` for a folder that does not exist. ``create``: prepare the store, see
-    `AssetStore.prepare`. Raises `UsageError` if there is no such kind of store.
+    ``must_exist``: raise `MissingAssetError` for a missing folder. ``create``: prepare the store, see
+    `AssetStore.prepare`. Raises `UsageError` for an unknown kind of store.
     """
     if not is_store(location):
         open_objects(location)  # raises for an unknown scheme
@@ -118,7 +116,7 @@ def open_asset(location: Location) -> Asset:
 def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
     """Read the catalog of an asset, or a catalog file, which has no asset.
 
-    Raises `AssetError` if there is neither, `FormatError` if the catalog is damaged or has another version.
+    Raises `AssetError` if there is neither, `FormatError` if it is damaged or has another version.
     """
     if not isinstance(location, Store) and "://" not in str(location) and Path(location).is_file():
         return Catalog.read(Path(location)), None

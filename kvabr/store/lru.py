@@ -17,8 +17,7 @@ V = TypeVar("V")
 class ByteLru(Cache[K, V]):
     """A mapping with values of at most ``maxsize`` bytes together; `currsize` is their current size.
 
-    Reading an entry makes it the most recently used, except by ``key in lru``, `peek` and iterating over keys. (`items`
-    and `values` read.) Not thread-safe.
+    Reading marks an entry as recently used, except by ``key in lru``, `peek` and iterating over keys. Not thread-safe.
     """
 
     def __init__(
@@ -31,24 +30,22 @@ class ByteLru(Cache[K, V]):
     ) -> None:
         """Bound the sum of all sizes by ``max_bytes``; 0 stores no entry.
 
-        The size of a value must not change while it is cached. ``on_evict`` is called with each evicted entry, not with
-        deleted or replaced ones.
+        A value's size must not change while cached. ``on_evict`` receives each evicted entry, not deleted or replaced
+        ones.
         """
         super().__init__(max_bytes, getsizeof=size_of)
         self._on_evict, self._clock = on_evict, clock
         self._order: OrderedDict[K, None] = OrderedDict()
-        """Keys of entries that are not kept, the least recently used first."""
         self._kept: OrderedDict[K, float] = OrderedDict()
-        """Keys of kept entries with the time until which they are kept, in the order of the `keep` calls."""
+        """Kept keys and the times until which they are kept, in the order of the `keep` calls."""
         self._look_s = math.inf
-        """When the first kept entry expires."""
         self.kept_bytes = 0
         self.evicted = 0
 
     def add(self, key: K, value: V) -> bool:
         """Add an entry unless the key is present, evicting others; return whether it was added.
 
-        A value larger than the whole cache is not added, and evicts no entry.
+        A value larger than the cache is not added, and evicts no entry.
         """
         if key in self or self.getsizeof(value) > self.maxsize:
             return False
@@ -61,7 +58,7 @@ class ByteLru(Cache[K, V]):
         self.add(key, value)
 
     def peek(self, key: K) -> V | None:
-        """Return a value without marking it as used; None if the key is absent."""
+        """Return a value without marking it as used, or None."""
         try:
             return Cache.__getitem__(self, key)
         except KeyError:
@@ -85,7 +82,7 @@ class ByteLru(Cache[K, V]):
             self._release(next(iter(self._kept)))
 
     def popitem(self) -> tuple[K, V]:
-        """Evict the least recently used entry that is not kept, else the one kept first; return it."""
+        """Evict and return the least recently used entry that is not kept, else the one kept first."""
         self._expire()
         if not self:
             raise KeyError("the cache is empty")
@@ -129,7 +126,6 @@ class ByteLru(Cache[K, V]):
             self._look_s = min(self._kept.values(), default=math.inf)
 
     def _release(self, key: K) -> None:
-        """Make a kept entry an ordinary one, the most recently used."""
         del self._kept[key]
         self.kept_bytes -= self._size(key)
         self._order[key] = None

@@ -29,7 +29,6 @@ class MemoryStore(Store):
     async def get(
         self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """See `Store.get`; returns a view of the object, not a copy."""
         del wait_s
         found = self._objects.get(name)
         if found is None:

@@ -11,18 +11,17 @@ from kvabr.types.naming import LOOKUP_RUN
 
 CATALOGS, PAGES, GROUPS, PROFILES, MODELS, LIVE = "a/", "i/", "g/", "p/", "m/", "l/"
 PRIVATE_PREFIX = "private/"
-"""Prefix of objects that only their owner may read, in any folder."""
+"""Objects that only their owner may read, in any folder."""
 MAX_MODELS = 256
 PROBES = "probe/"
-"""Prefix of objects that probe a store; they stay if we may not delete."""
+"""Objects that probe a store; they stay if we may not delete."""
 PAGE_GROUPS = LOOKUP_RUN
-"""Groups of tokens in a page."""
 PACK_BYTES = 4 << 20
 """Most bytes of a pack: a good size for a GET."""
 
 
 class FramePlace(NamedTuple):
-    """Place of a frame: bytes ``first`` to ``last`` of an object."""
+    """A frame: bytes ``first`` to ``last`` of an object."""
 
     name: str
     first: int
@@ -31,12 +30,12 @@ class FramePlace(NamedTuple):
 
 
 def catalog_name(prompt: str) -> str:
-    """Return the name of the catalog of a prompt digest."""
+    """Return the name of a prompt's catalog."""
     return CATALOGS + prompt
 
 
 def page_name(digest: str, *, end: bool = False) -> str:
-    """Return the name of the page for a group's chained digest, or for the first 16 digits of it.
+    """Return the name of the page for a group's chained digest, or its first 16 digits.
 
     ``end``: the last page of an asset with recurrent states, which has the snapshot at its end.
     """
@@ -44,7 +43,7 @@ def page_name(digest: str, *, end: bool = False) -> str:
 
 
 def group_name(digest: str) -> str:
-    """Return the name of a frame or pack with this digest."""
+    """Return the name of a frame or pack."""
     return GROUPS + digest
 
 
@@ -54,24 +53,24 @@ def profile_name(sha256: str) -> str:
 
 
 def model_name(number: int) -> str:
-    """Return the name of the spec of a model; numbers have no gaps, so that readers need not list."""
+    """Return the name of a model's spec; numbers have no gaps, so that readers need not list."""
     return f"{MODELS}{number}"
 
 
 def prompt_name(prompt: str) -> str:
-    """Return the name of the token ids of a prompt digest."""
+    """Return the name of a prompt's token ids."""
     return PRIVATE_PREFIX + prompt
 
 
 def pack_name(digests: Sequence[str]) -> str:
-    """Return the name of the object that contains the frames with these digests in this order."""
+    """Return the name of the object with these frames in this order."""
     if len(digests) == 1:
         return group_name(digests[0])
     return group_name(hashlib.sha256(b"kvabr.pack/1\0" + "\n".join(digests).encode()).hexdigest())
 
 
 def pack_groups(frame_bytes: int) -> int:
-    """Return the number of frames of this size in a pack: a power of two up to `PAGE_GROUPS`."""
+    """Return the frames of this size in a pack: a power of two up to `PAGE_GROUPS`."""
     count = PAGE_GROUPS
     while count > 1 and count * frame_bytes > PACK_BYTES:
         count //= 2
@@ -79,19 +78,15 @@ def pack_groups(frame_bytes: int) -> int:
 
 
 def has_states(spec: KVSpec) -> bool:
-    """Return whether a model has recurrent states; their snapshots are stored one by one."""
+    """Return whether a model has recurrent states, which are stored one by one."""
     return any(each.kind == "state" for each in spec.classes)
 
 
 def place(first: int, sizes: Sequence[int], digests: Sequence[str], pack: int, group: int) -> FramePlace | None:
-    """Return the place of a frame of a published track, given some consecutive groups of it; None if outside.
+    """Return the place of a group's frame, given some consecutive groups of its track; None if outside.
 
-    Args:
-        first: number of the first given group, a multiple of ``pack``.
-        sizes: bytes of each given frame.
-        digests: digests of the given frames, with all frames of each pack.
-        pack: frames per pack; the last pack may have fewer.
-        group: number of the group.
+    ``first`` is the first given group's number, a multiple of ``pack``, the frames per pack; the last pack may have
+    fewer. ``sizes`` (bytes) and ``digests`` are those of the given frames, with all frames of each pack.
     """
     if not 0 <= group - first < len(sizes):
         return None

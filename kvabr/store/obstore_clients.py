@@ -72,7 +72,7 @@ def make_client(where: StoreUrl, limits: ClientConfig) -> ObstoreClient:
 def endpoint_of(where: StoreUrl) -> str:
     """Return the endpoint of a URL, or for S3 of the environment; empty for the cloud's own.
 
-    Raises `UsageError` if the environment's is malformed, which would make obstore panic.
+    Raises `UsageError` for a malformed environment, which would make obstore panic.
     """
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if where.scheme == "s3" else ()
     if where.endpoint or not (name := next(filter(os.environ.get, names), "")):
@@ -82,7 +82,6 @@ def endpoint_of(where: StoreUrl) -> str:
 
 
 def _aws_profile(where: StoreUrl) -> dict[str, str]:
-    """Return keys from the user's AWS profiles, which obstore does not read, if any."""
     wanted = os.environ.get("AWS_PROFILE")
     if where.anonymous or "AWS_ACCESS_KEY_ID" in os.environ:
         return {}

@@ -1,7 +1,7 @@
 """Pages: the catalog entries of up to 16 consecutive groups, so that a lookup needs no catalog. No I/O.
 
-A page is named by the chained digest of any of its groups. A player that knows a prompt knows these digests, so it can
-find and play pages: it checks frames against the digests in the page, and the page against the digests of the prompt.
+A page is named by the chained digest of any of its groups, so a player finds it by a prompt. It checks frames against
+the page's digests, and the page against the prompt's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PageTrack:
 
     name: str
     first: _Number
-    """Number of its first group among those of its layer class."""
+    """Number of its first group within its layer class."""
     bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME_BYTES)], ...], _Few]
     digests: Annotated[tuple[Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")], ...], _Few]
     loss: Annotated[tuple[Loss, ...], _Few]
@@ -64,15 +64,12 @@ class Page(CommonFacts):
     levels: Annotated[tuple[Level, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
     """Base first, each after the level that it refines."""
     chunks: Annotated[tuple[Sha256, ...], Meta(min_length=1, max_length=PAGE_GROUPS)]
-    """Chained prompt digest of each group."""
     first: _Number
-    """Number of the first group, a multiple of `PAGE_GROUPS`."""
+    """A multiple of `PAGE_GROUPS`."""
     tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
-    """Tokens of all groups."""
     tracks: Annotated[tuple[PageTrack, ...], Meta(min_length=1, max_length=MAX_TRACKS * 16)]
     """Published tracks, without layer classes that have no groups here."""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
-    """See `Catalog.position`."""
 
     def __post_init__(self) -> None:
         check(self, "page")
@@ -109,7 +106,6 @@ class Page(CommonFacts):
 
     @cached_property
     def _levels_by_track(self) -> dict[str, tuple[Level, int]]:
-        """Level and layer class of each published track."""
         parts = list(enumerate(self.spec.parts))
         return {part.track_name(level.name): (level, number) for level in self.levels for number, part in parts}
 
@@ -120,21 +116,21 @@ class Page(CommonFacts):
 
     @cached_property
     def kind(self) -> str:
-        """Equal for pages with groups that can be played together, see `page_kind`."""
+        """Equal for pages that can be played together, see `page_kind`."""
         return page_kind(self.spec, self.levels, self.profile, self.digest_kind)
 
     @property
     def whole(self) -> bool:
-        """Whether it has as many tokens as a page can have."""
+        """Whether it is full."""
         return self.tokens == PAGE_GROUPS * self.spec.group_tokens
 
     def pack_of(self, track: str) -> int:
-        """Return the number of groups of a published track in one object."""
+        """Return the number of a track's groups in one object."""
         level, part = self._levels_by_track[track]
         return level.pack(part)
 
     def place(self, track: str, group: int) -> FramePlace | None:
-        """Return the place of a frame of a published track; None if it is not in this page."""
+        """Return the place of a published frame, or None."""
         found = self.by_name.get(track)
         if found is None:
             return None
@@ -142,14 +138,14 @@ class Page(CommonFacts):
 
     @cached_property
     def base_objects(self) -> frozenset[str]:
-        """Names of the objects with its frames on the base level."""
+        """Names of the objects with base frames."""
         names = (part.track_name(self.levels[0].name) for part in self.spec.parts)
         tracks = (track for name in names if (track := self.by_name.get(name)) is not None)
         places = (self.place(track.name, track.first + at) for track in tracks for at in range(len(track.bytes)))
         return frozenset(place.name for place in places if place is not None)
 
     def shared(self, digests: Sequence[str]) -> int:
-        """Return how many of its groups a prompt shares, given the prompt's chained digests or prefixes of them."""
+        """Return how many groups a prompt shares, given its chained digests or prefixes of them."""
         pairs = zip(self.chunks, digests[self.first :], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0].startswith(pair[1]), pairs))
 
@@ -179,7 +175,7 @@ class Page(CommonFacts):
 
 
 def page_kind(spec: KVSpec, levels: Iterable[Level], profile: str | None, digest: str) -> str:
-    """Return a digest of everything that determines how frames are decoded: spec, levels, profile, digest kind."""
+    """Return a digest of everything that determines decoding: spec, levels, profile, digest kind."""
     decides = [spec.digest().hex(), [[level.name, level.refines] for level in levels], profile, digest]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
 
@@ -213,14 +209,14 @@ def _tracks(catalog: Catalog, units: Sequence[tuple[int, Unit]]) -> list[PageTra
 
 
 def with_pages(catalog: Catalog, pages: Sequence[Page]) -> Catalog:
-    """Return the catalog with the sizes, digests and losses that its pages list."""
+    """Return the catalog with its pages' sizes, digests and losses."""
     entries, units = Entries(pages), units_of(catalog.spec, catalog.tokens)
     tracks = [replace(track, **entries.listing(catalog.spec, track, units)) for track in catalog.tracks]
     return replace(catalog, tracks=tuple(tracks))
 
 
 class Entries(dict[tuple[str, int], tuple[int, str, float]]):
-    """Bytes, digest and loss of each group of each published track."""
+    """Bytes, digest and loss of each published group."""
 
     def __init__(self, pages: Sequence[Page]) -> None:
         super().__init__()
@@ -241,7 +237,7 @@ class Entries(dict[tuple[str, int], tuple[int, str, float]]):
 
 
 def placed(catalog: Catalog, track: str, group: int) -> FramePlace | None:
-    """Return the place of a frame of a published track of an asset; None if it has none."""
+    """Return the place of a published frame of an asset, or None."""
     found = catalog.published.get(track)
     if found is None:
         return None

@@ -23,12 +23,12 @@ class Prompt:
 
     tokens: tuple[TokenId, ...]
     continuation: tuple[TokenId, ...]
-    """The tokens after it, on which losses are measured."""
+    """Later tokens, on which losses are measured."""
     seal: str | None = None
     """Ties a salted prompt to its asset, see `sealed`."""
 
     def sealed(self, name: str) -> Prompt:
-        """Return this prompt tied to ``name``, the last chained digest: that cannot be checked without the salt."""
+        """Return this prompt tied to ``name``, the last chained digest, which cannot be checked without the salt."""
         return replace(self, seal=self._seal(name))
 
     def is_sealed_for(self, name: str) -> bool:

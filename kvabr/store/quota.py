@@ -1,10 +1,8 @@
-"""Keeps what engines publish into a folder within a number of bytes.
+"""Keeps the assets that engines publish into a folder within a number of bytes.
 
-The outgrown turn of a conversation goes first: an asset that another one continues. Then the least recently used goes.
-The time of an asset's last use is the access time of its catalog.
-
-Only assets that an engine published are counted and removed. Those of `kvabr encode` were measured, which is
-expensive, and are never removed. A removed prompt is published again when an engine computes it again.
+Outgrown turns of conversations are removed first: assets that another one continues. Then the least recently used, by
+the access time of its catalog. Assets of `kvabr encode` were measured, which is expensive, and stay. An engine
+publishes a removed prompt again when it computes it again.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from kvabr.types.naming import prefix_key
 
 _SLACK = 0.05
 """Share of the bound after which the folder is read again, because others may publish into it too. As much more than
-necessary is removed, so that a full folder of many assets is not read for each new one."""
+necessary is removed, so that a full folder is not read for each new asset."""
 _KEY_BYTES = 8
 
 
@@ -34,28 +32,26 @@ class _Known:
 
     used_s: float = 0.0
     objects: dict[str, int] = field(default_factory=dict)
-    """Bytes of its objects; none: not published by an engine, so that it is never removed."""
+    """Bytes of its objects; empty if no engine published it, so that it is never removed."""
     keys: bytes = b""
-    """Of its groups, one after the other. Empty if only all of it can be played: then no other one continues it."""
+    """Keys of its groups, joined. Empty if only all of it can be played: then no other asset continues it."""
     whole: int = 0
-    """Groups that have all their tokens."""
 
     def key(self, group: int) -> bytes:
         return self.keys[group * _KEY_BYTES : (group + 1) * _KEY_BYTES]
 
 
 class FolderQuota:
-    """The bound of a folder. Only `touch` may be called from several threads at once.
+    """The bound of a folder. Only `touch` is thread-safe.
 
-    Processes that share a folder each read it again after publishing a twentieth of the bound, so each of them may
-    exceed it by as much.
+    Processes that share a folder each read it again after publishing a twentieth of the bound, so each may exceed it by
+    as much.
     """
 
     def __init__(self, store: LocalStore, max_bytes: int) -> None:
-        """Take the folder; nothing is read or removed before the first `make_room`."""
+        """Take the folder, unread before the first `make_room`."""
         self._store, self._max_bytes = store, max_bytes
         self._known: dict[str, _Known] = {}
-        """All assets at the last look, by name."""
         self._since_bytes: int | None = None
         """Bytes published since the last look; None before the first."""
 
@@ -66,7 +62,7 @@ class FolderQuota:
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # another modification means another asset
 
     def make_room(self, name: str) -> int:
-        """Count a newly published asset, remove others if they no longer fit, and return how many were removed."""
+        """Count a new asset, remove others if they no longer fit, and return how many were removed."""
         made = self._known[name] = self._read(name)
         since = None if self._since_bytes is None else self._since_bytes + sum(made.objects.values())
         if since is None or since > _SLACK * self._max_bytes or self._total(self._known) > self._max_bytes:
@@ -91,7 +87,6 @@ class FolderQuota:
 
     @staticmethod
     def _total(known: dict[str, _Known]) -> int:
-        """Return the bytes of assets together; what they share counts once."""
         every: dict[str, int] = {}
         for one in known.values():
             every.update(one.objects)
@@ -100,8 +95,8 @@ class FolderQuota:
     def _outgrown(self) -> set[str]:
         """Return the names of assets that another one continues.
 
-        The digest of a group that is not full tells nothing about other prompts. So an asset that ends with one is
-        outgrown if another one has all its full groups and at least one more full group.
+        The digest of a partial group says nothing about other prompts. So an asset that ends with one is outgrown if
+        another has all its full groups and at least one more.
         """
         after_any, after_full = set[bytes](), set[bytes]()
         for known in self._known.values():
@@ -115,7 +110,6 @@ class FolderQuota:
         }
 
     def _look(self, but: str) -> None:
-        """Find what is in the folder now."""
         names = AssetStore(self._store).list()
         for name in self._known.keys() - names.keys() - {but}:
             del self._known[name]
@@ -133,7 +127,6 @@ class FolderQuota:
             return 0.0
 
     def _read(self, name: str) -> _Known:
-        """Return what an asset in the folder is."""
         used_s = self._used_s(name)
         try:
             asset = Asset(self._store, name, name, AssetVersion(0, 0.0))

@@ -36,7 +36,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 
 def objects_of(catalog: Catalog) -> dict[str, int]:
-    """Return the bytes of each object with frames of a catalog."""
+    """Return the bytes of each object with a catalog's frames."""
     sizes: dict[str, int] = {}
     for track in catalog.published.values():
         for group in range(len(track.bytes)):
@@ -48,7 +48,7 @@ def objects_of(catalog: Catalog) -> dict[str, int]:
 async def read_catalogs(
     store: Store, prompts: Iterable[str], progress: Progress = silent
 ) -> tuple[dict[str, Catalog], dict[str, str]]:
-    """Return catalogs by prompt digest, and errors of damaged ones, without missing ones."""
+    """Return catalogs by prompt digest, and errors of damaged ones; skip missing ones."""
     found, bad, names = dict[str, Catalog](), dict[str, str](), list(prompts)
 
     async def read(prompt: str) -> None:
@@ -74,14 +74,14 @@ async def remove_assets(
 ) -> int:
     """Remove assets and the objects that only they name; return the freed bytes.
 
-    With ``unreferenced`` also remove objects that no catalog names, once they are an hour old. If another catalog
-    cannot be read, which may name any object, only the catalogs are removed. A publisher that takes over a removed page
-    at this moment publishes an asset that lacks it: plays miss that part.
+    With ``unreferenced`` also remove objects that no catalog names, once an hour old. If another catalog, which may
+    name any object, cannot be read, only the catalogs are removed. A publisher that takes over a removed page at this
+    moment publishes an asset that lacks it.
     """
     there = await listing(store, CATALOGS)
     going, _ = await read_catalogs(store, [prompt for prompt in prompts if catalog_name(prompt) in there], progress)
     freed = sum(there[name].size for prompt in prompts if (name := catalog_name(prompt)) in there)
-    # Catalogs first: the second listing then shows catalogs that were published meanwhile.
+    # Catalogs first: the second listing then shows catalogs published meanwhile.
     await store.delete([catalog_name(prompt) for prompt in prompts])
     await store.delete([prompt_name(prompt) for prompt in prompts])
     left = [name.removeprefix(CATALOGS) for name in await listing(store, CATALOGS)]
@@ -120,7 +120,6 @@ def _all_names(catalog: Catalog) -> set[str]:
 
 
 async def _mend_pages(store: Store, gone: Iterable[Catalog], kept: Iterable[Catalog], objects: Collection[str]) -> None:
-    """Replace pages that name removed frames, of groups that other assets have as well."""
     shared = {chunk for catalog in gone for chunk in catalog.chunks}
     for catalog in kept:
         if not shared.intersection(catalog.chunks):

@@ -14,7 +14,7 @@ _AT_ONCE = 32
 
 
 async def spread(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await several coroutines, 32 at a time, and return their results in order."""
+    """Await coroutines, 32 at a time, and return their results in order."""
     if is_driven():
         return [await work for work in works]
     left, results = iter(enumerate(works)), dict[int, T]()

@@ -19,7 +19,7 @@ from kvabr.types.errors import ConnectionLostError, NotFoundError, Reason, Reque
 T = TypeVar("T")
 
 PART_BYTES = 32 << 10
-"""Least bytes of a part of a stream, except for the last one."""
+"""Least bytes of a stream's part, except the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class StoredObject:
 
 
 class Store(ABC):
-    """Immutable objects by name. Names are relative paths with slashes.
+    """Immutable objects by name, a relative path with slashes.
 
-    Requests may be made from any thread, and raise subclasses of `TransportError`. `blocked` runs one from a thread
-    without an event loop.
+    Requests may be made from any thread, and raise subclasses of `TransportError`; `blocked` runs one without an event
+    loop.
     """
 
     url: str
@@ -57,7 +57,7 @@ class Store(ABC):
             first: first byte.
             last: byte after the last one; None: to the end.
             limit: most bytes of the range.
-            wait_s: seconds without data after which the request fails; None: the store's own limit.
+            wait_s: seconds without data until the request fails; None: the store's own limit.
 
         Raises:
             NotFoundError: there is no such object.
@@ -94,14 +94,14 @@ class Store(ABC):
         """Create the store if it does not exist; raise `StoreError` if publishers cannot use it."""
 
     def close(self) -> None:  # noqa: B027  # not every store has connections
-        """Release connections; a later request opens new ones. Call it when no request is running."""
+        """Release connections, between requests; a later request opens new ones."""
 
     def blocked(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of this store from a thread without an event loop."""
         return drive(work) if self.immediate else blocked(work)
 
     def started(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine of this store from a thread without an event loop; an immediate one ends at once."""
+        """Start a coroutine of this store, as `blocked`; an immediate one ends at once."""
         if not self.immediate:
             return started(work)
         done: Future[T] = Future()

@@ -1,4 +1,4 @@
-"""The stores at a location: the store that it names, or those in a folder, at most `MAX_DEPTH` levels down."""
+"""The stores at a location: the named store, or those in a folder, at most `MAX_DEPTH` levels down."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from kvabr.store.names import CATALOGS, GROUPS, LIVE, MODELS, PAGES, PRIVATE_PRE
 MAX_DEPTH = 4
 """Levels of folders below the root that may contain a store: ``ROOT/a/b/c/store``."""
 MAX_FOLDERS = 100_000
-"""Most folders that are scanned."""
 _OWN = {name.rstrip("/") for name in (CATALOGS, GROUPS, LIVE, MODELS, PAGES, PRIVATE_PREFIX, PROFILES)}
 _LOOK_EVERY_S = 5.0
 """Seconds between two scans of a store that is not a folder."""
@@ -41,7 +40,7 @@ class StoreTree:
         return 0.0 if self.folder is not None else _LOOK_EVERY_S
 
     def find(self) -> tuple[dict[str, AssetStore], dict[str, str]]:
-        """Return the stores by their path below the location, with a final slash, and errors of unreadable folders.
+        """Return stores by their path below the location, with a final slash, and errors of unreadable folders.
 
         The location itself is always first, with an empty path.
         """
@@ -76,7 +75,6 @@ class StoreTree:
 
 
 def _why(path: Path, error: OSError) -> str:
-    """Return why a folder cannot be read, and a remedy."""
     what = f"{path}: cannot be read ({error.strerror})"
     if not isinstance(error, PermissionError):
         return what

@@ -1,4 +1,4 @@
-"""URLs of object stores. They have no credentials, which are read from the environment."""
+"""URLs of object stores, without credentials, which are read from the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMES = {
     "http": set[str](),
     "https": set[str](),
 }
-"""Schemes of object stores, and the options that their URLs may have."""
+"""Schemes of object stores, and their options."""
 _MAX_URL = 2048
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _PART = re.compile(r"[A-Za-z0-9._=@+-]{1,128}")
@@ -72,7 +72,7 @@ class StoreUrl:
 
     @property
     def root(self) -> str:
-        """The prefix of every name, with a slash at its end."""
+        """The prefix of every name, with a final slash."""
         return f"{self.prefix}/" if self.prefix else ""
 
     def __str__(self) -> str:
@@ -119,7 +119,6 @@ def _options(shown: str, scheme: str, query: str) -> dict[str, str]:
 
 
 def _shown(url: str) -> str:
-    """Return a URL for messages, without possible secrets."""
     before, _, rest = url[:200].partition("://")
     path = rest.partition("?")[0].partition("#")[0]
     host, slash, tail = path.partition("/")

@@ -2,8 +2,7 @@
 
 Rules for every transport:
 
-- `Connection.fetch` returns at once, and never raises for actions of the network or the peer. Errors are raised by
-  `GroupReader.read`, and each says what happened.
+- `Connection.fetch` returns at once, and never raises for the network or the peer; `GroupReader.read` raises errors.
 - A transfer never holds more than ``limit`` bytes: a peer that sends more ends it with `RequestError`.
 - After its last reader has left, or its connection is closed, no task and no stream of a transfer remains.
 - `read` never outlasts the connection: when it is lost, every reader gets an error.
@@ -34,11 +33,9 @@ class ConnectionStats:
     """State of a connection; None if the transport does not know it."""
 
     rtt_s: float | None = None
-    """Smoothed round trip, seconds."""
     bytes_received: int = 0
-    """Payload bytes of all downloads so far."""
+    """Payload bytes of all downloads."""
     lanes: int = 1
-    """Connections in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +43,22 @@ class FoundPrefix:
     """A cached prefix of a prompt."""
 
     catalog: Catalog | None
-    """Catalog of an asset that is a prefix of the prompt, with the namespace for requests; None if no prefix ends
-    with a snapshot of all states."""
+    """Catalog of an asset that is a prefix of the prompt, with the namespace for requests; None if no prefix ends with
+    a snapshot of all states."""
     limited_by: str | None = None
-    """The layer class that shortens the prefix; None if there is none."""
+    """Layer class that shortens the prefix."""
     sha256: str = ""
-    """Digest that identifies the catalog's content, hex."""
+    """Digest of the catalog's content, hex."""
 
 
 class PrefixFinder(Protocol):
     """Finds the longest prefix of a prompt, for peers without lookups."""
 
     async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
-        """Return the longest cached prefix of a prompt; None if there is none.
+        """Return the longest cached prefix of a prompt, or None.
 
-        Args:
-            spec: spec of the model; the number of a state's snapshots is up to the publisher.
-            digests: all chained digests of the prompt, in full.
-            any_dtype: accept another element type than the spec's.
+        ``digests`` are all chained digests of the prompt, in full; ``any_dtype`` accepts another element type than the
+        spec's. The number of a state's snapshots is up to the publisher.
 
         Raises:
             TransportError: the store cannot be reached.
@@ -75,38 +70,38 @@ class Connection(ABC):
     """A connection to one origin or relay; an async context manager."""
 
     backend: str
-    """``aioquic`` or ``qh3``, the scheme of a store's URL, or another name of the transport."""
+    """``aioquic`` or ``qh3``, a store URL's scheme, or another transport."""
     protocol: str
-    """Negotiated protocol: ``moqt-22``, another draft, or another name of the transport."""
+    """Negotiated protocol: ``moqt-22``, another draft, or another transport."""
     peer: str | None = None
-    """Host and port of the peer, equal for all connections to it; None if unknown."""
+    """Host and port, equal for all connections to a peer."""
     closed: bool = False
-    """Whether the connection has ended, from either side."""
+    """Whether either side has ended the connection."""
     going_away: bool = False
-    """Whether new requests must go elsewhere (GOAWAY); requests in flight may still finish."""
+    """Whether new requests must go elsewhere (GOAWAY); others may still finish."""
     trouble: str | None = None
-    """Why the peer is out of reach at the moment; None if it is not, as far as known."""
+    """Why the peer is currently out of reach, if known."""
     unreachable: bool = False
-    """Whether the peer is presumed dead: it answers neither requests nor new connections."""
+    """Whether the peer is presumed dead: it answers neither requests nor dials."""
     finder: PrefixFinder | None = None
     """Finds prefixes of prompts; None: the peer does, by a track (`kvabr.types.naming.prefix_track`)."""
     reached: bool = True
     """Whether a connection was ever established; if not, the first request dials."""
     heals: bool = False
-    """Whether it needs neither redials after failures nor probes, because each request is a separate exchange."""
+    """Whether it needs neither redials nor probes: each request is a separate exchange."""
     announced_rate: float = 0.0
     """Rate that the peer's last catalog announced for this path, bytes per second; 0.0: none."""
     waits_its_turn: bool = False
-    """Whether no bytes arrive because more urgent requests on the same path are served first."""
+    """Whether more urgent requests on the path are served first, so that no bytes arrive."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Possible values of `peer`, also before it is connected; empty if unknown."""
+        """Possible values of `peer`, also before it is connected."""
         return () if self.peer is None else (self.peer,)
 
     @property
     def sources(self) -> Sequence[Connection]:
-        """The connections that this one combines: only itself, unless a play has several sources."""
+        """The connections that this one combines, usually itself."""
         return (self,)
 
     async def connected(self) -> None:  # noqa: B027  # most are connected from the start
@@ -129,13 +124,8 @@ class Connection(ABC):
     ) -> GroupReader:
         """Request one group of one track.
 
-        Args:
-            namespace: namespace of the prompt.
-            track: name of the track.
-            group: number of the group.
-            priority: 0 (most urgent) to 255.
-            limit: most bytes of the group.
-            exact: the group has ``limit`` bytes, so its buffer is allocated once.
+        ``priority`` is 0 (most urgent) to 255, ``limit`` the most bytes. ``exact``: the group has ``limit`` bytes, so
+        its buffer is allocated once.
         """
         return self.request(GroupRequest(namespace, track, group, limit, exact), priority)
 
@@ -147,9 +137,9 @@ class Connection(ABC):
         """Release unused resources: the process has run out of descriptors or memory."""
 
     async def renew(self) -> None:  # noqa: B027  # most have no token
-        """Reconnect with the currently valid token; running transfers continue.
+        """Reconnect with the current token; running transfers continue.
 
-        Raises `TransportError` if that fails; the old connection then stays.
+        Raises `TransportError` on failure; the old connection then stays.
         """
 
     @abstractmethod
@@ -166,7 +156,7 @@ class Connection(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End the connection and its transfers; may be called twice."""
+        """End the connection and its transfers. Idempotent."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -203,16 +193,13 @@ async def read_view(reader: GroupReader) -> memoryview:
 
 
 _WINDOW_S = 0.05
-"""Seconds over which CPU time is measured."""
 _BUSY = 0.9
-"""Share of such a window that the thread must be busy for the CPU to be the limit."""
+"""Share of a window that the thread must be busy for the CPU to be the limit."""
 _MIN_SILENCE_S = 0.1
 
 
 class LimitWatch:
-    """Finds the limit of one connection.
-
-    Only samples limited by the network describe the link, so estimators need this:
+    """Finds the limit of one connection. Only samples limited by the network describe the link.
 
     - Own CPU: the transport's threads were busy nearly all the time while bytes arrived.
     - Publisher: a request is open and no bytes arrive, yet the peer answers a PING. The publisher also limits the bytes
@@ -230,7 +217,7 @@ class LimitWatch:
         self._bytes = self._bytes_at_probe = 0
         self._probing = False
         self._silent = False
-        """Whether no byte has arrived since the publisher was found silent."""
+        """No byte has arrived since the publisher was found silent."""
         self._closed = False
 
     def asked(self, in_flight: int) -> None:
@@ -255,11 +242,11 @@ class LimitWatch:
             self._wall, self._cpu = now, cpu
 
     def worked(self, cpu_s: float) -> None:
-        """Add processor time of other threads for this connection, seconds: the loop waited for it."""
+        """Add processor time of this connection's threads, seconds: the loop waited for it."""
         self._cpu -= cpu_s
 
     def alive(self) -> None:
-        """Note that the peer has acknowledged a PING."""
+        """Note an acknowledged PING."""
         if self._probing and self._bytes == self._bytes_at_probe and self._in_flight:
             self.limit, self._silent = "publisher", True
         self._probing = False

@@ -1,17 +1,17 @@
 """The connections to one peer, one after the other: dialled for requests, and redialled after a loss.
 
-Requests without a connection wait for the next one; without waiting requests no dial is made. Transfers on a lost
-connection fail. After GOAWAY new requests use a new connection, and the old one is kept until its transfers have ended.
+Requests without a connection wait for the next one. Transfers on a lost connection fail. After GOAWAY new requests use
+a new connection, and the old one is kept until its transfers have ended.
 
-A killed peer is silent. While requests are in flight and no bytes arrive, the lane probes the connection with a PING.
-The answers move it between three states:
+While requests are in flight and no bytes arrive, the lane probes the connection with a PING, since a killed peer is
+silent:
 
 - `Health.GOOD`: the peer answers, or no bytes are missing.
 - `Health.SILENT`: a probe was not answered. The lane dials in parallel. During an outage of the path that dial fails
   too, and the old connection continues afterwards. Only a peer that answers the dial, but not the old connection in as
-  much time again, has forgotten it: an overloaded peer is late with both, and more dials would add to its load.
-- `Health.STUCK`: probes are answered, but requests are not. The peer or its QUIC library may have forgotten them. The
-  lane dials, and the new connection replaces the old one.
+  much time again, has forgotten it.
+- `Health.STUCK`: probes are answered, but requests are not: the peer or its QUIC library may have forgotten them. The
+  new connection replaces the old one.
 
 A connection is stuck after seconds, but after an outage at once: a QUIC sender with a window full of lost packets is
 silent until its next retransmission, which may take as long again as the outage (RFC 9002, section 6.2).
@@ -35,21 +35,20 @@ from kvabr.types.words import ordinal
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 """Pauses between dials: doubled each time, and multiplied by a random factor from 0.5 to 1.5."""
 _UNREACHABLE = 2
-"""Failed dials in a row after which a peer is presumed dead."""
+"""Failed dials in a row until a peer is presumed dead."""
 _SHORT_LIFE_S = 1.0
-"""A connection shorter than this that delivers no data, or ends in GOAWAY, does not reset the back-off."""
+"""A shorter connection that delivers no data, or ends in GOAWAY, does not reset the back-off."""
 _LOOK_S, _MAX_LOOK_S = 0.1, 1.0
-"""Seconds between checks for received bytes; doubled after each check without bytes but with an answered probe, so that
-a busy peer is probed less."""
+"""Seconds between checks for received bytes; doubled after each check with only an answered probe, so that a busy peer
+is probed less."""
 _SIGN_S, _SIGN_RTT, _MAX_SIGN_S = 0.25, 4.0, 4.0
-"""Seconds, and multiples of the round trip or the last answer's time, that the answer to a probe may take; the probe
-may be lost and sent again. The last value is the maximum. Each request that is answered sooner halves the expected
-time, so that a peer that was slow once soon counts as quick again."""
+"""Seconds, and multiples of the round trip or the last answer's time, for the answer to a probe, which may be lost and
+sent again; and the maximum. Each request answered sooner halves the expected time."""
 _STUCK_S, _STUCK_SIGNS = 3.0, 4.0
-"""Seconds, and multiples of a probe's time, after which a peer that answers probes, but no requests, is redialled; the
-seconds double each time. It may just be slow, such as a store, or a relay that waits for its origin."""
+"""Seconds, and multiples of a probe's time, after which a peer that answers only probes is redialled; the seconds
+double each time. It may just be slow, such as a relay that waits for its origin."""
 _OUTAGE_S = 1.0
-"""Seconds since an unanswered probe, without a byte of any group, that count as an outage."""
+"""Seconds since an unanswered probe, without a byte, that count as an outage."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
 """Seconds, and round trips, of the first of a series of dials; doubled each time. QUIC backs off while it retries, so a
 fresh dial reaches a restarted peer sooner."""
@@ -62,12 +61,12 @@ class Dialler(Protocol):
     """Dials one peer."""
 
     names: tuple[str, ...]
-    """Possible names of its connections (`Connection.peer`), at least one."""
+    """Possible names of its connections (`Connection.peer`)."""
     most_lanes: int
     """Most simultaneous connections."""
 
     async def dial(self) -> PeerConnection:
-        """Return a new connection, or raise `TransportError`; never called concurrently for one lane."""
+        """Return a new connection, or raise `TransportError`; called sequentially for a lane."""
 
 
 class Health(Enum):
@@ -83,11 +82,11 @@ class Sign(Enum):
 
     BYTES = auto()
     ANSWERED = auto()
-    """A probe was answered, and requests have not waited for long."""
+    """Requests have not waited for long."""
     UNANSWERED = auto()
-    """A probe was not answered in time, and requests are in flight."""
+    """Requests are in flight."""
     OVERDUE = auto()
-    """A probe was answered, but requests have waited for too long."""
+    """Requests have waited for too long."""
     REPLACED = auto()
 
 
@@ -113,12 +112,11 @@ class PeerLane(Carrier):
         """Prepare to dial.
 
         After ``patience_s`` seconds of redialling waiting transfers fail; the next request starts again. Before the
-        first connection the first failed dial fails them, unless ``persistent``. ``released`` is called after the end
-        of each transfer, ``dialled`` with None after the first connection, and with the error whenever dialling ends
-        without one.
+        first connection the first failed dial fails them, unless ``persistent``. ``released`` is called after each
+        transfer, ``dialled`` with None after the first connection, and with the error whenever dialling ends without
+        one.
         """
         self.connection: PeerConnection | None = None
-        """The current connection; None before the first successful dial."""
         self.health = Health.GOOD
         self.closed = False
         self.unreachable = False
@@ -130,9 +128,7 @@ class PeerLane(Carrier):
         self._trouble: str | None = None
         self._leaving: list[PeerConnection] = []
         self._using: dict[GroupTransfer, tuple[PeerConnection, float]] = {}
-        """Connection and request time of each transfer."""
         self._waiting: dict[GroupTransfer, None] = {}
-        """Transfers that wait for a connection, the earliest first."""
         self._dialling: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._earlier_bytes = 0
@@ -141,25 +137,22 @@ class PeerLane(Carrier):
         self._watching: asyncio.Task[None] | None = None
         self._look_s = _LOOK_S
         self._requested = asyncio.Event()
-        """Set by each request, to check sooner."""
         self._checked_bytes = 0
-        """Bytes of the current connection at the last check."""
         self._quiet_s = 0.0
         """Seconds that requests have waited since the last bytes, while the peer answered probes."""
         self._outage_s: float | None = None
-        """Time of the first unanswered probe since the last bytes, if any."""
+        """Time of the first unanswered probe since the last bytes."""
         self._given_up: int | None = None
-        """Received bytes when a request was given up, perhaps because of an outage; None if there was none, or the peer
-        was found to answer since."""
+        """Received bytes when a request was given up, perhaps because of an outage, until the peer answers."""
         self._stuck_s = _STUCK_S
         self._answer_s = 0.0
-        """Seconds of the peer's last answer to a probe or a dial, or to requests since."""
+        """Seconds of the last answer to a probe or a dial, or to requests since."""
 
     # ------------------------------------------------------------------ for the peer
 
     @property
     def trouble(self) -> str | None:
-        """Why the peer is out of reach at the moment; None if it is not, as far as known."""
+        """Why the peer is currently out of reach, if known."""
         if self._trouble is not None or self.connection is None:
             return self._trouble
         return self.connection.trouble
@@ -171,7 +164,7 @@ class PeerLane(Carrier):
 
     @property
     def left_bytes(self) -> int:
-        """Missing bytes of its transfers, without live groups, which arrive when they exist."""
+        """Missing bytes of its transfers, without live groups."""
         every = (*self._using, *self._waiting)
         return sum(one.request.limit - one.received for one in every if not one.request.live)
 
@@ -182,12 +175,7 @@ class PeerLane(Carrier):
         return self._earlier_bytes + sum(connection.stats().bytes_received for connection in open_ones)
 
     async def connected(self) -> None:
-        """Wait for a connection; callers share one dial.
-
-        Raises:
-            TransportError: the peer cannot be reached, or refuses us; the next call dials again.
-            ConnectionLostError: this was closed.
-        """
+        """Wait for a connection; see `Connection.connected`."""
         while self.closed or self.connection is None:
             if self.closed:
                 raise ConnectionLostError(CLOSED)
@@ -208,7 +196,7 @@ class PeerLane(Carrier):
                 await made.close()
 
     async def close(self) -> None:
-        """Close all connections, and fail waiting transfers. May be called again, also after a cancellation."""
+        """Close all connections, and fail waiting transfers. Idempotent."""
         self.closed = True
         if tasks := [task for task in (self._dialling, self._watching) if task is not None]:
             for task in tasks:
@@ -223,7 +211,7 @@ class PeerLane(Carrier):
     # ------------------------------------------------------------------ Carrier
 
     def carry(self, transfer: GroupTransfer) -> None:
-        """Request a group on the current connection, or on the next one; see `Carrier.carry`."""
+        """Request a group on the current connection, or on the next one."""
         transfer.carrier = transfer.source = self
         if self.closed:
             transfer.fail(ConnectionLostError(CLOSED))
@@ -240,14 +228,14 @@ class PeerLane(Carrier):
             self._answer_s = min(self._answer_s, max(took_s, self._answer_s / 2))
 
     def explain(self, transfer: GroupTransfer, error: Exception) -> Exception:
-        """See `Carrier.explain`: a refusal on a replaced connection need not apply to the new one."""
+        """A refusal on a replaced connection need not apply to the new one; see `Carrier.explain`."""
         used, _ = self._using.get(transfer, (None, 0.0))
         if isinstance(error, UnauthorizedError) and used in self._leaving:
             return ConnectionLostError(f"{transfer.request}: {_REPLACED}")
         return error
 
     def released(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.released`; closes a replaced connection after its last transfer."""
+        """Close a replaced connection after its last transfer; see `Carrier.released`."""
         self._waiting.pop(transfer, None)
         used, _ = self._using.pop(transfer, (None, 0.0))
         if used is not None and used is self.connection:
@@ -291,7 +279,6 @@ class PeerLane(Carrier):
     # ------------------------------------------------------------------ health
 
     def _note(self, sign: Sign) -> None:
-        """Update the health; redial unless it is good."""
         before = self.health
         if sign is Sign.OVERDUE:
             self.health = Health.STUCK
@@ -316,7 +303,7 @@ class PeerLane(Carrier):
     async def _watch(self) -> None:
         """Probe the peer while transfers are in flight and no bytes arrive.
 
-        After a request was given up, probe once more, so that an outage is noticed.
+        After a request was given up, probe once more, to notice an outage.
         """
         try:
             while self._using or (self._given_up is not None and self._usable()):
@@ -343,7 +330,6 @@ class PeerLane(Carrier):
             self._watching = None
 
     async def _check(self, connection: PeerConnection, since_s: float) -> None:
-        """Probe a connection without bytes since ``since_s``, if some may be missing."""
         if self._given_up is None and not self._carries(connection):
             return
         dialling, self._given_up = self._dialling, None
@@ -365,7 +351,7 @@ class PeerLane(Carrier):
                 self._outage_s = self._outage_s or asyncio.get_running_loop().time()
 
     def _patient_s(self, connection: PeerConnection) -> float:
-        """Return how many seconds a peer that answers probes may leave requests unanswered."""
+        """Return how long a peer that answers probes may leave requests unanswered."""
         signs_s, outage_s = self._sign_s(connection), self._outage_s
         lost = outage_s is not None and asyncio.get_running_loop().time() - outage_s > _OUTAGE_S
         quick = self._answer_s < _SIGN_S  # a busy peer is late with probes, too
@@ -378,7 +364,6 @@ class PeerLane(Carrier):
         return max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0), late_s)
 
     async def _probe(self, connection: PeerConnection, least_s: float = 0.0) -> bool:
-        """Probe a connection, and wait as long as an answer may take, but at least ``least_s``."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         alive = await connection.answers(max(least_s, self._sign_s(connection)))
@@ -458,7 +443,7 @@ class PeerLane(Carrier):
             raise TransportError(f"no answer within {seconds:.3g} s") from error
 
     async def _choose(self, made: PeerConnection, begun_s: float) -> None:
-        """Switch to a new connection, dialled since ``begun_s``, unless the silent one proves to be alive."""
+        """Switch to a connection dialled since ``begun_s``, unless the silent one proves to be alive."""
         old, took_s = self.connection, asyncio.get_running_loop().time() - begun_s
         if old is not None and self._usable():
             alive = True

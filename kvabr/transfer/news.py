@@ -1,6 +1,6 @@
 """Follows the messages of a growing asset on one connection.
 
-Earlier messages are fetched, many at a time; later ones arrive by a subscription, as soon as they exist.
+Earlier messages are fetched, many at a time; later ones arrive by a subscription.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, news_bytes, parse_edge
 from kvabr.types.naming import EDGE_TRACK, TrackNamespace
 
 _MAX_REQUESTED = 8
-"""Messages requested ahead."""
 _END_BYTES = 7 << 10
-"""Additional bytes of the last message: it has a reason in JSON, 500 characters of up to 12 bytes."""
+"""Additional bytes of the last message: a reason of 500 characters of up to 12 bytes."""
 _PAUSE_S, _MAX_PAUSE_S = 0.05, 0.5
-"""Pauses before a request is repeated, doubled each time."""
 _TOP_PRIORITY = 0
 
 
@@ -31,7 +29,7 @@ class Retries:
         self._connection, self._pauses = connection, Backoff(_PAUSE_S, _MAX_PAUSE_S)
 
     async def wait(self, error: Exception) -> None:
-        """Wait until a request may be repeated after an error; raise the error if that is useless."""
+        """Wait until a request may be repeated after an error; raise it if that is useless."""
         if self._connection.closed or not isinstance(error, TransportError) or isinstance(error, NotFoundError):
             raise error
         wanted_s = error.retry_after_s if isinstance(error, RequestError) else None
@@ -45,7 +43,6 @@ class News:
         self._connection, self._namespace = connection, namespace
         self._bytes = news_bytes(tracks)
         self._requested: dict[int, GroupReader] = {}
-        """Messages that are being waited for, by number."""
         self._past = True
         """Whether there may be earlier messages to fetch."""
 

@@ -2,7 +2,7 @@
 
 Several connections, lanes, help if the path carries more than one of them, or one core, does. Plays see one source and
 one link: a request uses the lane with the fewest bytes left. Another lane is opened while enough bytes are wanted, and
-stays in use only if the total rate then clearly rises, so that a slow or busy path has only as many as it needs.
+stays only if the total rate then clearly rises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import ConnectionLostError, NoAnswerError, RequestError, TransportError, UnauthorizedError
 
 _WAITS_BYTES = 1 << 20
-"""Wanted bytes per lane for a meaningful measurement of the rate."""
+"""Wanted bytes per lane for a meaningful measurement."""
 _MEASURED_S, _MEASURED_BYTES = 0.05, 4 << 20
 """Least time and bytes of a measurement."""
 _MIN_GAIN_FACTOR = 1.1
@@ -30,12 +30,11 @@ _PATIENCE_S = 30.0
 
 
 def _of_connection(name: str, unconnected: str | None) -> Any:
-    """Return a property with the value of the first lane's connection."""
     return property(lambda peer: getattr(peer._connection, name, unconnected))  # noqa: SLF001
 
 
 class Peer(PeerConnection):
-    """Fetches from one peer; for one event loop. Its context manager connects."""
+    """Fetches from one peer, in one event loop. Its context manager connects."""
 
     backend: str = _of_connection("backend", "none")
     protocol: str = _of_connection("protocol", "none")
@@ -52,12 +51,11 @@ class Peer(PeerConnection):
         self._over = False
         self._lanes = [self._lane(self._dialled)]
         self.used = 1
-        """Number of lanes in use, which are the first ones."""
         self._opening: asyncio.Task[None] | None = None
         self._before = 0.0
         """Rate with one lane fewer, bytes per second; 0.0 with one lane."""
         self._since: tuple[float, int] | None = None
-        """Start of the current measurement, and the bytes received by then."""
+        """Start of the current measurement, and bytes by then."""
         self._again_s = 0.0
 
     def _lane(self, dialled: Callable[[BaseException | None], None] = lambda _: None) -> PeerLane:
@@ -110,7 +108,6 @@ class Peer(PeerConnection):
 
     @property
     def trouble(self) -> str | None:  # type: ignore[override]
-        """See `Connection.trouble`: of the first lane."""
         return self._lanes[0].trouble
 
     @property
@@ -141,11 +138,9 @@ class Peer(PeerConnection):
                 lane.connection.relieve()
 
     async def answers(self, within_s: float) -> bool:
-        """See `Connection.answers`; of the first lane."""
         return self._connection is not None and await self._connection.answers(within_s)
 
     def stats(self) -> ConnectionStats:
-        """See `Connection.stats`; the round trip is that of the first lane."""
         every = [lane.connection.stats() for lane in self._lanes if lane.connection is not None]
         if not every:
             return ConnectionStats()
@@ -177,7 +172,6 @@ class Peer(PeerConnection):
         return sum(lane.bytes_received for lane in self._lanes)
 
     def _measure(self) -> None:
-        """Judge the lanes by their rate while enough bytes were wanted."""
         if self._over or self._dialler.most_lanes < 2:
             return
         waiting = sum(lane.left_bytes for lane in self._lanes)

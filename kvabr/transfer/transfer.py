@@ -1,7 +1,7 @@
 """A `GroupTransfer` receives one group: a `Carrier` fills it, `GroupReader`s read it.
 
 It has the priority of its most urgent reader, and ends with its last one. Its bytes are copied once, into one buffer;
-readers get views of that, which never change or move.
+readers get views, which never change or move.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from kvabr.types.naming import TrackNamespace
 
 _LOWEST_PRIORITY = 255
 _BY_WEIGHT: tuple[Limit, ...] = ("kept", "cpu", "publisher")
-"""If several of these limited the bytes of one read, the first is reported."""
+"""If several of these limited a read, the first is reported."""
 _MIN_ROOM = 16 << 10
-"""Initial bytes of a buffer of unknown size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,12 @@ class GroupRequest:
     limit: int
     """Most bytes of the group."""
     exact: bool = False
-    """Whether ``limit`` is the exact size, so that the buffer is allocated once."""
+    """``limit`` is the exact size, so that the buffer is allocated once."""
     digest: str | None = None
-    """The group's digest (`kvabr.types.digests`), if known from a catalog."""
+    """The group's digest (`kvabr.types.digests`), if known."""
     live: bool = False
-    """Whether the group may be unpublished: then a subscription to its track delivers it. If the track ends without the
-    group, or the peer has no subscriptions, the transfer ends with `NotFoundError`."""
+    """The group may be unpublished: then a subscription to its track delivers it. If the track ends without the group,
+    or the peer has no subscriptions, the transfer ends with `NotFoundError`."""
     groups: int = 1
     """Number of consecutive groups, if they exist; their bytes are concatenated."""
 
@@ -51,10 +50,10 @@ class Carrier(ABC):
 
     @abstractmethod
     def carry(self, transfer: GroupTransfer) -> None:
-        """Begin a transfer. Returns at once, and never raises for actions of the network or a peer."""
+        """Begin a transfer. Returns at once, and never raises for the network or a peer."""
 
     def reprioritise(self, transfer: GroupTransfer) -> None:  # noqa: B027  # optional
-        """Apply the new priority of a transfer, as MoQT's REQUEST_UPDATE does; some peers ignore it."""
+        """Apply a transfer's new priority, as MoQT's REQUEST_UPDATE does; some peers ignore it."""
 
     def drop(self, transfer: GroupTransfer) -> None:  # noqa: B027  # optional
         """Stop a transfer, which is over; ignore unknown ones."""
@@ -77,7 +76,7 @@ class TransferListener(ABC):
     @property
     @abstractmethod
     def wire_priority(self) -> int:
-        """The listener's priority for the transfer, 0 (most urgent) to 255."""
+        """Its priority for the transfer, 0 (most urgent) to 255."""
 
     @abstractmethod
     def on_more(self) -> None:
@@ -90,32 +89,27 @@ class GroupTransfer:
     def __init__(self, request: GroupRequest) -> None:
         self.request = request
         self.priority = _LOWEST_PRIORITY
-        """Priority of its most urgent reader, 0 (most urgent) to 255."""
+        """Of its most urgent reader, 0 (most urgent) to 255."""
         self.data = memoryview(b"")
         """All readable bytes: contiguous and read-only."""
         self.complete = False
-        """Whether `data` is the whole group."""
         self.error: Exception | None = None
         """Why the transfer ended early; received bytes can still be read."""
         self.over = False
-        """Whether it has ended, complete or failed."""
         self.limit: Limit = "network"
         self.readers: list[TransferListener] = []
         self.carrier: Carrier | None = None
-        """The carrier that it was passed to."""
         self.source: Carrier | None = None
-        """The carrier that fills it: the same, or one that the first one uses."""
+        """The carrier that fills it: the same, or one used by it."""
         self.received = 0
-        """Bytes received from its carrier."""
         self._memory = memoryview(b"")
         """The received bytes, each written once, and room for more."""
         self._started = self._due = False
         self._limit: Limit = "network"
-        """Limit of the bytes that are not yet readable."""
 
     @property
     def subscribed(self) -> bool:
-        """Whether the group may be unpublished, so that the peer's silence does not describe the path."""
+        """Whether the group may be unpublished, so that silence does not describe the path."""
         return self.request.live and not self.received
 
     # ------------------------------------------------------------ for readers
@@ -177,7 +171,7 @@ class GroupTransfer:
         self.received = end
 
     def progressed(self, limit: Limit = "network") -> None:
-        """Make the received bytes readable at the end of this turn of the event loop; set what limited them."""
+        """Make received bytes readable after this turn of the event loop; set their limit."""
         if self.over or not self.received:
             return
         if not self._started and self.carrier is not None:
@@ -195,7 +189,7 @@ class GroupTransfer:
         return self._memory[self.received : self.received + most]
 
     def took(self, count: int, limit: Limit = "network") -> None:
-        """Note that ``count`` bytes were written to the memory that `room` returned, and what limited them."""
+        """Note that ``count`` bytes were written to the memory of `room`, and their limit."""
         if not self.over and count:
             self.received += count
             self.progressed(limit)
@@ -239,7 +233,7 @@ class GroupTransfer:
     # -------------------------------------------------------------- internals
 
     def _grow(self, end: int) -> None:
-        """Get memory for ``end`` bytes: at once if the size is known, else doubling it, for small tracks."""
+        """Get memory for ``end`` bytes: at once if the size is known, else doubling it."""
         if end > len(self._memory):
             limit = self.request.limit
             grown = GROUPS.take(limit if self.request.exact else min(limit, max(end, 2 * len(self._memory), _MIN_ROOM)))
@@ -253,7 +247,6 @@ class GroupTransfer:
             self._more(self._memory[: self.received].toreadonly(), limit)
 
     def _more(self, data: memoryview, limit: Limit) -> None:
-        """Make data readable; a group of known size then needs no separate end."""
         fresh, self.data, self.limit = data[len(self.data) :], data, limit
         self.arrived(fresh)
         if self.request.exact and len(data) == self.request.limit:
@@ -286,11 +279,9 @@ class GroupReader(TransferListener):
     """Reads a transfer from its beginning."""
 
     def __init__(self, transfer: GroupTransfer, priority: int) -> None:
-        """Join a transfer."""
         self.priority = priority
         """0 (most urgent) to 255."""
         self.limit: Limit = "network"
-        """Limit of the bytes of the last read."""
         self.transfer = transfer
         self._held: tuple[Limit, ...] = ()  # a tuple saves an object: there are many readers
         self._read = 0
@@ -307,7 +298,7 @@ class GroupReader(TransferListener):
 
     @property
     def data(self) -> memoryview:
-        """All bytes received so far: contiguous and read-only. The bytes of a view never change or move."""
+        """All bytes received so far: contiguous and read-only, never changed or moved."""
         return self.transfer.data
 
     @property
@@ -316,9 +307,7 @@ class GroupReader(TransferListener):
         return self.transfer.error
 
     async def read(self) -> memoryview:
-        """Return the bytes received since the last read, a part of `data`; wait for some if there are none.
-
-        An empty view marks the end of the group.
+        """Return the bytes since the last read, a part of `data`; wait for some. An empty view marks the end.
 
         Raises:
             NotFoundError: there is no such track, or this connection may not read it.
@@ -337,10 +326,7 @@ class GroupReader(TransferListener):
         return self._take(transfer.data)
 
     def has_digest(self, digest: str) -> bool:
-        """Return whether the complete `data` has this digest; readers of one transfer may share the computation.
-
-        Slow: call it in a thread.
-        """
+        """Return whether the complete `data` has this digest, once per transfer. Slow: call it in a thread."""
         return self.transfer.has_digest(digest)
 
     def prioritise(self, priority: int) -> None:
@@ -349,7 +335,7 @@ class GroupReader(TransferListener):
         self.transfer.reprioritise()
 
     def cancel(self) -> None:
-        """Stop reading. May be called at any time; `data` stays valid."""
+        """Stop reading, at any time; `data` stays valid."""
         self._gone = True
         self.transfer.leave(self)
         self._wake()

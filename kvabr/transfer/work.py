@@ -12,7 +12,7 @@ from typing import Any
 from kvabr.codec.threads import decoder_threads
 
 SMALL_BYTES = 32 << 10
-"""Less memory is checked and decoded on the event loop's own thread: next to a busy loop, a thread needs 5 ms just to
+"""Less memory is checked and decoded on the event loop's thread: next to a busy loop, a thread needs 5 ms just to
 acquire the interpreter's lock."""
 
 

@@ -32,25 +32,24 @@ from kvabr.types.peer import PeerOptions
 
 DEFAULT_PORT = 443
 FRAGMENT_TYPE = "kvcache"
-"""Type of the fragment that names an asset (draft-ietf-moq-transport-18, Fragment Identifiers; not registered)."""
+"""Fragment type that names an asset (draft-ietf-moq-transport-18, Fragment Identifiers; not registered)."""
 HEAD_START_S = 0.25
-"""Head start of each address of a host before the next one is tried (RFC 8305, section 5)."""
+"""Head start of each address of a host before the next one (RFC 8305, section 5)."""
 _MAX_ADDRESSES = 8
 
 _TCP_HEAD_START_S = 1.0
-"""Head start of TCP over QUIC, for TLS and MoQT's SETUP, once it has connected."""
+"""Head start of connected TCP over QUIC, for TLS and MoQT's SETUP."""
 _REFUSED_S = 2.0
 """Seconds for QUIC to answer after TCP was refused: the host is up, but probably without a server."""
 Over = Literal["quic", "tcp"]
 TransportName = LibraryName | Literal["tcp"]
-"""A transport: QUIC by a library, or QMux on TCP."""
 
 A = TypeVar("A")
 C = TypeVar("C", bound=MoqtConnection)
 
 
 def parse_url(url: str) -> tuple[str, int, str]:
-    """Return host, port, and path with query of a ``moqt`` URL, or raise UsageError; `asset_of` reads the fragment."""
+    """Return host, port, and path with query of a ``moqt`` URL; raise UsageError. `asset_of` reads the fragment."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -73,7 +72,7 @@ def parse_url(url: str) -> tuple[str, int, str]:
 
 
 def asset_of(url: str) -> TrackNamespace | None:
-    """Return the asset of a URL's fragment ``#kvcache:<model>/<prompt digest>``; None without a fragment."""
+    """Return the asset of a URL's fragment ``#kvcache:<model>/<prompt digest>``, or None."""
     _, _, fragment = url.partition("#")
     if not fragment:
         return None
@@ -104,18 +103,14 @@ def connect(
 ) -> Peer:
     """Return an origin or a relay, dialled on entering its context manager or by the first request.
 
-    It is redialled after a lost connection and after GOAWAY.
-
-    Args:
-        url: ``moqt://host[:port][/path][?query]``; the default port is 443.
-        how: see `PeerOptions`.
-        drafts: protocols to offer, preferred first.
-        names: notation of namespaces; ``split`` is for peers that cannot carry a slash inside a field.
-        needed: raise on entering if the peer does not answer or its name is unknown; otherwise requests dial again.
+    It is redialled after a lost connection and after GOAWAY. ``url`` is ``moqt://host[:port][/path][?query]``, by
+    default port 443. ``drafts`` are protocols to offer, preferred first; ``names`` the notation of namespaces,
+    ``split`` for peers that cannot carry a slash inside a field. ``needed``: raise on entering if the peer does not
+    answer or its name is unknown; otherwise requests dial again.
 
     Raises:
-        UsageError: the URL or an option is wrong. From ``async with``:
-        TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
+        UsageError: the URL or an option is wrong.
+        TransportError: from ``async with``: the peer cannot be reached, speaks another protocol, or refuses us.
     """
     how = how or PeerOptions()
     host, port, path = parse_url(url)
@@ -123,7 +118,7 @@ def connect(
 
 
 def peer_name(where: str, over: Over) -> str:
-    """Return the name of a peer (`Connection.peer`): QUIC and TCP to one host are links of different speed."""
+    """Return a peer's name (`Connection.peer`): QUIC and TCP to one host differ in speed."""
     return where if over == "quic" else f"{where} tcp"
 
 
@@ -136,7 +131,6 @@ class MoqtDialler:
         self.names = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
         self.most_lanes = options.how.lanes
         self._works: Over | None = None
-        """The transport that reached the peer last."""
 
     async def dial(self) -> MoqtConnection:
         how = self._options.how
@@ -170,7 +164,7 @@ class MoqtDialler:
                 failed[over] = NoAnswerError(f"{self._where}: TCP refused, UDP silent; does a server run there?")
             except TransportError as error:
                 failed[over] = error
-            # Another service may have the TCP port, so its answer does not count before that of QUIC.
+            # Another service may have the TCP port, so its answer does not count before QUIC's.
             raise NoAnswerError(str(failed[over])) if over == "tcp" else failed[over]
 
         try:
@@ -180,7 +174,6 @@ class MoqtDialler:
             raise answer or failed.get("quic", error) from None
 
     async def _dial_over(self, over: Over, connect_s: float | None = None) -> MoqtConnection:
-        """Connect over one transport."""
         name: TransportName = "tcp" if over == "tcp" else installed_libraries(self._options.how.quic)[0]
         connection = await dial(self._options, name, connect_s)
         connection.peer = peer_name(self._where, over)
@@ -189,7 +182,7 @@ class MoqtDialler:
 
 
 async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s: float | None = None) -> MoqtConnection:
-    """Connect once to the address that answers first, and wait for its SETUP; raise TransportError if that fails.
+    """Connect once to the address that answers first, and wait for its SETUP; raise TransportError.
 
     ``connect_s``: seconds for the TCP connection alone, before TLS; None: all of the timeout.
     """
@@ -214,11 +207,11 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
 
 
 async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any, Any, C]], head_start_s: float) -> C:
-    """Return the connection of the first successful attempt, of one per candidate; further ones are closed.
+    """Return the connection of the first successful attempt, one per candidate; close further ones.
 
-    Each attempt starts when the previous one has failed or has had its head start. Once all have started and one has
-    been answered with an error, wait one more head start for the silent ones. Then raise the error of an answer, or
-    `NoAnswerError` if there was none. Remaining attempts are cancelled. An `UnauthorizedError` is raised at once.
+    Each attempt starts when the previous one has failed or has had its head start. Once all have started and one was
+    answered with an error, wait one more head start for the silent ones; then raise the error, or `NoAnswerError` if no
+    answer arrived. An `UnauthorizedError` is raised at once.
     """
     tasks: list[asyncio.Task[C]] = []
     waiting = list(candidates)
@@ -250,7 +243,7 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Return whether an attempt failed because of a closed port."""
+    """Return whether a port was closed."""
     while error is not None and not isinstance(error, ConnectionRefusedError):
         error = error.__cause__ or error.__context__
     return error is not None

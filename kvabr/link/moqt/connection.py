@@ -1,7 +1,6 @@
 """A MoQT `Connection` over QUIC or TCP, made by `kvabr.link.moqt.connect.dial`.
 
-Groups are fetched, or received by a subscription to their track if they are unpublished. FETCHes beyond the limit wait
-in a `RequestQueue`.
+Groups are fetched, or if unpublished, received by a subscription. FETCHes beyond the limit wait in a `RequestQueue`.
 """
 
 from __future__ import annotations
@@ -44,12 +43,11 @@ from kvabr.types.errors import (
 from kvabr.types.naming import MAX_FULL_TRACK_NAME, is_catalog
 
 _KVABR = b"kvabr"
-"""How kvabr's ends name themselves in SETUP."""
 _TOKEN_HINT = "its operator has tokens; give yours with --token-file F, KVABR_TOKEN, or token="  # noqa: S105  # none
 _GOING_AWAY = "the peer is going away; reconnect"
 _CLOSING_S = 0.25
 _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
-"""QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
+"""QUIC error codes of TLS alerts about certificates (RFC 8446, section 6.2)."""
 
 
 class MoqtConnection(Endpoint, PeerConnection):
@@ -65,7 +63,6 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._made: dict[GroupTransfer, MoqtRequest] = {}
         self._subscriber = Subscriber(self._open_session, self._fetch, self._forget, self._next_soon)
         self._asking = False
-        """Whether `_next` is scheduled."""
         self._received = 0
         self._lost: str | None = None
         self._lost_kind = ConnectionLostError
@@ -76,9 +73,8 @@ class MoqtConnection(Endpoint, PeerConnection):
         self.shaken = False
         self._received_any = asyncio.Event()
         self._announces = False
-        """Whether the peer is kvabr's, so that a rate in its answers is not one that a relay passes on."""
+        """The peer is kvabr's, so that a rate in its answers is its own, not passed on by a relay."""
         self.watch = LimitWatch(self._probe, self.round_trip)
-        """Finds the limit of the downloads."""
 
     # ------------------------------------------------------------------ Connection
 
@@ -152,13 +148,13 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._next_soon()
 
     def round_trip(self) -> float | None:
-        """Return the smoothed round trip, seconds, if known."""
+        """Return the smoothed round trip, seconds."""
         return self.transport.round_trip()
 
     # ------------------------------------------------------------------ Endpoint
 
     def make_session(self, draft: Draft) -> MoqtSession | None:
-        """See `Endpoint.make_session`. A pinned certificate is checked before any data is sent."""
+        """Check a pinned certificate before any data is sent; see `Endpoint.make_session`."""
         options = self._options
         self.shaken = True
         if options.how.fingerprint is not None:
@@ -205,7 +201,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         if not self.shaken and code in _BAD_CERTIFICATE:
             der = self.refused = self.transport.peer_certificate()
             why = why_refused(der, self._options.host)
-            # Libraries word one cause differently; it is reported once.
+            # Libraries word one cause differently.
             reason = why if der is not None else f"{why} ({reason})"
         elif code in (SessionCode.UNAUTHORIZED, SessionCode.EXPIRED_AUTH_TOKEN):
             if "token" not in reason:
@@ -215,7 +211,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._fail(reason)
 
     def room(self, stream: int, most: int) -> list[memoryview]:
-        """Return the buffer of the transfer, so that payload is read to its final place."""
+        """Return the transfer's buffer, so that payload is read to its final place."""
         payload = None if self.session is None else self.session.requester.expected(stream)
         request = None if payload is None else self._requests.in_flight.get(payload.request)
         if payload is None or request is None or request.transfer.over:
@@ -316,7 +312,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self.watch.asked(len(self._requests.in_flight) + self._subscriber.receiving)
 
     def _answer(self, event: Requested) -> None:
-        """Accept namespace subscriptions and publications of a relay, without acting on them."""
+        """Accept a relay's namespace subscriptions and publications, without acting on them."""
         assert self.session is not None  # noqa: S101  # the event came from it
         responder = self.session.responder
         if isinstance(event.message, PublishNamespace | SubscribeNamespace):

@@ -15,14 +15,14 @@ from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, by_alpn
 
 _MAX_HELD = 1024
-"""Most streams that wait for the peer's stream limit; a peer that causes more and allows none is hostile."""
+"""Most streams that wait for the peer's stream limit; a peer that causes more is hostile."""
 
 
 class Endpoint(ABC):
     """The owner of one connection and one session."""
 
     transport: StreamTransport
-    """The connection, set before its first event."""
+    """Set before its first event."""
 
     most_unread = 1 << 20
     """Most bytes of answers on one stream that a peer may leave unread."""
@@ -31,15 +31,14 @@ class Endpoint(ABC):
 
     def __init__(self) -> None:
         self.session: MoqtSession | None = None
-        """None before the handshake is done."""
         self._held: dict[int, list[Write | Reset | Stop]] = {}
-        """Commands for streams beyond the peer's stream limit, in stream order."""
+        """Commands for streams beyond the peer's limit, in stream order."""
 
     # ------------------------------------------------------------------ for subclasses
 
     @abstractmethod
     def make_session(self, draft: Draft) -> MoqtSession | None:
-        """Return an unstarted session after the handshake; None if the connection was closed instead."""
+        """Return an unstarted session after the handshake; None if the connection was closed."""
 
     @abstractmethod
     def happened(self, event: Event) -> None:
@@ -68,7 +67,7 @@ class Endpoint(ABC):
         return []
 
     def took(self, stream: int, into: list[memoryview], count: int) -> None:  # noqa: B027  # optional
-        """Note that ``count`` bytes of a stream were written to the memory that `room` returned."""
+        """Note that ``count`` bytes were written to the memory of `room`."""
 
     def worked(self, cpu_s: float) -> None:  # noqa: B027  # optional
         """Note processor time of the transport's threads, seconds."""

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from typing import Any
 
 Address = tuple[socket.AddressFamily, Any]
-"""Address family, and address for a socket of that family."""
 
 _lookups: dict[tuple[str, int], Future[Sequence[Address]]] = {}
 """Running lookups, one thread each, since the system call cannot be cancelled."""
@@ -20,7 +19,7 @@ _lock = threading.Lock()
 async def addresses_of(host: str, port: int) -> Sequence[Address]:
     """Return the addresses of a host, each once; raise `OSError` if it has none.
 
-    The event loop's own threads are not used: a few silent name servers would occupy all of them.
+    Not in the event loop's own threads: silent name servers would occupy all of them.
     """
     try:
         return _found(host, port, socket.AI_NUMERICHOST)

@@ -21,7 +21,7 @@ Names = Literal["draft", "split"]
 """Notation of namespaces: as in the draft, or split at slashes for peers that cannot carry one in a field."""
 
 DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
-"""ALPN identifiers of the offered moq-transport drafts, preferred first."""
+"""ALPN identifiers of the offered drafts, preferred first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,13 @@ class DialOptions:
     token: str | None = field(default=None, repr=False)
     """Sent only over an encrypted connection, never logged."""
     how: PeerOptions = field(default_factory=PeerOptions)
-    """For a certificate with a given fingerprint, only its dates are checked, not its name or issuer."""
+    """For a certificate with a given fingerprint, only its dates are checked."""
     drafts: tuple[str, ...] = DRAFTS
-    """Protocols to offer, preferred first."""
     names: Names = "draft"
 
 
 def trust(configuration: Any, options: DialOptions) -> None:
-    """Configure the certificates that a QUIC library or a TLS context trusts.
-
-    Raise TransportError if they cannot be read.
-    """
+    """Configure the trusted certificates of a QUIC library or a TLS context; raise TransportError."""
     if options.how.insecure or options.how.fingerprint is not None:
         # `check_pinned` checks a pinned certificate before any data is sent.
         for checks in ("check_hostname", "verify_hostname"):  # of Python, of qh3
@@ -58,7 +54,6 @@ def trust(configuration: Any, options: DialOptions) -> None:
 
 
 def _check_ca(path: Path) -> None:
-    """Raise TransportError unless a file has PEM certificates."""
     try:
         pem = path.read_bytes()
     except OSError as error:
@@ -72,7 +67,7 @@ def _check_ca(path: Path) -> None:
 def trusted_itself(der: bytes | None, options: DialOptions) -> str | None:
     """Return the fingerprint of a refused certificate that is itself in the --ca file, and valid for this host today.
 
-    ``openssl req -x509`` makes such self-signed certificates: authorities that qh3 does not accept as servers.
+    ``openssl req -x509`` makes such authorities, which qh3 does not accept as servers.
     """
     if der is None or options.how.ca is None or options.how.fingerprint is not None:
         return None
@@ -104,7 +99,7 @@ def check_pinned(der: bytes | None, fingerprint: str) -> None:
 
 
 def why_refused(der: bytes | None, host: str) -> str:
-    """Return why TLS refused the certificate of ``host`` (None: never received); the libraries give few details."""
+    """Return why TLS refused the certificate of ``host`` (None: never received)."""
     if der is None:
         return "the peer's certificate was not accepted"
     try:
@@ -145,7 +140,7 @@ def _outdated(certificate: Certificate) -> str | None:
 
 
 def names_of(certificate: Certificate) -> list[str]:
-    """Return the host names and addresses of a certificate."""
+    """Return a certificate's host names and addresses."""
     from cryptography import x509  # noqa: PLC0415  # slow to load
 
     try:
@@ -160,5 +155,5 @@ def _fits(host: str, certificate: Certificate) -> bool:
 
 
 def _matches(host: str, name: str) -> bool:
-    """Return whether a certificate's name matches a host; a leading ``*`` matches one label (RFC 6125)."""
+    """Match a certificate's name and a host; a leading ``*`` stands for one label (RFC 6125)."""
     return host == name or (name.startswith("*.") and host.partition(".")[2] == name[2:])

@@ -12,11 +12,11 @@ from kvabr.moqt.requester import NextPayload
 from kvabr.transfer.transfer import GroupTransfer
 
 _MAX_BUFFERS = 64
-"""Buffers that are filled at a time; Linux allows 1,024."""
+"""Buffers filled at a time; Linux allows 1,024."""
 
 
 def place(payload: NextPayload, transfer: GroupTransfer, most: int) -> list[memoryview]:
-    """Return buffers for at most ``most`` bytes: payload, a header, payload, and so on; empty if the group is full."""
+    """Return buffers for at most ``most`` bytes: payload, header, payload, and so on; empty if the group is full."""
     allowed = min(most, transfer.request.limit - transfer.received)
     if allowed <= 0:
         return []

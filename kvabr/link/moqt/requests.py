@@ -13,7 +13,7 @@ from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, MAX_RATE_KBPS, PROPERTY_GROUP_BYTES, PROPERTY_RATE
 
 MAX_IN_FLIGHT = 64
-"""Most FETCHes in flight; the others wait, the most urgent first. Servers allow about 100 streams."""
+"""Most FETCHes in flight; the others wait. Servers allow about 100 streams."""
 _NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
 _REQUEST_CODES = {
     ResetCode.CANCELLED: RequestCode.INTERNAL_ERROR,
@@ -24,16 +24,16 @@ _REQUEST_CODES = {
     ResetCode.UNKNOWN_OBJECT_STATUS: RequestCode.INTERNAL_ERROR,
     ResetCode.EXPIRED_AUTH_TOKEN: RequestCode.EXPIRED_AUTH_TOKEN,
 }
-"""Codes of requests for reset codes that have another meaning as a request code."""
+"""Request codes for reset codes with another meaning."""
 
 
 class MoqtRequest:
-    """A transfer that was or will be requested from a connection."""
+    """A transfer requested from a connection."""
 
     def __init__(self, transfer: GroupTransfer, fields: tuple[bytes, ...]) -> None:
         self.transfer, self.request, self.fields = transfer, transfer.request, fields
         self.number: int | None = None
-        """ID of its FETCH; None before that is sent, and for a group of a subscription."""
+        """ID of its FETCH; None before, and for a group of a subscription."""
         self.rate = 0.0
         """Rate announced in the answer, bytes per second; 0.0: none."""
 
@@ -88,7 +88,6 @@ class MoqtRequest:
 
 
 def _number(header: ObjectHeader, wanted: int) -> int:
-    """Return the value of a property; 0 without one."""
     return next((value for kind, value in header.properties if kind == wanted and isinstance(value, int)), 0)
 
 
@@ -100,9 +99,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self.in_flight: dict[int, MoqtRequest] = {}
-        """By request ID."""
         self._places: dict[MoqtRequest, int] = {}
-        """Waiting requests, with the numbers of their valid entries in the heap."""
         self._heap: list[tuple[int, int, MoqtRequest]] = []
         self._entries = 0
 
@@ -120,7 +117,7 @@ class RequestQueue:
         self._places.pop(request, None)
 
     def clear(self) -> list[MoqtRequest]:
-        """Remove and return all waiting requests in the order of their arrival."""
+        """Remove and return all waiting requests in order of arrival."""
         waiting = list(self._places)
         self._places.clear()
         self._heap.clear()
@@ -131,7 +128,7 @@ class RequestQueue:
         return len(self.in_flight) < MAX_IN_FLIGHT
 
     def next(self) -> MoqtRequest | None:
-        """Take the next request that may be sent; None if there is none."""
+        """Take the next request that may be sent, or None."""
         heap = self._heap
         while heap and self._places.get(heap[0][2]) != heap[0][1]:
             heappop(heap)

@@ -1,7 +1,7 @@
-"""The subscriptions of one connection, one for each track with unpublished groups that are wanted.
+"""The subscriptions of one connection, one for each track with wanted unpublished groups.
 
-A group arrives on its own stream as soon as it is published. Groups that were published before the subscription, or are
-requested after their stream, are fetched. A subscription ends with the last transfer that needs it.
+A group arrives on its own stream when published. Groups published before the subscription, or requested after their
+stream, are fetched. A subscription ends with its last transfer.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from kvabr.moqt.session import MoqtSession
 from kvabr.types.events import Limit
 
 _LATE_STREAMS_S = 1.0
-"""Seconds that streams may be late after the publisher has announced the end."""
+"""Seconds that streams may be late after the publisher's end."""
 _Track = tuple[tuple[bytes, ...], str]
-"""Fields of the namespace, and name of the track."""
 
 
 class TrackSubscription:
     """One SUBSCRIBE and its transfers."""
 
     def __init__(self, track: _Track, number: int, priority: int) -> None:
-        """Begin without transfers; ``number`` is the ID of the SUBSCRIBE, with this priority."""
+        """``number`` is the ID of the SUBSCRIBE, with this priority."""
         self.track, self.number, self.asked_priority = track, number, priority
         self.waiting: dict[int, MoqtRequest] = {}
-        """Transfers without any data yet, by group."""
+        """Transfers without data, by group."""
         self.receiving: dict[int, MoqtRequest] = {}
         """The other transfers, by stream."""
         self.last: int | None = None
-        """The last group that cannot be waited for, because it was published; None before the peer's answer."""
+        """Last published group, which cannot be waited for; None before the peer's answer."""
         self.done: PublishDone | None = None
         self.late: asyncio.TimerHandle | None = None
 
@@ -47,7 +46,7 @@ class TrackSubscription:
         return min((one.transfer.priority for one in self), default=255)
 
     def reach(self, group: int) -> None:
-        """Note that a group was published, so that it need not be waited for."""
+        """Note that a group was published."""
         self.last = group if self.last is None else max(self.last, group)
 
 
@@ -73,7 +72,7 @@ class Subscriber:
         return sum(len(one.receiving) for one in self._by_number.values())
 
     def bring(self, request: MoqtRequest) -> None:
-        """Request a group by a subscription to its track, or by a FETCH if it was published already."""
+        """Request a group by a subscription to its track, or by a FETCH if it was published."""
         track, group = (request.fields, request.request.track), request.request.group
         subscription = self._by_track.get(track)
         if subscription is None:
@@ -113,7 +112,7 @@ class Subscriber:
     # ------------------------------------------------------------------ from the peer
 
     def happened(self, event: Answered | Ended | Refused | SubscriptionEnding | SubscriptionDone) -> None:
-        """Handle an event of a subscription, other than `Received`."""
+        """Handle a subscription's event, other than `Received`."""
         subscription = self._by_number.get(event.request_id)
         if subscription is None:
             return
@@ -141,7 +140,7 @@ class Subscriber:
                 pass
 
     def take(self, event: Received, limit: Limit) -> None:
-        """Pass objects to the transfer of their group; stop an unwanted stream."""
+        """Pass objects to their group's transfer; stop an unwanted stream."""
         subscription, stream = self._by_number.get(event.request_id), event.stream
         if subscription is None or stream is None:
             return

@@ -1,1 +1,1 @@
-"""Plays out of object stores and plain HTTP servers: where things are, and which range goes when."""
+"""Plays out of object stores and plain HTTP servers: places, and the schedule of ranges."""

@@ -1,8 +1,8 @@
 """A connection to a store, or to an HTTP cache in front of one: requests for groups become ranges of objects.
 
-It does what QUIC and an origin do elsewhere: schedule ranges (`kvabr.link.objects.lanes`), answer lookups
-(`kvabr.link.objects.index`), time out silent requests, and find what limited a transfer. A failed request needs no
-redial: the next one uses another connection of the pool, or opens one.
+It schedules ranges (`kvabr.link.objects.lanes`), answers lookups (`kvabr.link.objects.index`), times out silent
+requests, and finds the limit of a transfer. A failed request needs no redial: the next one uses or opens another
+connection of the pool.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_li
 
 PROTOCOL = "kvabr.objects/1"
 FIRST_BYTE_S, SILENCE_S = 2.0, 2.0
-"""Seconds that a GET may take to its first byte, and between bytes; doubled for each further try. Players repeat
-stalled requests much sooner; these are for requests that no player watches."""
+"""Seconds of a GET to its first byte, and between bytes; doubled for each further try. Players repeat stalled requests
+much sooner; these are for requests that no player watches."""
 _TRIES, _PAUSE_S = 3, 0.05
-"""GETs for the same bytes, and the pause before the next if the store is busy; doubled each time."""
+"""GETs for the same bytes, and the pause if the store is busy; doubled each time."""
 _PART_S, _MAX_PART_BYTES = 0.005, 1 << 20
 """Progress is reported at most every this many seconds or bytes: reports take processor time, but estimators need the
 times of bytes."""
 _LATE_S, _LATE_SHARE = 0.05, 2.0
-"""A first byte is late if it takes this many seconds and this factor longer than the fastest ones, and no other byte
-arrived meanwhile: then the store was slow, not the link."""
+"""A first byte is late if it takes this many seconds and this factor longer than the fastest ones, while no other byte
+arrived: then the store was slow, not the link."""
 _FORGET_S = 30.0
-"""Seconds after which the fastest first byte is forgotten: the path may have changed."""
+"""Seconds until the fastest first byte is forgotten: the path may have changed."""
 
 
 class StoreConnection(PeerConnection):
-    """Plays from one store; for one event loop."""
+    """Plays from one store, in one event loop."""
 
     protocol = PROTOCOL
     heals = True
@@ -64,21 +64,19 @@ class StoreConnection(PeerConnection):
         self._store = store
         self._lanes = Lanes()
         self._finding: dict[GroupTransfer, asyncio.Task[None]] = {}
-        """Tasks that locate a group, or read it as a whole."""
         self._pieces: dict[GroupTransfer, Piece] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._transfers: dict[RangeTransfer, asyncio.Task[None]] = {}
         self._starting: asyncio.Handle | None = None
         self._bytes, self._received_s = 0, -math.inf
         self._rate = 0.0
-        """Rate of the last transfer, bytes per second."""
         self._soonest = (math.inf, -math.inf)
-        """The fastest recent time to first byte, seconds, and when it was measured."""
-        # Only its data about this processor is used here: HTTP has no PING.
+        """Fastest recent time to first byte, seconds, and when it was measured."""
+        # Only for data about this processor: HTTP has no PING.
         self._watch = LimitWatch(lambda: None, lambda: None)
 
     async def open(self) -> None:
-        """Check that the store can be read; raise `TransportError` if not."""
+        """Check that the store can be read; raise `TransportError`."""
         await self.index.open()
 
     def carry(self, transfer: GroupTransfer) -> None:
@@ -99,7 +97,7 @@ class StoreConnection(PeerConnection):
             self._find(transfer, lambda: self._locate(transfer))
 
     def reprioritise(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.reprioritise`; a running GET is unaffected."""
+        """A running GET is unaffected; see `Carrier.reprioritise`."""
         if (piece := self._pieces.get(transfer)) is not None:
             self._lanes.prioritise(piece, transfer.priority)
 
@@ -114,7 +112,7 @@ class StoreConnection(PeerConnection):
             self._end(carrying)
 
     def stats(self) -> ConnectionStats:
-        """See `Connection.stats`; the round trip is the fastest recent time to first byte."""
+        """The round trip is the fastest recent time to first byte; see `Connection.stats`."""
         seconds = self._soonest[0]
         return ConnectionStats(rtt_s=seconds if math.isfinite(seconds) else None, bytes_received=self._bytes)
 
@@ -144,7 +142,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- places of groups
 
     def _find(self, transfer: GroupTransfer, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Do the work that precedes a transfer's range, or replaces it."""
+        """Do the work before, or instead of, a transfer's range."""
 
         async def run() -> None:
             try:
@@ -191,7 +189,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- transfers
 
     def _start_soon(self) -> None:
-        """Begin due GETs at the end of this turn of the loop: requests of one turn may share a GET."""
+        """Begin due GETs after this turn of the loop: its requests may share a GET."""
         if self._starting is None and not self.closed:
             self._starting = asyncio.get_running_loop().call_soon(self._start)
 
@@ -203,7 +201,6 @@ class StoreConnection(PeerConnection):
             self._transfers[transfer] = loop.create_task(self._carry(transfer, 2.0**tries))
 
     async def _carry(self, transfer: RangeTransfer, patience: float) -> None:
-        """Receive the bytes of a transfer; ``patience`` multiplies the timers."""
         error: Exception | None = None
         wait_s, begun_s, late_until_s = patience * FIRST_BYTE_S, time.monotonic(), math.nan
         part_bytes = int(min(_MAX_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
@@ -228,7 +225,6 @@ class StoreConnection(PeerConnection):
                 self._settle(transfer, error)
 
     def _push(self, transfer: RangeTransfer, part: memoryview, limit: Limit) -> None:
-        """Deliver received bytes to their pieces."""
         for piece, own in transfer.take(part):
             if (group := piece.group) is not None:
                 group.push(own, limit)
@@ -275,7 +271,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- measurements of the path
 
     def received(self, count: int, *, late: bool = False) -> Limit:
-        """Count received bytes, ``late`` if the store delayed them; return what limited them."""
+        """Count received bytes, ``late`` if the store delayed them; return their limit."""
         self._bytes += count
         self._received_s = time.monotonic()
         self.trouble = None
@@ -287,7 +283,7 @@ class StoreConnection(PeerConnection):
         self._sooner(seconds)
 
     def _first_byte(self, begun_s: float, now: float) -> float:
-        """Note the first byte of a transfer; return the time until which the store is the limit."""
+        """Note a transfer's first byte; return the time until which the store is the limit."""
         usual = self._soonest[0]
         quiet = now - max(begun_s, self._received_s)
         self._sooner(now - begun_s)

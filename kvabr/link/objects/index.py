@@ -1,7 +1,7 @@
 """Models, pages, and places of groups in a store.
 
-Only small objects are read here, and parsed in a thread. Many plays may wait for one small object, so a request without
-an answer is repeated while the first one is still pending.
+Small objects are read here, and parsed in a thread. Many plays may wait for one, so an unanswered request is repeated
+while the first is pending.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ LOG = logging.getLogger("kvabr.store")
 T = TypeVar("T")
 
 _AGAIN_S = 0.5
-"""Seconds until an unanswered request is repeated; doubled for each further repetition."""
+"""Seconds until an unanswered request is repeated; doubled each time."""
 _SILENCE_S = 2.0
-"""Seconds that the first request may take without data; doubled for each further one."""
+"""Seconds without data for the first request; doubled for each further one."""
 _TRIES = 3
 
 
 async def first_answer(ask: Callable[[float], Coroutine[Any, Any, T]]) -> T:
-    """Return the first answer to a request, which is made up to three times while there is none.
+    """Return the first answer to a request, made up to three times while there is none.
 
-    ``ask`` makes the request, given the seconds that it may take without data. An error is an answer, except that a
-    lost connection leaves the other requests pending.
+    ``ask`` receives the seconds that it may take without data. An error is an answer, except that a lost connection
+    leaves the other requests pending.
     """
     tasks: list[asyncio.Task[T]] = []
     pending: set[asyncio.Task[T]] = set()
@@ -69,16 +69,14 @@ async def first_answer(ask: Callable[[float], Coroutine[Any, Any, T]]) -> T:
 
 
 _WARN_S = 60.0
-"""Seconds between warnings about unusable objects in a store."""
 _WARN_AT_S: dict[str, float] = {}
 _PAGES, _PAGES_S = 1024, 60.0
 """Most remembered pages, and their seconds: a lifecycle rule may remove a page."""
 _MAX_MISSING = 4096
-"""Most objects that are remembered as missing, for as long."""
+"""Most objects remembered as missing, for as long."""
 _MAX_PLACES = 4096
 _RUNS, _PAGES_AT_ONCE = 1024, 32
 _AT_ONCE = 64
-"""Most small objects requested at the same time."""
 
 
 class StoreIndex:
@@ -89,28 +87,26 @@ class StoreIndex:
         store: Store,
         on_object: Callable[[int, float], None] = lambda _size, _seconds: None,
     ) -> None:
-        """``on_object`` is called with the bytes of every small object received, and its seconds."""
+        """``on_object`` receives each small object's bytes and seconds."""
         self._store, self._on_object = store, on_object
         self._opened = False
         self._pages: TTLCache[str, Page] = TTLCache(_PAGES, _PAGES_S, time.monotonic)
-        """By name of the object."""
         self._gone: TTLCache[str, bool] = TTLCache(_MAX_MISSING, _PAGES_S, time.monotonic)
         """Missing objects with frames that a page names."""
         self._runs: LRUCache[str, Sequence[str]] = LRUCache(_RUNS)
-        """Chained digests of prompts up to a found group, by the name of that group's page."""
+        """Chained digests of prompts up to a found group, by that group's page name."""
         self._placed: LRUCache[TrackNamespace, Callable[[str, int], FramePlace | None]] = LRUCache(_MAX_PLACES)
         self._profiles: LRUCache[str, int] = LRUCache(_MAX_PLACES)
-        """Bytes of codec profiles in pages and catalogs."""
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._admitted = False
-        """Whether an object could be read: then a refusal means that there is none, since S3 hides missing objects from
-        users who may not list."""
+        """An object could be read: then a refusal means that there is none, since S3 hides missing objects from users
+        who may not list."""
         self.requests = 0
 
     # ------------------------------------------------------------- models
 
     async def open(self) -> None:
-        """Check once that this is a readable store; raise `TransportError` if not."""
+        """Check once that this is a readable store; raise `TransportError`."""
         if not self._opened:
             await self._model(0)
             self._opened = True
@@ -137,13 +133,12 @@ class StoreIndex:
             raise self._wrong(name, strange(data) or str(error)) from error
 
     def _wrong(self, name: str, why: str) -> RequestError:
-        """Return the error for an answer that no publisher wrote, and log a warning."""
         self._warn(name, why)
         message = f"{self._store.where(name)}: the answer was not published by kvabr: {why}; a gateway or a login page?"
         return RequestError(message, reason=Reason.WRONG)
 
     def _warn(self, name: str, why: str) -> None:
-        """Log at most once a minute that an object of the store cannot be used."""
+        """Warn at most once a minute that an object cannot be used."""
         if time.monotonic() > _WARN_AT_S.get(self._store.url, -math.inf):
             _WARN_AT_S[self._store.url] = time.monotonic() + _WARN_S
             LOG.warning("%s: cannot be used: %s", self._store.where(name), why)
@@ -155,7 +150,7 @@ class StoreIndex:
         return await self._search(digests, has_states(spec), lambda page: page.fits(spec, any_dtype=any_dtype))
 
     async def lookup(self, namespace: TrackNamespace, track: str) -> bytes:
-        """Return the answer to a relay's lookup by name: the catalog of the longest prefix.
+        """Return the answer to a relay's lookup: the catalog of the longest prefix.
 
         A very long prompt has too many groups for the name. Its full pages, and the groups after the last one, are
         found; the client then looks up groups inside the first missing page.
@@ -179,7 +174,7 @@ class StoreIndex:
         return best.catalog.dumps().encode()
 
     async def _search_named(self, keys: Sequence[str], model: str) -> FoundPrefix | None:
-        """Search for a prompt of a lookup that names the groups of `prefix_positions`."""
+        """Search for a prompt by a lookup's groups, at `prefix_positions`."""
 
         def fits(page: Page) -> bool:
             return page.spec.model == model
@@ -195,18 +190,17 @@ class StoreIndex:
         return found
 
     async def _whole_digests(self, keys: Sequence[str]) -> list[str] | None:
-        """Return a prompt's digests from the first group on, as far as the lookup and pages contain them.
+        """Return a prompt's digests from the first group on, if the lookup and pages contain them.
 
         None: the lookup contains all of them.
         """
         if len(keys) > (MAX_PREFIX_DIGESTS + 1) // LOOKUP_RUN and (run := await self._run(keys[1:])):
             return [*run, *keys[1 + len(run) // PAGE_GROUPS :]]
-        # The second lookup of a prompt begins at the end of the first one's result.
+        # A prompt's second lookup begins at the end of the first one's result.
         known = self._runs.get(page_name(keys[1])) if len(keys) > 1 else None
         return None if known is None else [*known, *keys[2:]]
 
     async def _run(self, keys: Sequence[str]) -> list[str]:
-        """Return the digests in the leading full pages, of those named ``keys``."""
         run = list[str]()
         while len(run) < PAGE_GROUPS * len(keys):
             first = len(run) // PAGE_GROUPS
@@ -234,7 +228,6 @@ class StoreIndex:
         return made
 
     def _lost(self, page: Page) -> bool:
-        """Return whether a base group of a page was missing within the last minute."""
         return bool(self._gone) and any(name in self._gone for name in page.base_objects)
 
     async def _ask(self, asks: Sequence[Ask], digests: Sequence[str]) -> list[Page | None]:
@@ -253,12 +246,7 @@ class StoreIndex:
     # ------------------------------------------------------------- assets
 
     async def catalog(self, namespace: TrackNamespace) -> bytes:
-        """Return the catalog of an asset, as it was published.
-
-        Raises:
-            NotFoundError: there is none.
-            RequestError: it is damaged, or of another model.
-        """
+        """Return an asset's catalog; raise `NotFoundError`, or `RequestError` if damaged or of another model."""
         name = catalog_name(namespace.prompt)
         data = await self._get(name, MAX_CATALOG_BYTES)
         if data is None:
@@ -277,7 +265,7 @@ class StoreIndex:
         return text
 
     def place(self, namespace: TrackNamespace, track: str, group: int) -> FramePlace | None:
-        """Return the place of a group of an asset that was found; None if unknown."""
+        """Return the place of a group of a found asset, or None."""
         place = self._placed.get(namespace)
         return None if place is None else place(track, group)
 
@@ -286,18 +274,18 @@ class StoreIndex:
         return namespace in self._placed
 
     def profile_bytes(self, sha256: str) -> int | None:
-        """Return the size of a codec profile, if a page or a catalog names it."""
+        """Return a codec profile's size, if a page or a catalog names it."""
         return self._profiles.get(sha256)
 
     async def whole(self, name: str, limit: int) -> memoryview:
-        """Return an object; raise `NotFoundError` if there is none."""
+        """Return an object; raise `NotFoundError`."""
         data = await self._get(name, limit)
         if data is None:
             raise self._store.missing(name)
         return data
 
     def lost(self, name: str) -> None:
-        """Note a missing object with frames: pages with it on their base level are not used for a minute."""
+        """Note a missing object with frames: pages with it on their base level are unused for a minute."""
         self._gone[name] = True
 
     # -------------------------------------------------------------- internals
@@ -340,7 +328,6 @@ def _parsed(answers: Sequence[memoryview | None]) -> list[Page | FormatError | N
 
 
 def _place_in(pages: Sequence[Page], track: str, group: int) -> FramePlace | None:
-    """Return the place of a group of a published track, from the pages of a prefix; None if unknown."""
     likely = pages[min(group // PAGE_GROUPS, len(pages) - 1)]
-    # The snapshots of a state are numbered differently from groups of tokens.
+    # A state's snapshots are numbered differently from groups of tokens.
     return next((found for page in (likely, *pages) if (found := page.place(track, group)) is not None), None)

@@ -2,14 +2,14 @@
 
 No I/O, no clock. Rules:
 
-1. A lane carries one GET at a time. Few lanes fill a link; more would only fill its queue, where urgent bytes wait.
-2. The most urgent piece goes first. Waiting pieces that adjoin it in the object join its GET, up to `MAX_BYTES`, if
-   they are of the same kind: needed, needed on a dearer track, or an upgrade (`kvabr.player.requests`).
-3. Waiting pieces are divided among the free lanes: one GET for all would leave lanes idle.
-4. The spare lane is for needed pieces while the others carry less needed ones. After a cancelled GET, bytes are still
-   on their way, and a request on an open connection gets past them soonest.
-5. A GET ends once no piece of its rest is wanted. If little is left, it is received to its end instead, without a lane:
-   only then an HTTP/1.1 connection survives, and a new one costs round trips.
+1. A lane carries one GET at a time. More lanes would only fill the link's queue, where urgent bytes wait.
+2. The most urgent piece goes first. Waiting pieces that adjoin it join its GET, up to `MAX_BYTES`, if they are of the
+   same kind: needed, needed on a dearer track, or an upgrade (`kvabr.player.requests`).
+3. Waiting pieces are divided among the free lanes.
+4. The spare lane is for needed pieces while the others carry less needed ones: a request on an open connection gets
+   past the bytes of a cancelled GET soonest.
+5. A GET ends once no piece of its rest is wanted. A short rest is received to its end instead, without a lane: only
+   then an HTTP/1.1 connection survives, and a new one costs round trips.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ LANES, SPARE_LANES = 4, 1
 MAX_BYTES = 1 << 20
 """Most bytes of a GET of several pieces."""
 MIN_BYTES = 64 << 10
-"""Pieces of up to this size together are not divided among lanes."""
+"""Pieces of up to this size together are not divided."""
 KEEP_BYTES = 256 << 10
-"""Most unwanted bytes that are received so that the connection survives. About as many arrive after a GET is cancelled
-at 100 Mbit/s."""
+"""Most unwanted bytes received so that the connection survives; about as many arrive after a cancelled GET at 100
+Mbit/s."""
 _UNWANTED = 3
-"""Kind of a GET without a wanted piece."""
 _MAX_RESTS = 4
 """Most GETs without a wanted piece that are received to their end."""
 
@@ -43,24 +42,23 @@ class Piece:
     end: int
     priority: int
     number: int = 0
-    """Order among pieces of equal priority."""
+    """Order among equal priorities."""
     group: GroupTransfer | None = field(default=None, repr=False)
     """The transfer that wants it."""
     tries: int = 0
-    """GETs that have failed."""
     transfer: RangeTransfer | None = field(default=None, repr=False)
-    """The GET that carries it; None while it waits and once it is over."""
+    """The GET that carries it."""
     wanted: bool = True
 
     @property
     def kind(self) -> int:
-        """Purpose: 0 is needed, 1 is needed on a dearer track, 2 is an upgrade."""
+        """0: needed, 1: needed on a dearer track, 2: an upgrade."""
         return (self.priority >= DEARER_PRIORITY) + (self.priority >= UPGRADE_PRIORITY)
 
 
 @dataclass(eq=False, slots=True)
 class RangeTransfer:
-    """One GET: the bytes of one piece, or of several adjoining ones."""
+    """One GET, of one or several adjoining pieces."""
 
     key: str
     begin: int
@@ -100,7 +98,6 @@ class Lanes:
         self._waiting: dict[Piece, None] = {}
         self._busy: set[RangeTransfer] = set()
         self._rests: dict[RangeTransfer, None] = {}
-        """GETs without a lane, the oldest first."""
         self._wanted = 0
 
     @property
@@ -109,14 +106,14 @@ class Lanes:
         return len(self._waiting)
 
     def want(self, key: str, begin: int, end: int, priority: int, group: GroupTransfer | None = None) -> Piece:
-        """Add bytes ``begin`` to ``end`` (at least one) of an object; `due` schedules them."""
+        """Add bytes ``begin`` to ``end`` (at least one) of an object, for `due`."""
         piece = Piece(key, begin, end, priority, self._wanted, group)
         self._wanted += 1
         self._waiting[piece] = None
         return piece
 
     def cancel(self, piece: Piece) -> RangeTransfer | None:
-        """Drop a piece; return the GET to end, or None if there is none or other pieces need it.
+        """Drop a piece; return the GET to end, or None if other pieces need it.
 
         Pieces that `ended` then returns must wait again.
         """
@@ -135,7 +132,7 @@ class Lanes:
         return next(iter(self._rests)) if len(self._rests) > _MAX_RESTS else None
 
     def prioritise(self, piece: Piece, priority: int) -> None:
-        """Change a piece's priority. A running GET is unaffected: HTTP/1.1 has no priorities."""
+        """Change a piece's priority, without effect on a running GET: HTTP/1.1 has no priorities."""
         piece.priority = priority
 
     def due(self) -> list[RangeTransfer]:
@@ -150,10 +147,7 @@ class Lanes:
         return begun
 
     def ended(self, transfer: RangeTransfer) -> list[Piece]:
-        """Free the lane of an ended GET, and return its wanted pieces that are incomplete.
-
-        They no longer wait; `again` makes one wait for its missing bytes.
-        """
+        """Free the lane of an ended GET, and return its incomplete wanted pieces, for `again`."""
         self._busy.discard(transfer)
         self._rests.pop(transfer, None)
         left = [piece for piece in transfer.pieces if piece.wanted]
@@ -163,13 +157,12 @@ class Lanes:
         return left
 
     def again(self, piece: Piece) -> None:
-        """Let a piece wait again for its missing bytes; it keeps its place among equals."""
+        """Let a piece wait for its missing bytes; it keeps its place among equals."""
         self._waiting[piece] = None
 
     # -------------------------------------------------------------- internals
 
     def _begin(self, first: Piece) -> RangeTransfer | None:
-        """Begin a GET with the most urgent piece and adjoining ones; None if there is no lane for it."""
         free = self._lanes - sum(not transfer.spare for transfer in self._busy)
         spare = free <= 0
         if spare:
@@ -189,7 +182,6 @@ class Lanes:
 
 
 def _adjoining(first: Piece, alike: list[Piece], room: int) -> list[Piece]:
-    """Return a piece with those that adjoin it behind and before, as many as fit into ``room`` bytes with it."""
     own = [piece for piece in alike if piece.key == first.key and piece is not first]
     behind, before = {piece.begin: piece for piece in own}, {piece.end: piece for piece in own}
     pieces, room = [first], room - (first.end - first.begin)

@@ -1,11 +1,9 @@
 """Finds the longest prefix of a prompt among the pages of a store, in few rounds of requests. No I/O.
 
-A page is named by the chained digest of any of its groups. The first round requests the pages of every 16th group,
-which should be full, and of the last group; the final round requests the pages inside the first missing one. Of more
-than `_AT_ONCE` pages, those at the beginning are requested first, and four times as many in each further round, so that
-a long prompt with a short cached prefix needs few requests.
-
-A page counts up to the last chained digest that it shares with the prompt.
+A page is named by the chained digest of any of its groups, and counts up to the last digest that it shares with the
+prompt. The first round requests the pages of every 16th group, which should be full, and of the last group; the final
+round those inside the first missing one. Of more than `_AT_ONCE` pages, the first are requested, and four times as many
+in each further round, so that a long prompt with a short cached prefix needs few requests.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from kvabr.types.records import fields_of
 from kvabr.types.units import hit, units_of
 
 _AT_ONCE, _GROWS = 31, 5
-"""Full pages requested in the first round, enough for prompts of up to 511 groups; and the factor by which the
-requested pages grow with each further round."""
+"""Full pages requested in the first round, enough for 511 groups; and the factor by which they grow per round."""
 
 
 class Ask(NamedTuple):
@@ -35,30 +32,25 @@ class Ask(NamedTuple):
     kind: Literal["page", "end"]
     """A page, or the last page of an asset with recurrent states."""
     group: int
-    """The group of the prompt with the digest that names the page."""
+    """The group with the digest that names the page."""
 
 
 class PageSearch:
     """The search for one prompt: request the pages of `wanted` until there are none, then read `found`."""
 
     def __init__(self, digests: Sequence[str], *, states: bool = False) -> None:
-        """Take the chained digests of the prompt, or prefixes of them.
-
-        ``states``: the spec has a recurrent state.
-        """
+        """Take the chained digests of the prompt, or prefixes of them; ``states``: the spec has a recurrent state."""
         self._digests, self._states = digests, states
         self._full = len(digests) // PAGE_GROUPS
         self._pages: dict[int, Page] = {}
-        """Full pages that exist, by number."""
         self._reach = 0
-        """Number of full pages requested so far."""
         self._tails: list[Page] = []
         """Pages that the prompt shares in part, or that end their asset."""
         self._requested: set[Ask] = set()
         self._round: list[Ask] = []
 
     def wanted(self) -> list[Ask]:
-        """Return the requests of the next round; empty at the end of the search."""
+        """Return the next round's requests; empty at the end."""
         self._round = [ask for ask in self._next() if ask not in self._requested]
         self._requested.update(self._round)
         return list(self._round)
@@ -77,7 +69,7 @@ class PageSearch:
 
     @property
     def found(self) -> list[Page]:
-        """The pages of the longest prefix, in order, all of one kind; the prompt may share only a part of the last."""
+        """The pages of the longest prefix, in order, all of one kind; the last may be shared in part."""
         run = self._run()
         tails = [page for page in self._tails if page.first <= run * PAGE_GROUPS]
         best = max(tails, key=lambda page: page.first + page.shared(self._digests), default=None)
@@ -90,7 +82,6 @@ class PageSearch:
     # -------------------------------------------------------------- internals
 
     def _run(self) -> int:
-        """Return the number of leading full pages."""
         return next((number for number in range(self._full) if number not in self._pages), self._full)
 
     def _next(self) -> list[Ask]:
@@ -106,7 +97,6 @@ class PageSearch:
         return Ask("page", (number + 1) * PAGE_GROUPS - 1)
 
     def _last(self) -> list[Ask]:
-        """Return the requests that find a prompt that was played before."""
         last = len(self._digests) - 1
         asks = [Ask("page", last)] if len(self._digests) % PAGE_GROUPS else []
         return [*asks, Ask("end", last)] if self._states else asks
@@ -135,7 +125,7 @@ def prefix_of(pages: Sequence[Page]) -> FoundPrefix:
     units = units_of(spec, tokens)
     names = [part.track_name(facts.levels[0].name) for part in spec.parts]
     if any((names[unit.part], unit.group) not in entries for unit in units):
-        # The last page is not the last of its asset: no snapshot of a state at its end.
+        # The last page is not its asset's last: no snapshot of a state at its end.
         groups, limited_by = hit(spec, len(chunks), tokens + 1)
         if not groups:
             return FoundPrefix(None, limited_by)

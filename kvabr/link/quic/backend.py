@@ -22,34 +22,32 @@ from kvabr.types.installing import WHERE, extra
 from kvabr.types.peer import Quic
 
 _MAX_GAPS = 1024
-"""Most gaps in the received data of a stream, with aioquic, which scans all of them for each frame. Only a window with
+"""Most gaps in a stream's received data, with aioquic, which scans all of them for each frame. Only a window with
 losses above 14 % has more."""
 
 LibraryName = Literal["aioquic", "qh3"]
 LIBRARIES: tuple[LibraryName, ...] = ("qh3", "aioquic")
-"""Fastest first."""
 
 STREAM_WINDOW = 8 << 20
 """Flow control window of a stream, bytes."""
 CONNECTION_WINDOW = 32 << 20
-"""Flow control window of a connection, bytes. Larger windows make neither library faster."""
+"""Flow control window of a connection, bytes. Larger ones make neither library faster."""
 REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW = 256 << 10, 1 << 20
-"""Windows of a server, which receives only requests. A client can make it buffer as much by leaving gaps."""
+"""Windows of a server, which receives only requests; a client can make it buffer as much by leaving gaps."""
 SOCKET_BUFFER = 4 << 20
-"""Requested socket buffer for each direction, bytes; the kernel may grant less."""
+"""Requested socket buffer per direction, bytes; the kernel may grant less."""
 IDLE_S = 30.0
 RETRY_LIFETIME_S = 30
-"""Lifetime of a Retry token; clients return it at once."""
+"""Clients return a Retry token at once."""
 _INSTALL = {"qh3": f"{extra('fast')} ({WHERE})", "aioquic": "pip install aioquic"}
 _INTERNAL_ERROR = 0x1
 """QUIC error code (RFC 9000, section 20.1)."""
 _PEER_CLOSED = "Native peer close"
-"""Beginning of qh3's warning about a peer that closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuicLibrary:
-    """One of the libraries: its module of events, and its classes."""
+    """One library: its module of events, and its classes."""
 
     name: LibraryName
     events: Any
@@ -71,7 +69,7 @@ class QuicLibrary:
         )
 
     def demand_proof(self, server: Any, tokens: RetryTokens | None) -> None:
-        """Require new clients to prove their address by a Retry, in one more round trip; None: no longer."""
+        """Require new clients to prove their address by a Retry, one more round trip; None: no longer."""
         server._retry = tokens  # noqa: SLF001  # both libraries only accept it in the constructor
 
     def replace_configuration(self, server: Any, configuration: Any) -> None:
@@ -94,7 +92,6 @@ class QuicLibrary:
 
 
 def _quiet_goodbye(record: logging.LogRecord) -> bool:
-    """Log qh3's warning about a connection closed without an error as a debug message."""
     event = record.args[0] if isinstance(record.args, tuple) and record.args else None
     if str(record.msg).startswith(_PEER_CLOSED) and isinstance(event, tuple) and event[2:3] == (0,):
         record.levelno, record.levelname = logging.DEBUG, "DEBUG"
@@ -169,7 +166,7 @@ class RetryTokens:
     """Tokens of QUIC's Retry, which prove that a client receives at its address (RFC 9000, section 8.1.2).
 
     qh3's own tokens decrypt RSA for every packet that claims to have one, and raise unhandled errors. These are bound
-    to address and time. The methods accept the arguments of qh3 and of all versions of aioquic.
+    to address and time. Methods accept the arguments of qh3 and of all versions of aioquic.
     """
 
     def __init__(self) -> None:
@@ -186,7 +183,7 @@ class RetryTokens:
         address: Any = None,
         **_: Any,
     ) -> bytes:
-        """Return a token for a client at an address (``addr`` or ``address``), with the connection IDs of the Retry."""
+        """Return a token for a client at ``addr`` or ``address``, with the connection IDs of the Retry."""
         ids = original_destination_connection_id.hex(), retry_source_connection_id.hex()
         return self._fernet.encrypt(",".join((_at(addr or address), *ids)).encode())
 
@@ -199,7 +196,7 @@ class RetryTokens:
         destination_cid: bytes | None = None,
         **_: Any,
     ) -> bytes | tuple[bytes, bytes]:
-        """Return both connection IDs of a token, or only the client's if that of the Retry is given.
+        """Return both connection IDs of a token, or only the client's if the Retry's is given.
 
         Raises ValueError if the token is not ours, has expired, or is for another address or connection.
         """

@@ -24,13 +24,13 @@ _CANNOT_SEND = "the QUIC library can no longer send on this connection"
 _TOO_LONG = "capacity exhausted"
 """Part of qh3's message when a packet does not fit."""
 _NO_STREAM = "reserved stream is missing"
-"""Part of qh3's message when data set aside for sending again is of a stream that was acknowledged meanwhile: after
-losses or late acknowledgements. qh3 2.1 then drops the packet, and silently never sends other streams' data that was
-set aside: a client whose requests get no answer dials again (`kvabr.transfer.lane`)."""
+"""Part of qh3's message when data to send again is of a stream that was acknowledged meanwhile. qh3 2.1 then drops the
+packet, and silently never sends other streams' data that was set aside: a client whose requests get no answer dials
+again (`kvabr.transfer.lane`)."""
 _LOST_PACKETS = 64
 """Most packets in a row that may be lost in this way."""
 _LOST_TRACK_MESSAGE = "stream reservation is already active"
-"""Part of qh3's message on every attempt to send after it has lost track of a packet: the connection is useless."""
+"""Part of qh3's message after it has lost track of a packet: the connection is useless."""
 _STREAM_OVER_ERRORS = (ValueError, AssertionError, RuntimeError, KeyError)
 """Errors of the libraries on a stream that is over, which a peer can cause at any time."""
 
@@ -43,7 +43,6 @@ class QuicTransport(StreamTransport):
     def __init__(self, library: QuicLibrary, driver: Any, quic: Any, endpoint: Endpoint) -> None:
         self.driver, self.quic, self._endpoint = driver, quic, endpoint
         self.socket: asyncio.DatagramTransport | None = None
-        """Socket of a client, which has one for each connection."""
         self._kinds = library.events
 
     def write(self, stream: int, data: bytes | memoryview, *, fin: bool = False) -> None:
@@ -74,10 +73,10 @@ class QuicTransport(StreamTransport):
     @property
     @abstractmethod
     def _path(self) -> Any:
-        """The object that counts the bytes in flight; None once there is no path."""
+        """The object that counts bytes in flight, or None."""
 
     def ahead(self) -> int:
-        """Return one congestion window, within bounds: the bytes that the library can send now."""
+        """Return one congestion window, within bounds."""
         return min(MAX_AHEAD_BYTES, max(MIN_AHEAD_BYTES, int(self._path.congestion_window)))
 
     def in_flight(self) -> int:
@@ -126,7 +125,7 @@ class AioquicTransport(QuicTransport):
         self._hurry(stream)
 
     def _hurry(self, stream: int) -> None:
-        """Send a stream's RESET_STREAM or STOP_SENDING before the data of other streams.
+        """Send a stream's RESET_STREAM or STOP_SENDING before other streams' data.
 
         aioquic fills a packet with data first, finds no space for the frame, and then stops sending until there is.
         """
@@ -222,7 +221,7 @@ class Qh3Transport(QuicTransport):
 
         It raises when a packet exceeds the limit before a peer's address is validated (RFC 9000, section 8.1), which
         delays connecting by a second, and when a stream that it wants to send on is gone, as after losses. If it can
-        never send again, end the connection after this turn of the event loop.
+        never send again, end the connection.
         """
         core, lost = self._path, 0
         made: list[tuple[bytes, Any]] = []
@@ -264,7 +263,7 @@ def explain(code: int, frame_type: int | None, reason: str) -> str:
 
 
 def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> Any:
-    """Return a subclass of the library's protocol that passes events to an `Endpoint`, made by ``attach``."""
+    """Return a subclass of the library's protocol that passes events to the `Endpoint` of ``attach``."""
     base: Any = library.protocol
 
     class EndpointProtocol(base):  # type: ignore[misc]  # the class depends on the library

@@ -14,13 +14,11 @@ from collections import deque
 from kvabr.qmux.connection import Buffer
 
 _RECORD = 16 << 10
-"""Most bytes in a TLS record."""
 _SEALED_BYTES = 7 * _RECORD
 """Bytes encrypted at a time: malloc still reuses memory of this size."""
 _MAX_RECORD = 5 + _RECORD + 256
 """Most bytes in an encrypted record with its header (RFC 8446, section 5.2)."""
 _CIPHER_BYTES = 256 << 10
-"""Bytes that a client reads at a time."""
 _RECORD_TYPES = range(20, 24)
 """First bytes of records: change_cipher_spec, alert, handshake, application_data."""
 _SLICE_RECORDS, _SLICE_BYTES = 64, 4 * _RECORD
@@ -44,18 +42,16 @@ class TlsChannel:
     """A socket with TLS. Not thread-safe."""
 
     spent = False
-    """Whether the last `receive` used up the work of one turn of an event loop."""
+    """The last `receive` used up the work of one turn of an event loop."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool, host: str | None) -> None:
-        """Prepare the handshake of `shake`; ``host`` is a client's name of the server."""
+        """Prepare the handshake; ``host`` is a client's name of the server."""
         self.sock = sock
         self._incoming, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._sealed, server_side=server, server_hostname=host)
         self._cipher = memoryview(bytearray(_MAX_RECORD if server else _CIPHER_BYTES))
         self._begin = self._end = 0
-        """Range of ``_cipher`` that was received and not yet given to TLS."""
         self._empty_records = self._empty_bytes = 0
-        """Records and bytes without data; see `_EMPTY_RECORDS`."""
         self._waiting = memoryview(b"")
 
     def shake(self) -> bool:
@@ -79,8 +75,8 @@ class TlsChannel:
     def receive(self, into: list[memoryview]) -> int:
         """Fill buffers with received data; return the number of bytes, 0 at the end of the connection.
 
-        A call processes a bounded number of records, so that a peer cannot keep an event loop busy with records without
-        data. Raises `BlockingIOError`, `OSError`, `EmptyRecordsError`.
+        A call processes a bounded number of records, so that a peer cannot keep an event loop busy without data. Raises
+        `BlockingIOError`, `OSError`, `EmptyRecordsError`.
         """
         self.spent = False
         count, records, empty = 0, 0, self._empty_bytes
@@ -117,7 +113,7 @@ class TlsChannel:
 
     @property
     def unsent(self) -> int:
-        """Bytes taken by `send` that are not yet sent."""
+        """Bytes taken by `send` and not yet sent."""
         return len(self._waiting) + self._sealed.pending
 
     def send(self, out: deque[Buffer]) -> int:
@@ -153,7 +149,7 @@ class TlsChannel:
 
     @property
     def certificate(self) -> bytes | None:
-        """The certificate of the peer, DER."""
+        """The peer's certificate, DER."""
         return self._tls.getpeercert(binary_form=True)
 
     @property
@@ -162,7 +158,7 @@ class TlsChannel:
         return self._tls.selected_alpn_protocol()
 
     def _feed(self) -> int:
-        """Give TLS the next whole records; return their number, 0 if there is none.
+        """Give TLS the next whole records; return their number.
 
         The end of the connection counts as a record, and so do malformed bytes, which TLS refuses.
         """
@@ -186,7 +182,6 @@ class TlsChannel:
         return records
 
     def _slice(self) -> tuple[int, int]:
-        """Return the number of records that TLS gets next, and their end in ``_cipher``."""
         cipher, at, end, records = self._cipher, self._begin, self._end, 0
         most = at + (_RECORD if self._empty_bytes else _SLICE_BYTES)
         while end - at >= 5 and at < most and records < _SLICE_RECORDS:

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 _BACKLOG = 512
 _PAUSE_S = 0.1
-"""Seconds to wait when the system has no more descriptors or memory."""
+"""Pause when the system has no descriptors or memory."""
 
 
 class TcpListener:
     """A listening socket; `close` ends it."""
 
     def __init__(self, sock: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
-        """Listen on a bound socket; ``accepted`` is called with each connection, non-blocking."""
+        """Listen on a bound socket; ``accepted`` receives each non-blocking connection."""
         self._sock, self._accepted = sock, accepted
         sock.setblocking(False)
         sock.listen(_BACKLOG)

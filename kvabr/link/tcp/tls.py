@@ -13,12 +13,12 @@ from kvabr.link.moqt.options import DialOptions, trust
 from kvabr.types.errors import TransportError
 
 PREFIX = "qmux-01."
-"""Prefix of a MoQT draft in ALPN: QMux needs its own identifiers (section 8.1). QUIC's identifiers are also offered and
-accepted, for peers that use them (moq-transport #1626)."""
+"""Prefix of a MoQT draft in ALPN: QMux needs its own identifiers (section 8.1). QUIC's are also offered and accepted,
+for peers that use them (moq-transport #1626)."""
 
 
 def client_context(options: DialOptions) -> ssl.SSLContext:
-    """Return the TLS context of a client; raise `TransportError` if certificates cannot be read."""
+    """Return a client's TLS context; raise `TransportError` if certificates cannot be read."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trust(context, options)
     if context.verify_mode != ssl.CERT_NONE and options.how.ca is None:
@@ -27,7 +27,7 @@ def client_context(options: DialOptions) -> ssl.SSLContext:
 
 
 def server_context(certfile: Path, keyfile: Path, drafts: Iterable[str]) -> ssl.SSLContext:
-    """Return the TLS context of a server; raise `TransportError` if the certificate cannot be used."""
+    """Return a server's TLS context; raise `TransportError` if the certificate cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certfile, keyfile)
@@ -37,7 +37,7 @@ def server_context(certfile: Path, keyfile: Path, drafts: Iterable[str]) -> ssl.
 
 
 async def certificate_at(address: tuple[Any, ...], host: str, timeout_s: float) -> bytes | None:
-    """Return a server's certificate, DER, trusted or not; None if it cannot be read."""
+    """Return a server's certificate, DER, trusted or not, or None."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -2,8 +2,7 @@
 
 It runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and payload is read
 directly into the buffer of its transfer (`Endpoint.room`). On a fast path, threads read and decrypt TLS, so that each
-lane has a core. Meanwhile the loop leaves the socket alone and output waits; the thread's views keep the buffer of a
-cancelled transfer alive.
+lane has a core. Meanwhile the loop leaves the socket alone and output waits.
 """
 
 from __future__ import annotations
@@ -44,28 +43,26 @@ from kvabr.qmux.frames import QuicCode, TransportParameters
 
 MAX_AHEAD_BYTES = 1 << 20
 RECORD_BYTES = MAX_AHEAD_BYTES + 64
-"""The longest accepted record. Records are not buffered: their data is passed on as it arrives."""
+"""The longest accepted record. Records are not buffered."""
 AHEAD_S = 0.004
-"""Seconds of the path's rate that may wait in this process, and as much in the kernel: urgent data waits for them."""
+"""Seconds of the path's rate that may wait here, and as much in the kernel: urgent data waits for them."""
 STREAM_WINDOW, CONNECTION_WINDOW = 16 << 20, 64 << 20
-"""Flow control windows of a client, bytes. They limit no memory, since all data is consumed at once."""
+"""Flow control windows of a client, bytes. They limit no memory, since data is consumed at once."""
 STREAMS = 128
 """Streams of each kind that a peer may have open."""
 _TURN_BYTES = 1 << 20
-"""Approximate bytes that one turn of the event loop reads or writes."""
 _DIRECT_BYTES = 16 << 10
-"""Least payload that is read to its final place: smaller ones are not worth a system call."""
+"""Least payload read to its final place: less is not worth a system call."""
 _MIN_THREADED_BYTES, _MAX_THREAD_WAIT_S = 256 << 10, 0.004
-"""Least payload that is worth a thread, and its longest wait; payload that arrives faster uses threads."""
+"""Least payload worth a thread, and its longest wait; payload that arrives faster uses threads."""
 _READERS = 16
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _SCRATCH_BYTES = 64 << 10
 _REQUESTS_BYTES = 2 << 10
 """Scratch bytes of a server, which receives only requests: at worst, 5 bytes of them cost 40 us."""
 _PARSE_COST = 16
-"""Cost of parsing a byte in a turn, relative to reading a byte of payload to its final place."""
+"""Cost of parsing a byte, relative to reading a byte of payload to its final place."""
 _INFO_S = 0.01
-"""Seconds between two reads of the kernel's connection data."""
 _RATE_DECAY = 0.9
 """Factor of the previous rate at each reading, so that a moment without the processor does not make it small."""
 _LINGER_S = 1.0
@@ -82,7 +79,7 @@ if hasattr(os, "register_at_fork"):  # a child does not inherit threads
 
 
 def address_of(sock: socket.socket) -> str:
-    """Return the address of the peer, without port; empty if it is gone."""
+    """Return the peer's address, without port; empty if it is gone."""
     try:
         return str(sock.getpeername()[0])
     except OSError:
@@ -96,10 +93,9 @@ class _TcpInfo:
         self._sock, self._until_s = sock, 0.0
         self.round_trip: float | None = None
         self.rate = 0
-        """Recent rate of the path, bytes per second; 0 if unknown."""
 
     def read(self, now_s: float) -> None:
-        """Read the data again, unless they are recent."""
+        """Read the data again, unless recent."""
         if now_s < self._until_s:
             return
         self._until_s = now_s + _INFO_S
@@ -154,23 +150,20 @@ class QmuxTransport(StreamTransport):
         """None before TLS is established."""
         self._channel = TlsChannel(sock, context, server=not client, host=host)
         self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
-        """Bytes that one turn of the event loop reads."""
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
         self._out: deque[Buffer] = deque()
         self._writes = False
         self._fast = self._reading = False
-        """Whether data arrives fast enough for a thread, and whether a thread has the channel."""
+        """Data arrives fast enough for a thread; a thread has the channel."""
         self._since, self._received_bytes = self._loop.time(), 0
-        """Start of the current rate measurement, and the bytes received since."""
         self._busy = self._again = False
-        """Whether `flush` is running, and was called again meanwhile."""
+        """`flush` is running; it was called again meanwhile."""
         self._ahead = MIN_AHEAD_BYTES
         self._low_water = 0
         self._active_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = self._shut = self._lingers = False
         self.failure: Exception | None = None
-        """Why TLS was not established."""
         self._gone: asyncio.Future[None] = self._loop.create_future()
 
     def start(self) -> None:
@@ -257,7 +250,7 @@ class QmuxTransport(StreamTransport):
         return self._ahead
 
     def in_flight(self) -> int:
-        """Return the bytes that this kernel has sent or holds, and the peer's has not acknowledged."""
+        """Return the bytes that this kernel has sent or holds, unacknowledged."""
         if self._closed:
             return 0
         try:
@@ -266,7 +259,7 @@ class QmuxTransport(StreamTransport):
             return 0
 
     def delivered(self, stream: int) -> bool:
-        """Return whether all of a stream was given to the kernel, which counts as delivered in QMux (section 4)."""
+        """Return whether the kernel has all of a stream, which counts as delivered in QMux (section 4)."""
         return self._closed or self._conn is None or not (self._conn.sending(stream) or self._waits)
 
     def round_trip(self) -> float | None:
@@ -304,7 +297,6 @@ class QmuxTransport(StreamTransport):
         self._read(self._conn)
 
     def _shake(self) -> bool:
-        """Continue TLS; return whether it is established, and begin QMux then."""
         try:
             done = self._channel.shake()
         except (BlockingIOError, InterruptedError):
@@ -342,14 +334,13 @@ class QmuxTransport(StreamTransport):
         return [*into, self._scratch[: _DIRECT_BYTES if into or self._fast else None]]
 
     def _receive(self, buffers: list[memoryview]) -> int | OSError:
-        """Read once; return the number of bytes, or the error."""
         try:
             return self._channel.receive(buffers)
         except OSError as error:
             return error
 
     def _take(self, conn: QmuxConnection, into: list[memoryview], received: int | Exception) -> int | None:
-        """Process the result of a read; return its bytes, 0 at the end, None if there are none now."""
+        """Process a read's result; return its bytes, 0 at the end, None if there are none now."""
         if isinstance(received, BlockingIOError | InterruptedError):
             return None
         if isinstance(received, EmptyRecordsError):
@@ -384,7 +375,6 @@ class QmuxTransport(StreamTransport):
         return received
 
     def _end_turn(self, conn: QmuxConnection, count: int | None) -> None:
-        """Act on received data; ``count`` is the result of the last read."""
         if self._closed:
             return
         self._active_s = self._loop.time()
@@ -531,7 +521,6 @@ class QmuxTransport(StreamTransport):
         self._adapt()
 
     def _adapt(self) -> None:
-        """Adapt the unsent bytes, here and in the kernel, to a few milliseconds of the path's rate."""
         self._info.read(self._loop.time())
         ahead = min(MAX_AHEAD_BYTES, max(MIN_AHEAD_BYTES, int(self._info.rate * AHEAD_S)))
         if not self._low_water or not 0.5 < ahead / self._ahead < 2:
@@ -560,7 +549,7 @@ class QmuxTransport(StreamTransport):
             self.abandon("the connection was idle for too long")
 
     def _shut_down(self) -> None:
-        """Send the remaining output, and wait a moment for the peer to read it and end as well (section 7.2)."""
+        """Send the remaining output, and wait a moment for the peer to end as well (section 7.2)."""
         if self._closed:
             return
         if not self._lingers:

@@ -1,16 +1,12 @@
 """Plays of prompts joined from passages: some tokens are recomputed before the cache is delivered.
 
-The cache is fetched to a deadline that leaves time for the tokens (`BlendPlan`): at every event, layers and tokens
-compete for the remaining time at one price. Once every group is in place, the engine chooses the tokens that the
-question attends to; the choice on the cheapest track is as good as on the best. Finally the tokens are computed over
-the cache.
-
-On a slow link the otherwise idle engine first computes the tokens that their publisher ranks highest, passage by
-passage. The expected loss ignores these savings.
+Layers and tokens compete for the time at one price (`BlendPlan`). Once every group is in place, the engine chooses the
+tokens that the question attends to (the choice on the cheapest track is as good as on the best), and computes them over
+the cache. On a slow link the otherwise idle engine first computes the tokens that their publisher ranks highest; the
+expected loss ignores these savings.
 
 If the engine fails, or does not finish by the deadline and within twice the expected time, the joined cache is
-delivered unchanged. If its expected loss exceeds the goal's limit, the play waits for the engine until its patience
-ends, and is then given up.
+delivered unchanged. Above the loss limit, the play waits for the engine until its patience ends, and is then given up.
 """
 
 from __future__ import annotations
@@ -25,14 +21,13 @@ from kvabr.types.events import TokensChosen, TokensDone, TokensFailed, TokensSta
 from kvabr.types.loss import played_loss
 
 _AHEAD_SHARE = 0.5
-"""Maximum engine time for computing ahead, as a share of the time that the rest of the base takes."""
+"""Most engine time ahead, as a share of the rest of the base's time."""
 
 
 class BlendAim(WholeAim):
-    """The cache of a joined prompt."""
+    """A joined prompt's cache."""
 
     def __init__(self, play: Playing, goal: BlendGoal) -> None:
-        """Start with the options of the joined prompt."""
         super().__init__(play)
         view, config = play.view, play.config
         self._max_loss = goal.max_loss
@@ -42,11 +37,9 @@ class BlendAim(WholeAim):
         view.in_order = any(self._plan.ahead(number) for number in range(len(self._plan.passages)))
         self._question = goal.question
         self._choosing = self._settled = False
-        """True if token choice has started; true if the option is final."""
         self._computing: BlendOption | None = None
         self._ahead: BlendOption | None = None
         self._ahead_s = self._choosing_s = 0.0
-        """When computing ahead and token choice started."""
         self._next = 0
         """First passage neither computed ahead nor skipped."""
         self._failed = False
@@ -58,7 +51,7 @@ class BlendAim(WholeAim):
     # ------------------------------------------------------------------ events
 
     def start(self, now: float) -> bool:
-        """See `WholeAim.start`; give up if the lowest loss exceeds the limit."""
+        """Give up if the lowest loss exceeds the limit."""
         if (least := self._plan.least_loss) > self._max_loss:
             self.play.give_up(now, self._too_lossy(least))
         return not self.play.over
@@ -73,7 +66,7 @@ class BlendAim(WholeAim):
         self.play.advance(now)
 
     def tokens_recomputed(self, now: float, *, ahead: bool = False) -> None:
-        """Handle computed tokens, in place or, if ``ahead``, kept apart."""
+        """Handle computed tokens, in place or, if ``ahead``, apart."""
         option = self._ahead if ahead else self._computing
         if self.play.over or option is None:
             return
@@ -91,7 +84,7 @@ class BlendAim(WholeAim):
             self._finish(now)
 
     def tokens_failed(self, reason: str, now: float, *, ahead: bool = False) -> None:
-        """Handle an engine failure while choosing or computing tokens."""
+        """Handle an engine failure with tokens."""
         if self.play.over:
             return
         self.play.events.emit(TokensFailed, now, reason)
@@ -107,7 +100,6 @@ class BlendAim(WholeAim):
             self.deliver(now)
 
     def timer(self, now: float) -> bool:
-        """See `WholeAim.timer`."""
         play = self.play
         if self._computing is None:
             return False
@@ -117,17 +109,14 @@ class BlendAim(WholeAim):
         return True
 
     def next_timer(self, soonest_s: float) -> float:
-        """See `WholeAim.next_timer`."""
         return soonest_s if self._computing is None else min(self.play.next_tick_s, self._wait_s)
 
     # --------------------------------------------------------------- internals
 
     def patience_s(self) -> float:
-        """See `WholeAim.patience_s`."""
         return super().patience_s() + self.play.config.give_up_after * (self._full_s - self.play.view.deadline_s)
 
     def look(self, now: float) -> None:
-        """See `WholeAim.look`."""
         if not self._settled:
             self._reserve(now)
 
@@ -139,7 +128,6 @@ class BlendAim(WholeAim):
         view.deadline_s = self._full_s - tokens_s
 
     def advanced(self, now: float) -> None:
-        """See `WholeAim.advanced`."""
         play = self.play
         if play.closed or self._choosing or len(self._plan.options) < 2:
             return
@@ -168,7 +156,6 @@ class BlendAim(WholeAim):
             return
 
     def deliver(self, now: float, *, cut: str | None = None) -> None:
-        """See `WholeAim.deliver`; recompute the tokens first."""
         if self._settled or cut is not None:
             self._finish(now, cut=cut)
             return

@@ -15,25 +15,25 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import GroupsPublished, ProducerStopped, SoonerAlone
 
 _MAX_PACE = 4.0
-"""Maximum factor between observed and expected pace in extrapolations."""
+"""Largest factor between observed and expected pace."""
 _MIN_LOOK_S = 0.01
-"""Minimum seconds between checks for layers worth the wait."""
+"""Least seconds between checks for layers worth the wait."""
 _MAX_LATE_FACTOR, _MAX_LATE_S = 4.0, 0.25
 """Layers are too late after this multiple of the announced time plus this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeChanges:
-    """Changes announced together with the number of published groups."""
+    """Changes announced with the number of published groups."""
 
     left_out: Collection[tuple[int, str]] = ()
-    """Missing tracks of the new groups, as (group, track)."""
+    """Missing tracks of new groups, as (group, track)."""
     added: Collection[tuple[int, str]] = ()
     """Newly available tracks of older groups."""
     coming: Mapping[int, float | None] = field(default_factory=dict)
-    """Seconds until further tracks of a group should follow; None: no tracks follow."""
+    """Seconds until further tracks of a group; None: none follow."""
     pushed: Container[int] | None = None
-    """Groups with a base that was requested before publication; None: all."""
+    """Groups with a base requested before publication; None: all."""
 
 
 NO_CHANGES = EdgeChanges()
@@ -43,23 +43,18 @@ class LiveEdge:
     """Estimates a producer's pace from the publication times of its groups."""
 
     def __init__(self, expected_s: Sequence[float]) -> None:
-        """Start with no group published.
-
-        ``expected_s``: when each group should be published, ascending, seconds since the play began.
-        """
+        """``expected_s``: when each group should be published, ascending, seconds since the play began."""
         finite = all(math.isfinite(time_s) for time_s in expected_s)
         if not expected_s or not finite or any(later < sooner for sooner, later in pairwise(expected_s)):
             raise UsageError("the times at which groups are expected must be finite, and ascend; there must be some")
         self._expected_s = expected_s
         self.edge = 0
-        """Number of published groups."""
         self._first_s = self._last_s = 0.0
         self._firsts = 0
         """Groups in the first announcement; they may be much older."""
         self.ended: str | None = None
-        """Why the producer stopped before the last group, or None."""
         self.coming: dict[int, tuple[float, float]] = {}
-        """When further tracks of a group are due, and the announced delay."""
+        """When a group's further tracks are due, and the announced delay."""
 
     def reach(self, edge: int, now: float) -> None:
         """Record that the first ``edge`` groups are published."""
@@ -68,7 +63,7 @@ class LiveEdge:
         self.edge, self._last_s = edge, now
 
     def expect(self, coming: Mapping[int, float | None], now: float) -> None:
-        """Record announced further tracks; see `EdgeChanges`."""
+        """Record announced further tracks."""
         for group, rest_s in coming.items():
             if rest_s is None:
                 self.coming.pop(group, None)
@@ -76,7 +71,7 @@ class LiveEdge:
                 self.coming[group] = now + rest_s, rest_s
 
     def rest_s(self, group: int, now: float) -> float | None:
-        """Return the seconds until further tracks of a group should follow; None if too late.
+        """Return the seconds until a group's further tracks, or None if too late.
 
         An overdue track should take as long again as it is late.
         """
@@ -85,11 +80,11 @@ class LiveEdge:
         return None if now >= last_s else min(abs(now - due_s), last_s - now)
 
     def ends_s(self, now: float) -> float:
-        """Return when the last group was or should be published, seconds since the play began."""
+        """Return when the last group is published, seconds since the play began."""
         return self.ready_s(len(self._expected_s) - 1, now)
 
     def late_s(self, now: float) -> float:
-        """Return by how many seconds the next group is late; 0.0 if at most the duration of a group."""
+        """Return the next group's delay in seconds; 0.0 if at most the duration of a group."""
         if self.edge == len(self._expected_s):
             return 0.0
         before = self._expected_s[self.edge - 1] if self.edge else 0.0
@@ -98,7 +93,7 @@ class LiveEdge:
         return late_s if late_s > took_s else 0.0
 
     def ready_s(self, group: int, now: float) -> float:
-        """Return when a group should be published; for a published group, when the latest one was."""
+        """Return when a group should be published; if it is, when the latest one was."""
         expected = self._expected_s
         if group < self.edge:
             return self._last_s
@@ -115,7 +110,6 @@ class LivePlay:
     """The part of a play that follows a producer."""
 
     def __init__(self, play: Playing, expected_s: Sequence[float]) -> None:
-        """Start with no group published; see `LiveEdge`."""
         self.play, self.edge = play, LiveEdge(expected_s)
         play.record.live = LiveRecord()
         play.view.edge = 0
@@ -175,7 +169,7 @@ class LivePlay:
         play.advance(now)
 
     def lacking(self) -> str:
-        """Describe the producer's progress in words; empty if it is done."""
+        """Describe the producer's progress; empty if done."""
         live = self.edge
         if live.edge == self.play.view.groups:
             return ""
@@ -183,7 +177,7 @@ class LivePlay:
         return f"; the producer has published {live.edge or 'none'}, {why}"
 
     def layers_pay(self, now: float) -> bool:
-        """Return whether layers that are still being encoded save more than waiting for them costs."""
+        """Return whether layers being encoded save more than waiting for them costs."""
         live, view, saved, soonest_s = self.edge, self.play.view, 0.0, math.inf
         if not live.coming:
             self.look_s = math.inf

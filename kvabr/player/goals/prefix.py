@@ -11,24 +11,20 @@ from kvabr.types.errors import UsageError
 from kvabr.types.loss import predicted_loss
 
 _MAX_CUTS = 64
-"""Number of possible cuts for a prefix with too much loss; half as many make the cut twice as coarse."""
+"""Possible cuts for a prefix with too much loss."""
 
 
 class PrefixAim(WholeAim):
-    """A prefix. The engine computes no groups during the play: the cache is cut where it would start."""
+    """A prefix, cut at the first group that the engine would compute."""
 
     def __init__(self, play: Playing, mode: EngineMode) -> None:
-        """Check the engine.
-
-        Raises:
-            UsageError: the engine's cost is unknown, or it does not compute suffixes.
-        """
+        """Raise `UsageError` if the engine's cost is unknown, or it does not compute suffixes."""
         super().__init__(play)
         if play.engine is None or mode != "suffix":
             raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
 
     def cuts(self, now: float) -> bool:
-        """See `WholeAim.cuts`; return False while fetching the rest should be faster than computing it."""
+        """Return False while fetching the rest should be faster than computing it."""
         play, view = self.play, self.play.view
         play.look(now)
         assert view.cost is not None  # noqa: S101  # there is an engine
@@ -38,14 +34,12 @@ class PrefixAim(WholeAim):
         return late_s + view.base_s() >= computed_s
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
-        """See `WholeAim.computes`."""
         self.play.record.used = first
         what = f"group {first} is" if last == first + 1 else f"groups {first} to {last - 1} are"
         self.deliver(now, cut=why or f"{what} better computed than fetched")
         return False
 
     def deliver(self, now: float, *, cut: str | None = None) -> None:
-        """See `WholeAim.deliver`; cut the prefix so that it stays within the loss limit."""
         play, most = self.play, self.play.view.max_loss
         if math.isfinite(most):
             here = used = play.view.solid if play.record.used is None else play.record.used
@@ -58,11 +52,9 @@ class PrefixAim(WholeAim):
         super().deliver(now, cut=cut)
 
     def exceed(self, now: float) -> None:
-        """See `WholeAim.exceed`."""
         self.deliver(now)
 
     def wait(self, now: float, *, complete: bool, stopped: bool) -> None:
-        """See `WholeAim.wait`; the play may only have to wait until the engine would start."""
         play = self.play
         if (play.view.coming and not stopped) or play.waiting():
             super().wait(now, complete=complete, stopped=stopped)
@@ -72,9 +64,7 @@ class PrefixAim(WholeAim):
             self.deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
 
     def fall_short(self, now: float) -> None:
-        """See `WholeAim.fall_short`."""
         self.deliver(now, cut=self.play.lacking())
 
     def stop(self, now: float, reason: str) -> None:
-        """See `WholeAim.stop`."""
         self.deliver(now, cut=None if self.play.groups.complete else reason)

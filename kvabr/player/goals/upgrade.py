@@ -1,12 +1,11 @@
 """Upgrades of a cache in use, after the deadline.
 
 The play starts with every group in place. The previous policy drives it, so upgrades keep their order, most loss saved
-per byte first. Its deadline stays one deadline's length ahead until the real end is nearer, so that requests in flight
-stay limited and none would arrive after the end.
+per byte first. Its deadline stays one deadline's length ahead, which limits requests in flight.
 
-A decoded upgrade waits until the engine admits it to the cache; while several wait, requests pause. The play ends when
-time is up, when the policy is done or has requested no group for one deadline's length, when every group is at its
-best, or when requests have been silent for several deadline lengths.
+A decoded upgrade waits until the engine admits it; while several wait, requests pause. The play ends when time is up,
+when the policy is done or requests no group for one deadline's length, when every group is at its best, or after
+several deadline lengths of silence.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 
 _MAX_WAITING = 4
-"""Maximum groups waiting for decoding or admission before requests pause."""
+"""Groups waiting for decoding or admission before requests pause."""
 _MAX_SILENT_DEADLINES = 5.0
 """Deadline lengths of silence that end the play."""
 
@@ -30,11 +29,7 @@ class UpgradeAim(WholeAim):
     drops_upgrades = False  # the planning horizon is not the end of the play
 
     def __init__(self, play: Playing, goal: UpgradeGoal) -> None:
-        """Start with every group in place.
-
-        Raises:
-            UsageError: the goal is invalid, or does not fit this cache.
-        """
+        """Raise `UsageError` if the goal is invalid, or does not fit this cache."""
         super().__init__(play)
         tracks, view = goal.tracks, play.view
         if not goal.until_s > 0:
@@ -43,7 +38,7 @@ class UpgradeAim(WholeAim):
             raise UsageError(f"{len(tracks)} tracks for a cache of {view.groups} groups")
         self._horizon_s, self._until_s, self._rate = view.deadline_s, goal.until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
-        """When the policy last requested a group, and when decoding or an idle link last explained silence."""
+        """When the policy last requested a group; when decoding or an idle link last explained silence."""
         self._best = 0
         view.time_price = 0.0  # the first token is out
         for record, track in zip(play.record.groups, tracks, strict=True):
@@ -56,7 +51,6 @@ class UpgradeAim(WholeAim):
         self._end_of_view(0.0)
 
     def look(self, now: float) -> None:
-        """See `WholeAim.look`."""
         view = self.play.view
         if view.rate <= 0:
             view.rate = view.lower_bound = self._rate
@@ -66,12 +60,10 @@ class UpgradeAim(WholeAim):
         self.play.view.deadline_s = min(self._until_s, now + self._horizon_s)
 
     def next_timer(self, soonest_s: float) -> float:
-        """See `WholeAim.next_timer`."""
         del soonest_s
         return min(self._until_s, self.play.next_tick_s)
 
     def ended(self, now: float) -> bool:
-        """See `WholeAim.ended`."""
         play = self.play
         silent_s = now - max(play.heard_s, self._moved_s) if play.view.in_flight else 0.0
         if now >= self._until_s or silent_s >= _MAX_SILENT_DEADLINES * self._horizon_s:
@@ -80,7 +72,6 @@ class UpgradeAim(WholeAim):
         return play.over
 
     def go_on(self, now: float) -> bool:
-        """See `WholeAim.go_on`; an upgrade play waits for no group."""
         play = self.play
         play.content, asked = False, play.asked()
         while not play.content and play.has_room():
@@ -99,7 +90,6 @@ class UpgradeAim(WholeAim):
         return False
 
     def has_room(self) -> bool:
-        """See `WholeAim.has_room`."""
         return self.play.undecoded() < _MAX_WAITING
 
     def _done(self) -> bool:

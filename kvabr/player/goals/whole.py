@@ -1,7 +1,6 @@
 """The whole cache: delivered once every group is in place, or given up. Other goals derive from this one.
 
-A goal ends the play and delivers its result; the session handles requests, decoding and the engine. `Playing` lists the
-parts of a session that a goal uses.
+A goal ends the play and delivers its result; the session handles requests, decoding and the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvabr.types.catalog import Catalog
 
 
 class Playing(Protocol):
-    """The interface of a session to its goal; see `kvabr.player.session.Session`."""
+    """The interface of a `Session` to its goal."""
 
     view: View
     record: PlayRecord
@@ -70,14 +69,13 @@ class WholeAim:
     """Delivers the whole cache."""
 
     drops_upgrades = True
-    """True if an upgrade that cannot end in time is replaced by a smaller one."""
+    """Replace an upgrade that cannot end in time by a smaller one."""
 
     def __init__(self, play: Playing) -> None:
-        """Attach to a session, which is otherwise complete."""
         self.play = play
 
     def start(self, now: float) -> bool:
-        """Return whether the play may start; otherwise it has been given up."""
+        """Return False if the play was given up."""
         del now
         return True
 
@@ -88,7 +86,7 @@ class WholeAim:
         return play.config.give_up_after * play.view.deadline_s + engine_s
 
     def next_timer(self, soonest_s: float) -> float:
-        """Return when the timer must fire, given the session's own time for it."""
+        """Return when the timer must fire, given the session's time for it."""
         return soonest_s
 
     def timer(self, now: float) -> bool:
@@ -97,16 +95,16 @@ class WholeAim:
         return False
 
     def look(self, now: float) -> None:
-        """Correct the view after an update of the estimates."""
+        """Correct the view after new estimates."""
 
     def has_room(self) -> bool:
-        """Return whether this goal permits more requests."""
+        """Return whether the goal permits more requests."""
         return True
 
     def ended(self, now: float) -> bool:
         """End the play if its time is up; return whether it is closed.
 
-        This takes no decision, and does not wait for decoding.
+        Takes no decision, and does not wait for decoding.
         """
         play, complete = self.play, self.play.groups.complete
         if now >= play.view.deadline_s and complete and self._within(now):
@@ -131,12 +129,12 @@ class WholeAim:
         return f"the cache would lose {loss:.2g} nats per token, and max_loss is {most:g}"
 
     def cuts(self, now: float) -> bool:
-        """Return whether to deliver a part of the cache at the deadline."""
+        """Return whether to deliver a partial cache at the deadline."""
         del now
         return False
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
-        """Return whether the engine should compute groups now; ``why``: the reason if there is no alternative."""
+        """Return whether the engine should compute groups now; ``why``: if there is no alternative."""
         del now, first, last, why
         return True
 
@@ -161,7 +159,7 @@ class WholeAim:
             self.wait(now, complete=complete, stopped=stopped)
 
     def exceed(self, now: float) -> None:
-        """Continue with a complete cache above the loss limit that no request can improve."""
+        """Handle a complete cache above the loss limit that no request can improve."""
         if not self.play.compute_all(now):
             self.play.give_up(now, self._excess())
 
@@ -173,7 +171,7 @@ class WholeAim:
             play.give_up(now, f"{play.lacking()}, and nothing has come for {now - play.heard_s:.2f} s")
 
     def fall_short(self, now: float) -> None:
-        """End a live play: the producer has stopped, and all published groups are in place."""
+        """End a live play after its producer stopped early."""
         self.play.give_up(now, self.play.lacking())
 
     def stop(self, now: float, reason: str) -> None:
@@ -184,7 +182,7 @@ class WholeAim:
             self.play.give_up(now, reason)
 
     def go_on(self, now: float) -> bool:
-        """Return whether the session should continue after an event; False if this goal has handled it."""
+        """Return whether the session should continue after an event."""
         del now
         return True
 
