@@ -1,19 +1,15 @@
 """Divide the work between network and engine at the least cost.
 
-The engine continues after the groups in place. The cost of every possible stop is the loss of the other groups on
-tracks that the network can deliver, the price of the time until both are done, and the price of engine time
-(`TimePlanner.divide`). To stop at once means to fetch everything; to continue to the end, to compute everything.
+The cost of every possible stop of the engine is the loss of the other groups on tracks that the network can deliver,
+the price of the time until both are done, and the price of engine time (`TimePlanner.divide`).
 
 - ``hole``: the engine computes from the front while the network fetches from the back, so the later of the two counts.
-  Groups between them go to the engine if it is sooner, even if they are in flight or in place.
 - ``suffix``: the engine needs all earlier groups in place and computes from there to the end. Both times add up, and
   computed groups amplify errors right before them. A prefix play is cut there, or as soon as no request pays off.
 
-If the rate is unknown or in slow start, the rule takes the least mean cost over several rates, relative to the least
-cost at each. The longer a link is silent, the more likely it is dead; no wait lasts until the engine would be late.
-Calls are long enough to make up for their constant cost, and otherwise short, to allow corrections. While the rate is
-uncertain, a call must be worth more than waiting for a better estimate. The engine does not compute right after groups
-with an upgrade in flight, since their present errors would persist.
+If the rate is uncertain, the rule takes the least mean cost over several rates, relative to the least cost at each; a
+call must be worth more than waiting for a better estimate, and is short. The longer a link is silent, the more likely
+it is dead; no wait lasts until the engine would be late.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Leave groups to the engine early enough if the network will not deliver them in time.
 
-Recomputing costs engine time but no quality. The planner assumes the lower bound of the rate and the cheapest track for
-every missing group, and leaves only groups to the engine that are late even then. Two engine modes:
+The planner assumes the lower bound of the rate and the cheapest track, and leaves only groups to the engine that are
+late even then.
 
-- ``hole``: the engine can compute any group if all earlier ones are in place. The planner picks the shortest sufficient
-  run right after the groups in flight; the network continues after the run. If the transfers in flight stall, the run
-  starts at the first group not in place. While the rate is unknown, no run starts that would end late.
-- ``suffix``: the engine computes from the first missing group to the end and discards everything there. The planner
-  cuts off the shortest sufficient tail, to be computed once all groups before the cut are in place.
+- ``hole``: the shortest sufficient run right after the groups in flight; if these stall, from the first group not in
+  place. While the rate is unknown, no run starts that would end late.
+- ``suffix``: the engine discards everything after the cut, so the planner cuts off the shortest sufficient tail.
 """
 
 from __future__ import annotations

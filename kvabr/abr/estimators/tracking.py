@@ -1,19 +1,16 @@
 """``tracking``: a mean that restarts when the link drops for good, with a bound based on its past errors.
 
-The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js). Change detection adds up how far
-samples fall below the expectation (a cumulative sum; Page, 1954), in units of their own deviation, so that a
-fluctuating link raises no alarm. If the sum passes a threshold, earlier samples are forgotten.
+The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js). Change detection is a cumulative sum
+(Page, 1954) of how far samples fall below the expectation, in units of their own deviation. Past a threshold, earlier
+samples are forgotten.
 
 The bound is the share of the estimate that the link carries at least nine times out of ten: delivered over expected
 bytes, at the end of each stretch of time. Until a play has seen enough stretches, quantiles of real traces fill in (as
 in adaptive conformal inference; Gibbs and Candes, 2021).
 
-On a fast link, data arrives in bursts far shorter than a sample. A burst with more bytes than expected since the last
-sample, idle time included, shows that the link is faster, and the estimate restarts there.
-
-A known rate of earlier plays (`prime`) counts as a stretch of samples. The first sample after each start may be in slow
-start; it may raise the estimate but not lower it. The earlier rate is ignored if slow start takes more than half of the
-deadline to reach it.
+A burst with more bytes than expected since the last sample, idle time included, shows that the link is faster, and the
+estimate restarts there. A rate of earlier plays (`prime`) counts as a stretch of samples; the first sample, perhaps in
+slow start, may raise the estimate but not lower it.
 """
 
 from __future__ import annotations
