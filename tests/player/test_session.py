@@ -150,3 +150,54 @@ def test_an_engine_that_fails_leaves_what_was_decoded_meanwhile_in_place():
     assert play.record.groups[1].track == "Int4"
     assert play.over
     assert play.record.delivered_s is not None
+
+
+def test_an_idle_engine_gets_work_although_there_is_no_room_for_requests_and_nothing_else_is_sent():
+    class Divider(Policy):
+        divides, paces, computes_more = True, True, True
+
+        def decide(self, view):
+            if (
+                self.computes_more
+                and view.engine_backlog_s <= 0
+                and (front := view.first_missing()) is not None
+                and view.rate > 0
+            ):
+                return Decision.recompute(front, "the engine is idle")
+            group = max(view.missing_groups, default=None)
+            return (
+                Decision.wait("all is under way") if group is None else Decision.fetch(group, "FP16", "from the back")
+            )
+
+    # The link brings one group, and then the other requests fill all the room that there is.
+    config = PlayerConfig(ahead=0.0, least_ahead_bytes=1)
+    policy = Divider()
+    play = session(6, policy, cost=PrefillCost(0.0, 0.05 / 128), config=config, deadline=10.0)
+    play.start(0.0)
+    (first,) = of(play.actions(), FetchGroup)
+    started = of(bring(play, first, 0.1), Recompute)
+    assert [(one.first, one.last) for one in started] == [(0, 1)]
+    assert not play.has_room()
+    flying = len(play.view.in_flight)
+    play.computed(0, 1, 0.15)
+    actions = play.actions()
+    assert [(one.first, one.last) for one in of(actions, Recompute)] == [(1, 2)]
+    policy.computes_more = False
+    play.computed(1, 2, 0.2)
+    assert play.view.missing_groups
+    assert not of(play.actions(), FetchGroup)
+    assert len(play.view.in_flight) == flying
+
+
+def test_a_play_that_lasts_much_longer_than_computing_everything_is_looked_at_ever_less_often():
+    play = session(
+        4, cost=PrefillCost(0.0, 1e-6), deadline=20.0, config=PlayerConfig(gpu_price=100.0, time_price=0.001)
+    )
+    play.start(0.0)
+    ticks, now = 0, 0.0
+    while now < 15.0 and not play.over:
+        now = play.next_timer()
+        play.timer(now)
+        ticks += 1
+    assert now >= 15.0
+    assert ticks < 1000  # each two per cent later than the one before; a fiftieth of computing would be 370,000
