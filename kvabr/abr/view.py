@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import Catalog, Track
@@ -151,17 +151,11 @@ class InFlight(dict[int, Transfer]):
         self.required_floor = 0
         """Bytes of the groups of these requests on the cheapest track."""
         self._groups: dict[int, int] = {}
-        self._tracks: dict[str, int] = {}
 
     @property
     def groups(self) -> AbstractSet[int]:
         """Groups with a request in flight."""
         return self._groups.keys()
-
-    @property
-    def tracks(self) -> dict[str, int]:
-        """Number of requests by track."""
-        return self._tracks
 
     def __setitem__(self, request: int, transfer: Transfer) -> None:
         super().__setitem__(request, transfer)
@@ -182,7 +176,7 @@ class InFlight(dict[int, Transfer]):
     def clear(self) -> None:
         super().clear()
         of_sources = self.receiving, self.asked, self.left
-        for counts in (self.required, self.upgrades, self._groups, self._tracks, *of_sources):
+        for counts in (self.required, self.upgrades, self._groups, *of_sources):
             counts.clear()
         self.required_bytes = self.required_floor = 0
 
@@ -219,12 +213,11 @@ class InFlight(dict[int, Transfer]):
             self.required_bytes += by * transfer.remaining
             self.required_floor += by * self._floor[transfer.group]
         _add(self._groups, transfer.group, by)
-        _add(self._tracks, transfer.track, by)
         _add(self.asked, transfer.source, by)
         _add(self.left, transfer.source, by * transfer.remaining)
 
 
-def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
+def _add(counts: dict[int, int], key: int, by: int) -> None:
     if left := counts.get(key, 0) + by:
         counts[key] = left
     else:
@@ -433,10 +426,6 @@ class View:
         """Return the constant seconds per decoded batch, see `decode_s`."""
         return 0.0 if self.decode_latency is None else self.decode_latency(track)
 
-    def decoded_by(self, arrives_s: float, decoded_s: float) -> float:
-        """Return when data arriving at ``arrives_s`` can be decoded, if earlier data takes ``decoded_s``."""
-        return arrives_s + decoded_s if self.decodes_last else max(arrives_s, decoded_s)
-
     def last_decode_s(self, track: str) -> float:
         """Return the seconds from arrival of the last group on a track until it is in place."""
         if self.decodes_last:
@@ -514,7 +503,3 @@ class View:
     def missing_bytes(self, track: Track) -> int:
         """Return the bytes of all missing groups on one track."""
         return self.missing_groups.total(track.name, track.bytes)
-
-    def flying_decode_s(self) -> float:
-        """Return the seconds that one thread takes to decode everything in flight."""
-        return sum(count * self.decode_s(track) for track, count in self.in_flight.tracks.items())
