@@ -2,9 +2,8 @@
 
 While an asset grows, its name has the tracks `kvabr.live`, its live catalog; `kvabr.edge`, the news of each group of
 tokens; and its levels, with the announced groups. A lookup among growing assets has a name of its own. The levels of
-the complete asset continue under the same names; earlier players can finish for a while.
-
-When a producer is killed, its published groups become the asset of a shorter prompt.
+the complete asset continue under the same names; earlier players can finish for a while, also if the producer is
+killed.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ class LiveAssets:
                 self._poll(asset)
 
     async def check(self) -> None:
-        """End assets with a killed or stalled producer, and keep their published groups."""
+        """End assets with a killed or stalled producer."""
         for asset in self._assets:
             if asset.settled:
                 continue
@@ -198,7 +197,6 @@ class LiveAssets:
             if not asset.over:
                 whole = asset.chunks == len(asset.catalog.chunks) and asset.follower.is_published(0)
                 self._end(asset, "" if whole else "its process is gone")
-            await self._rescue(asset)
 
     async def tell(self) -> None:
         """Rescan the store if assets may have become complete."""
@@ -241,16 +239,6 @@ class LiveAssets:
         asset.end(reason)
         asset.changed_s = time.monotonic()
         self._outdated = True
-
-    async def _rescue(self, asset: FollowedAsset) -> None:
-        try:
-            prompt = await asyncio.to_thread(asset.follower.rescue, asset.news())
-        except AssetError as error:
-            self._log.warning("live asset not kept", asset=asset.name, error=str(error))
-            return
-        self._outdated = True
-        if prompt is not None:
-            self._log.info("live asset kept", asset=prompt, groups=asset.chunks)
 
     def _drop(self, asset: FollowedAsset) -> None:
         self._assets = tuple(each for each in self._assets if each is not asset)

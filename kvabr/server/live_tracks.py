@@ -15,7 +15,7 @@ from kvabr.server.growing import GrowingBytes, GrowingPublication
 from kvabr.server.publication import ArrivingGroup, BytesPublication, Publication
 from kvabr.store.asset_index import check_names
 from kvabr.types.errors import AssetError, FormatError
-from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, NewsOrder, PublishedFrames, merged, parse_edge
+from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, NewsOrder
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace
 from kvabr.types.units import Unit
 from kvabr.types.words import counted
@@ -205,8 +205,3 @@ class GrowingAsset(ABC):
         self.over = True
         for track in (*self.levels.values(), self.edge):
             track.finish(reason)
-
-    def news(self) -> list[PublishedFrames]:
-        """Return the news so far, merged per group of tokens."""
-        messages = (parse_edge(bytes(self.edge.open(number).data)) for number in range(self.order.messages))
-        return merged(message for message in messages if isinstance(message, PublishedFrames))

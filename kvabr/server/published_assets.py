@@ -15,7 +15,7 @@ from kvabr.server.changes import ChangeLog, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.publication import BytesPublication, LevelPublication, Publication, Source, Suspect
-from kvabr.store.asset import Asset
+from kvabr.store.asset import Asset, read_profile
 from kvabr.store.asset_index import AssetIndex, AssetView
 from kvabr.store.locations import Location
 from kvabr.store.lru import ByteLru
@@ -168,7 +168,9 @@ class PublishedAssets(Source):
             return self._find_live(grant, namespace, track)
         asset = None if self.live is None else self.live.profile(grant, namespace)
         try:
-            return None if asset is None else self._read(namespace.prompt, asset.follower.profile_bytes, at_once)
+            if asset is None:
+                return None
+            return self._read(namespace.prompt, lambda: read_profile(asset.follower.store, asset.catalog), at_once)
         except (AssetError, FormatError) as error:
             self._index.log.warning("asset unreadable", profile=namespace.prompt[:16], error=str(error))
             return None

@@ -238,17 +238,7 @@ class Asset:
 
         Raises `AssetError` if it is missing, `FormatError` if it has another digest.
         """
-        expected, size = self.catalog.profile, self.catalog.profile_bytes
-        if expected is None:
-            return None
-        name = profile_name(expected)
-        if size > MAX_PROFILE_BYTES:
-            raise FormatError(f"{self.store.where(name)}: a profile of {size} bytes is more than any model needs")
-        with as_asset_errors():
-            data = bytes(self.store.blocked(self.store.get(name, limit=size)))
-        if hashlib.sha256(data).hexdigest() != expected:
-            raise FormatError(f"{self.store.where(name)}: not the profile of that name (SHA-256 differs); {_ADVICE}")
-        return data
+        return None if self.catalog.profile is None else read_profile(self.store, self.catalog)
 
     def prompt(self) -> Prompt:
         """Return the token ids of the prompt and its continuation.
@@ -301,6 +291,18 @@ def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
         return frame
     with file:
         return LoadedFrame(frame.read(0, frame.size))
+
+
+def read_profile(store: Store, catalog: Catalog) -> bytes:
+    """Return a catalog's codec profile; raise `AssetError` if it is missing, `FormatError` if it is another one."""
+    name, size = profile_name(catalog.profile or ""), catalog.profile_bytes
+    if size > MAX_PROFILE_BYTES:
+        raise FormatError(f"{store.where(name)}: a profile of {size} bytes is more than any model needs")
+    with as_asset_errors():
+        data = bytes(store.blocked(store.get(name, limit=size)))
+    if hashlib.sha256(data).hexdigest() != catalog.profile:
+        raise FormatError(f"{store.where(name)}: not the profile of that name (SHA-256 differs); {_ADVICE}")
+    return data
 
 
 def object_sizes(store: Store) -> dict[str, int]:

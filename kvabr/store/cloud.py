@@ -70,9 +70,6 @@ class CloudStore(Store):
         """How often, and when last, clients were made anew after refused credentials."""
         self._lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        return f"<CloudStore {self.url}>"
-
     def renew(self, made: int, failure: Failure) -> bool:
         """Read refused credentials again; return whether to retry the request.
 
@@ -102,7 +99,7 @@ class CloudStore(Store):
             clock = asyncio.get_running_loop().time
             try:
                 async with asyncio.timeout(wait_s) as timer:
-                    result = await _ask("get", self._reader(), path, options=options)
+                    result = await _ask("get", self._store(), path, options=options)
                     self._check(name, result, first, last, limit)
                     timer.reschedule(wait_s and clock() + wait_s)
                     if wait_s is None or result.range[1] - result.range[0] <= PART_BYTES:
@@ -122,7 +119,7 @@ class CloudStore(Store):
     ) -> AsyncGenerator[memoryview, None]:
         path, options = self._path(name), _range(first, last)
         result = await self._tried(
-            name, "cannot be read", lambda: _ask("get", self._reader(), path, options=options), tries=1
+            name, "cannot be read", lambda: _ask("get", self._store(), path, options=options), tries=1
         )
         self._check(name, result, first, last, last - first)
         due = result.range[1] - result.range[0]
@@ -146,7 +143,7 @@ class CloudStore(Store):
             try:
                 if pages is None:  # begin, or continue after the last key
                     pages = aiter(
-                        load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=_AT_ONCE)
+                        load_obstore().list(self._store(), self._path(prefix), offset=after, chunk_size=_AT_ONCE)
                     )
                 return await anext(pages, None) or ()
             except Exception:
@@ -191,13 +188,8 @@ class CloudStore(Store):
                 f"{self.url}: the store does not honour conditional writes (If-None-Match: *), so publishers would "
                 "overwrite each other; upgrade the store, or use another"
             )
-        try:
+        with suppress(TransportError):  # a few bytes, which a lifecycle rule removes
             await self.delete([name])
-        except (StoreError, RequestError):
-            pass  # a few bytes, which a lifecycle rule removes
-        except Exception as error:
-            if Failure.of(error.__cause__ or error).kind != "denied":
-                raise
         with _LOCK:
             _PROBED.add(self.url)
 
@@ -291,9 +283,6 @@ class CloudStore(Store):
 
     # ------------------------------------------------------- obstore's stores
 
-    def _reader(self) -> ObstoreClient:
-        return self._store(0)
-
     def _writer(self, size: int) -> ObstoreClient:
         if self.parsed.scheme in WEB:
             raise UsageError(f"{self.url}: an HTTP cache can only be read")
@@ -302,7 +291,7 @@ class CloudStore(Store):
             wanted_s *= 2
         return self._store(wanted_s)
 
-    def _store(self, most_s: int) -> ObstoreClient:
+    def _store(self, most_s: int = 0) -> ObstoreClient:
         # A read may take long as a whole, but not between pieces. That limit of obstore would also end uploads, so they
         # have a limit for the whole.
         with self._lock:

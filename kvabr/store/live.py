@@ -4,8 +4,8 @@ Under ``l/<key>/`` of the store are ``live``, a `kvabr.types.live.LiveCatalog`, 
 written after the frames that they name. ``live`` is locked while its writer lives, so a follower notices a killed
 writer. The end is an ordinary catalog; then ``live`` is removed, and the messages an hour later.
 
-A failing producer leaves its published groups as an asset of the shorter prompt; for a killed one, a follower does so,
-see `LiveFollower.rescue`.
+A failing producer leaves its published groups as an asset of the shorter prompt. A killed one leaves frames that no
+catalog names, and its messages, which `sweep_live` removes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvabr.store.asset import FrameReader, as_asset_errors, open_frame
@@ -24,17 +23,13 @@ from kvabr.store.files import STALE_S
 from kvabr.store.local import LocalStore
 from kvabr.store.names import LIVE, FramePlace, catalog_name, group_name, profile_name
 from kvabr.store.store import listing
-from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
-from kvabr.types.digests import has_digest
 from kvabr.types.errors import AssetError, FormatError, NotFoundError
 from kvabr.types.live import (
     MAX_EDGE_BYTES,
     MAX_LIVE_BYTES,
     EdgeMessage,
     LiveCatalog,
-    PublishedFrames,
     parse_edge,
-    published_catalog,
 )
 
 LIVE_NAME = "live"
@@ -87,7 +82,7 @@ class LiveWriter(AssetWriter):
     def __exit__(self, *given: object) -> None:
         if self._key:
             with contextlib.suppress(AssetError), as_asset_errors():
-                end_live(self.store, self._key)
+                self.store.blocked(self.store.delete([f"{LIVE}{self._key}/{LIVE_NAME}"]))
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -129,33 +124,11 @@ class LiveFollower:
 
     def has_writer(self) -> bool:
         """Return whether the writer lives; True on file systems without locks."""
-        try:
-            handle = os.open(self.store.path(self._name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(handle)
-        return False
+        return _is_locked(self.store.path(self._name))
 
     def open_frame(self, size: int, digest: str) -> FrameReader:
         """Open a frame named by a message; raise `AssetError` if missing."""
         return open_frame(self.store, FramePlace(group_name(digest), 0, size, digest))
-
-    def profile_bytes(self) -> bytes:
-        """Return the codec profile; raise `AssetError` if it is missing, `FormatError` if it has another digest."""
-        catalog = self.live.catalog
-        name = profile_name(catalog.profile or "")
-        with as_asset_errors():
-            data = bytes(self.store.blocked(self.store.get(name, limit=min(catalog.profile_bytes, MAX_PROFILE_BYTES))))
-        if not has_digest(catalog.profile or "", data):
-            raise FormatError(
-                f"{self.store.where(name)}: not the profile that the live catalog names (SHA-256 differs)"
-            )
-        return data
 
     @property
     def is_partial(self) -> bool:
@@ -167,53 +140,27 @@ class LiveFollower:
         chunks = self.live.catalog.chunks
         return any(self.store.path(catalog_name(chunk)).exists() for chunk in (chunks[-1], *reversed(chunks[:groups])))
 
-    def rescue(self, news: Sequence[PublishedFrames]) -> str | None:
-        """Make an asset of a killed writer's groups, under the name of the whole prompt or a shorter one.
 
-        Frames are checked: after a power failure the last ones may be lost. Returns the prompt digest; None if no group
-        is left, or such an asset exists. Raises `AssetError` if the store refuses.
-        """
-        catalog = published_catalog(self.live, news)
-        while catalog is not None and (sound := self._sound(catalog, news)) < len(catalog.chunks):
-            catalog = published_catalog(self.live, news[:sound])
-        made: str | None = None
-        with contextlib.suppress(FormatError):
-            if catalog is not None:
-                profile = b"" if catalog.profile is None else self.profile_bytes()
-                with AssetWriter(self.store, catalog.namespace.prompt, live=True) as writer:
-                    writer.profile(profile)
-                    writer.commit(catalog)
-                made = catalog.namespace.prompt if writer.published else None
-        with as_asset_errors():
-            end_live(self.store, self.key)
-        return made
-
-    def _sound(self, catalog: Catalog, news: Sequence[PublishedFrames]) -> int:
-        units = range(catalog.groups)
-        for unit in map(catalog.unit, units) if catalog.every_token else catalog.units:
-            for track in catalog.tracks:
-                size, digest = news[unit.chunk].frames[catalog.spec.parts[unit.part].track_name(track.name)]
-                try:
-                    frame = self.open_frame(size, digest)
-                    try:
-                        if not has_digest(digest, frame.read(0, size)):
-                            return unit.chunk
-                    finally:
-                        frame.close()
-                except AssetError:
-                    return unit.chunk
-        return len(catalog.chunks)
-
-
-def end_live(store: LocalStore, key: str) -> None:
-    """Mark a production as ended; raise `TransportError` if that fails."""
-    store.blocked(store.delete([f"{LIVE}{key}/{LIVE_NAME}"]))
+def _is_locked(path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def sweep_live(store: LocalStore) -> None:
-    """Remove messages of productions that ended an hour ago; raise `TransportError` if that fails."""
+    """Remove productions that ended, or died, an hour ago; raise `TransportError` if that fails."""
     found = store.blocked(listing(store, LIVE))
-    growing = {name.rpartition("/")[0] for name in found if name.endswith(f"/{LIVE_NAME}")}
+    growing = {
+        name.rpartition("/")[0] for name in found if name.endswith(f"/{LIVE_NAME}") and _is_locked(store.path(name))
+    }
     old = [
         name
         for name, one in found.items()

@@ -49,9 +49,6 @@ class LocalStore(Store):
         self.folder, self.url, self._sync = folder, str(folder), sync
         self._swept = set[Path]()
 
-    def __repr__(self) -> str:
-        return f"<LocalStore {self.url}>"
-
     async def get(
         self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:

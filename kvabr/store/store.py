@@ -46,6 +46,9 @@ class Store(ABC):
     immediate: bool = False
     """True if `blocked` runs requests in the calling thread, because they never wait for a network."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
+
     @abstractmethod
     async def get(
         self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None

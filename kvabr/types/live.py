@@ -9,7 +9,7 @@ for stopping. Every message carries the live catalog's key, so productions never
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, cast
@@ -164,22 +164,11 @@ def check_kind(news: PublishedFrames, kind: str) -> None:
         raise FormatError(f"edge message: group {news.group} has digests of another kind than {kind}")
 
 
-def merged(news: Iterable[PublishedFrames]) -> list[PublishedFrames]:
-    """Return one message per group with all its frames, in group order."""
-    found: dict[int, PublishedFrames] = {}
-    for message in news:
-        before = found.get(message.group)
-        frames = message.frames if before is None else {**before.frames, **message.frames}
-        found[message.group] = replace(message, frames=frames)
-    return [found[group] for group in sorted(found)]
-
-
 def published_catalog(live: LiveCatalog, news: Sequence[PublishedFrames]) -> Catalog | None:
     """Return the ordinary catalog of the published frames; None if it cannot be played.
 
     It covers the whole prompt or a prefix, keeps the expected losses, and has the tracks that no group lacks; a few
-    last groups are dropped in favour of tracks that they lack. ``news`` has one message per group, from the first on,
-    see `merged`.
+    last groups are dropped in favour of tracks that they lack. ``news`` has one message per group, from the first on.
     """
     catalog = live.catalog
     many = min(len(news), len(catalog.chunks))

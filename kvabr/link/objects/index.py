@@ -234,7 +234,7 @@ class StoreIndex:
         names = [page_name(digests[ask.group], end=ask.kind == "end") for ask in asks]
         unknown = [name for name in dict.fromkeys(names) if name not in self._pages]
         answers = await asyncio.gather(*(self._get(name, MAX_PAGE_BYTES) for name in unknown))
-        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(_parsed, answers))
+        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), lambda: list(map(_parsed, answers)))
         fresh = dict[str, Page]()
         for name, page in zip(unknown, parsed, strict=True):
             if isinstance(page, Page):
@@ -316,15 +316,13 @@ class StoreIndex:
             return data
 
 
-def _parsed(answers: Sequence[memoryview | None]) -> list[Page | FormatError | None]:
-
-    def one(data: memoryview | None) -> Page | FormatError | None:
-        try:
-            return None if data is None else Page.loads(data)
-        except FormatError as error:
-            return FormatError(strange(data) or str(error)) if data is not None else None
-
-    return list(map(one, answers))
+def _parsed(data: memoryview | None) -> Page | FormatError | None:
+    if data is None:
+        return None
+    try:
+        return Page.loads(data)
+    except FormatError as error:
+        return FormatError(strange(data) or str(error))
 
 
 def _place_in(pages: Sequence[Page], track: str, group: int) -> FramePlace | None:
