@@ -101,7 +101,6 @@ class StoreIndex:
         self._admitted = False
         """An object could be read: then a refusal means that there is none, since S3 hides missing objects from users
         who may not list."""
-        self.requests = 0
 
     # ------------------------------------------------------------- models
 
@@ -299,7 +298,6 @@ class StoreIndex:
 
     async def _get(self, name: str, limit: int) -> memoryview | None:
         async with self._turns:
-            self.requests += 1
             begun_s = time.monotonic()
             try:
                 data = await first_answer(lambda wait_s: self._store.get(name, limit=limit, wait_s=wait_s))
