@@ -298,7 +298,7 @@ class ComputePlanner:
         engine_s = view.engine_backlog_s + took
         # An infinite price is a rule: the engine computes only groups that the network does not deliver.
         spent = view.gpu_price * took if math.isfinite(view.gpu_price) else np.where(took > 0, UNAVAILABLE_LOSS, 0.0)
-        found = [self._times.divide(view, rate, start, stops, engine_s, inherited, ramp=ramp) for rate in rates]
+        found = self._times.divide(view, rates, start, stops, engine_s, inherited, ramp=ramp)
         costs = np.array([each.objective for each in found]) + spent
         return _Ways(start, stops, costs, engine_s, found[-1].network_s)
 

@@ -50,7 +50,7 @@ class SharedWork:
         edges: npt.NDArray[np.intp],
     ) -> None:
         """Begin; see `TimePlanner.divide`. ``edges``: parts of the prompt where the engine continues and stops."""
-        self._view, self._rate, self._ramp = view, rate, ramp
+        self._view, self.rate, self._ramp = view, rate, ramp
         self._engine_s, self._inherited = engine_s, inherited
         self._begin, self._ends = edges[0], edges[1:]
         self._columns, left_s = np.arange(len(stops)), np.full(len(stops), view.time_left)
@@ -74,12 +74,12 @@ class SharedWork:
 
     def carried_s(self, nbytes: Array) -> Array:
         """Return the seconds that the link needs for some bytes."""
-        if self._ramp is None or self._rate <= self._ramp[0]:
-            return nbytes / self._rate
+        if self._ramp is None or self.rate <= self._ramp[0]:
+            return nbytes / self.rate
         begins, doubles_s = self._ramp[0], self._ramp[1] / math.log(2.0)
-        grown_s, grown = doubles_s * math.log(self._rate / begins), doubles_s * (self._rate - begins)
+        grown_s, grown = doubles_s * math.log(self.rate / begins), doubles_s * (self.rate - begins)
         early_s = doubles_s * np.log1p(np.minimum(nbytes, grown) / (doubles_s * begins))
-        return np.where(nbytes <= grown, early_s, grown_s + (nbytes - grown) / self._rate)
+        return np.where(nbytes <= grown, early_s, grown_s + (nbytes - grown) / self.rate)
 
     def network_s(self, works: Array, nbytes: Array, flying: Array, queue_s: Array) -> Array:
         """Return the seconds until everything has arrived and is decoded."""

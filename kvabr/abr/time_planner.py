@@ -9,6 +9,7 @@ faster. A group's options are all tracks above its present one; shared layers co
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +90,27 @@ class _Picked(NamedTuple):
     loss: Array
 
 
+class _Fixed(NamedTuple):
+    """The parts of a prompt to divide, at any rate."""
+
+    options: _Options
+    """By track and part."""
+    stops: npt.NDArray[np.intp]
+    counts: Array
+    """Groups by part."""
+    engine_s: Array
+    """Seconds until the engine is done, by stop, as the following arrays."""
+    ready_s: Array
+    """Seconds until all groups to fetch are published."""
+    flying: Array
+    """Bytes in flight."""
+    requests: Array
+    queue_s: Array
+    """Seconds of decoding of what has arrived or is in flight."""
+    lacks: Array | None
+    """Bytes and groups that lack the base; only for an engine in the middle of a play."""
+
+
 class TimePlanner:
     """Plans the tracks of one play. The play reports every change to a group."""
 
@@ -99,6 +121,8 @@ class TimePlanner:
         self._number = {name: number for number, name in enumerate(self.names)}
         self.losses: Array = np.array([track.loss for track in tracks], dtype=float)
         self._share: Array = np.array(catalog.shares)
+        self._decode_s: Array = np.array([view.decode_s(name) for name in self.names])
+        """Seconds to decode a group, by track."""
         shape = (len(tracks), groups)
         states: list[str | None] = [*self.names, None]
         self._steps: Array = np.zeros((len(states), *shape))
@@ -183,8 +207,9 @@ class TimePlanner:
             self._flying[group] = state
 
     def sync(self, view: View) -> None:
-        """Read the current track of every changed group."""
+        """Read the current track of every changed group, and the decoding times."""
         settled = view.settled
+        self._decode_s = np.array([view.decode_s(name) for name in self.names])
         if self._added != view.added:  # unavailable tracks may exist now
             self._added = view.added
             self._known = [(None, False)] * view.groups
@@ -315,8 +340,7 @@ class TimePlanner:
         savings = np.where(self._moves > 0.0, self._staying() - loss, -UNAVAILABLE_LOSS)
         if self._cut is not None:
             savings[:, self._cut :] = -UNAVAILABLE_LOSS
-        decode: Array = np.array([view.decode_s(name) for name in self.names])
-        seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
+        seconds = view.ttfb_s + self._bytes / view.rate + self._decode_s[:, None] * self._share
         prices = view.time_price * seconds
         gains = savings - prices
         track, group = np.unravel_index(int(gains.argmax()), gains.shape)
@@ -356,9 +380,9 @@ class TimePlanner:
         arrives_s = (view.outstanding_bytes + nbytes) / rate + wait_s
         # The last arrivals are decoded after they arrive, in at least one batch.
         batch_s = max(map(view.decode_latency_s, self.names))
-        worked_s = works.sum(axis=1)
+        worked_s, queue_s = works.sum(axis=1), view.decode_backlog_s + self._flying_s(view)
         last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
-        ends_s = np.maximum(last_s, np.maximum(wait_s, self._queued_s(view)) + worked_s) + batch_s
+        ends_s = np.maximum(last_s, np.maximum(wait_s, queue_s) + worked_s) + batch_s
         lost = picked.loss @ outside
         totals = lost + view.time_price * np.maximum(ends_s, computed_s) + excess(lost, view)
         left_s = self._left_s(view)
@@ -374,8 +398,7 @@ class TimePlanner:
             idle = (
                 staying
                 + float(excess(staying, view))
-                + view.time_price
-                * max(view.outstanding_bytes / rate, view.decode_backlog_s + self._flying_s(view), computed_s)
+                + view.time_price * max(view.outstanding_bytes / rate, queue_s, computed_s)
             )
         paid = price * float(level[best])
         return TimePlan(
@@ -421,7 +444,7 @@ class TimePlanner:
 
     def _work(self, view: View, moves: Array) -> Array:
         """Return the seconds to decode each option, less those of undecoded data that it replaces."""
-        decode: Array = np.array([view.decode_s(name) for name in self.names])
+        decode = self._decode_s
         waiting = np.where(self._flying >= 0, decode[self._flying], 0.0)
         for group in view.undecoded:
             if (state := self._state[group]) >= 0:
@@ -433,12 +456,8 @@ class TimePlanner:
         flying = self._flying[self._flying >= 0]
         if not flying.size:
             return 0.0
-        decode: Array = np.array([view.decode_s(name) for name in self.names])
         spared = sum(bool(self._flying[group] >= 0) for group in view.undecoded) * view.decode_s(view.ladder.cheapest)
-        return max(0.0, float(decode[flying].sum()) - spared) / view.decoders
-
-    def _queued_s(self, view: View) -> float:
-        return view.decode_backlog_s + self._flying_s(view)
+        return max(0.0, float(self._decode_s[flying].sum()) - spared) / view.decoders
 
     def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[_Options, Array]:
         """Return the options of the parts beginning at ``starts``, and their bytes and requests in flight."""
@@ -471,22 +490,22 @@ class TimePlanner:
     def divide(
         self,
         view: View,
-        rate: float,
+        rates: Sequence[float],
         first: int,
         stops: npt.NDArray[np.intp],
         engine_s: Array,
         inherited: Array,
         *,
         ramp: tuple[float, float] | None = None,
-    ) -> Divisions:
-        """Return the cost of each division of the work between network and engine, all at once.
+    ) -> list[Divisions]:
+        """Return, by rate, the cost of each division of the work between network and engine.
 
         In hole mode the engine computes groups ``first`` to a stop while the network delivers the others. In suffix
         mode it computes from a stop on once the network has delivered the groups before it.
 
         Args:
             view: the play.
-            rate: link rate, bytes per second.
+            rates: link rates, bytes per second.
             first: the group where the engine continues.
             stops: ends of the engine in hole mode, of the network in suffix mode; ascending.
             engine_s: seconds until the engine is done, by stop.
@@ -498,30 +517,39 @@ class TimePlanner:
         if apart > 1:
             edges = np.union1d(np.append(stops, first), edges[:groups:apart])
         options, held = self._parts(view, starts := edges[edges < groups])
-        work = SharedWork(view, rate, ramp, stops, engine_s, inherited, np.searchsorted(edges, [first, *stops]))
-        flying, requests = work.brought(held)
+        at = np.searchsorted(edges, [first, *stops])
+        works = [SharedWork(view, rate, ramp, stops, engine_s, inherited, at) for rate in rates]
+        flying, requests = works[0].brought(held)
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
-        ready_s, begun = self._ready_s(view, stops), None
+        lacks: Array | None = None
         if self._on_base is not None:
-            base = view.ladder.cheapest
-            lacks = np.where(self._missing, np.array((self._bytes[self._number[base]], np.ones(groups))), 0.0)
-            nbytes, bases = work.brought(np.add.reduceat(lacks, starts, axis=1))
-            decode_s = view.decode_s(base) / view.decoders
+            every = np.array((self._bytes[self._number[view.ladder.cheapest]], np.ones(groups)))
+            lacks = works[0].brought(np.add.reduceat(np.where(self._missing, every, 0.0), starts, axis=1))
+        counts, ready_s = np.diff(np.append(starts, groups)), self._ready_s(view, stops)
+        fixed = _Fixed(options, stops, counts, engine_s, ready_s, flying, requests, queue_s, lacks)
+        return [self._divide(view, work, fixed) for work in works]
+
+    def _divide(self, view: View, work: SharedWork, fixed: _Fixed) -> Divisions:
+        _, stops, _, engine_s, ready_s, flying, requests, queue_s, lacks = fixed
+        begun = None
+        if lacks is not None and self._on_base is not None:
+            nbytes, bases = lacks
+            decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
             here_s = work.carried_s(nbytes + flying) + work.lacking * work.first_s
             decoded_s = np.maximum(work.first_s - decode_s, queue_s) + bases * decode_s
             here_s = np.maximum(here_s, work.lacking * decoded_s)
             begun = np.maximum(here_s, ready_s), self._on_base[stops]
-        behind, counts = self._behind, np.diff(np.append(starts, groups))
+        behind = self._behind
 
         def divided(prices: list[tuple[float, Array]]) -> Divisions:
             link = np.concatenate([price * shares for price, shares in prices])
             decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
-            picked = self._pick(view, rate, link, decoding, options)
+            picked = self._pick(view, work.rate, link, decoding, fixed.options)
             sums = work.brought(np.array((picked.work, picked.bytes, picked.loss)))
             if behind is not None:
                 used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
                 on = picked.tracks[:, None] == used[:, None]
-                parts = work.brought(np.array((on * picked.loss[:, None], on * counts)))
+                parts = work.brought(np.array((on * picked.loss[:, None], on * fixed.counts)))
                 sums[2] = (parts * behind[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
             if not view.decodes_last:
                 ahead_s = queue_s + sums[0] - work.carried_s(sums[1] + flying)
