@@ -29,4 +29,4 @@ if isinstance(played, kvabr.Played):
 elif played is None:
     print("nothing of this prompt came in time")
 else:
-    print("nothing of this prompt is cached")
+    print("no part of this prompt is cached")

@@ -44,4 +44,4 @@ def test_it_says_what_is_left_behind_tails():
         left = [tail.share for tail in track.tails]
         assert left == sorted(left, reverse=True)
     base = catalog.track("AC-L0")
-    assert catalog.behind(catalog.groups - 1, 152).track("AC-L0").total_loss < 0.3 * base.total_loss
+    assert catalog.with_tail(catalog.groups - 1, 152).track("AC-L0").total_loss < 0.3 * base.total_loss

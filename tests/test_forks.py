@@ -70,12 +70,12 @@ def test_troubles_can_be_logged_in_a_child_that_was_forked_meanwhile(monkeypatch
 
     monkeypatch.setattr(threading, "Timer", SlowTimer)
     trouble = TroubleLog(logging.getLogger("kvabr.engines"), every_s=3600.0)
-    logging_thread = threading.Thread(target=trouble.tell, args=("a play failed", "gone"))
+    logging_thread = threading.Thread(target=trouble.warn, args=("a play failed", "gone"))
     logging_thread.start()
     entered.wait()
     later = threading.Thread(target=lambda: (time.sleep(0.2), go_on.set()))
     later.start()
-    assert in_child(lambda: trouble.tell("a play failed", "again")) == "none"
+    assert in_child(lambda: trouble.warn("a play failed", "again")) == "none"
     later.join()
     logging_thread.join()
 
@@ -141,7 +141,7 @@ def test_telemetry_and_its_server():
     class Ear(Listener):
         name = "ear"
 
-        def hear(self, heard):
+        def receive(self, record):
             pass
 
     with Telemetry(Ear()) as telemetry:

@@ -96,7 +96,7 @@ from tests.toymodel import SPEC, prompt, toy_asset
 async def play():
     async with AsyncClient(connection(PublishedAssets(folder), 1e6, 0.02), model=SPEC) as client:
         found = await client.find(prompt(70).tokens, within_s=60)
-        played = await client.play_prefix(found, deadline=60.0, cost=PrefillCost.from_rate(1.0), behind=16)
+        played = await client.play_prefix(found, deadline=60.0, cost=PrefillCost.from_rate(1.0), uncached=16)
     assert played.tokens, played.cut
 folder = pathlib.Path(sys.argv[1])
 toy_asset(folder / "one")

@@ -12,7 +12,7 @@ from annotated_types import Ge
 from kvabr.cli.fields import command
 from kvabr.cli.options import CommandParser
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import Heading, Part, Shown
+from kvabr.types.fields import Heading, OptionGroup, Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Outer:
     """An edge."""
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """Write the result."""
-    inner: Annotated[Inner, Part("the inner part", prefix="up-", defaults=(("rate", 2.0),))]
+    inner: Annotated[Inner, OptionGroup("the inner part", prefix="up-", defaults=(("rate", 2.0),))]
 
 
 def parsed(*words):

@@ -95,7 +95,7 @@ def test_a_policy_that_knows_its_link_beats_the_default(folder):
     claims.append("both wait for slow start: its regret is {:.2g}, that of `anytime` {:.2g}.".format(*regrets))
     elsewhere = replayed([word.replace("leased.csv", "traces/lte.csv") for word in line("replay leased.csv")])
     regrets = [elsewhere[name]["regret_mean"] for name in ("Leased", "anytime")]
-    claims.append("its regret is {:.1g}, that of `anytime` {:.1g}. And what".format(*regrets))
+    claims.append("its regret is {:.1g}, that of `anytime` {:.1g}. And kvabr".format(*regrets))
     assert not [claim for claim in claims if claim not in SAID]
     assert mine["hit_ratio"] == default["hit_ratio"] == 1.0
 

@@ -21,20 +21,20 @@ from kvabr.types.errors import PolicyError
 
 LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Rates of an unknown link, as shares of the exact cache delivered by the deadline."""
-SPARE = 1.25
+BASE_MARGIN = 1.25
 """Minimum rate of an unknown link, as a multiple of the rate that delivers every base by the deadline."""
 UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
 """A link below this share of its best rate is slow; and the share that it may recover to."""
-SURPRISE, _SURPRISED, _TOLD_SURPRISED = 10.0, 0.3, 0.04
+SURPRISE, _SURPRISED, _PRIOR_SURPRISED = 10.0, 0.3, 0.04
 """Factor of a sudden speed-up; its maximum probability, when the rate has just become known; the same for a link as
 fast as in earlier plays."""
 _LOW, _HIGH, _WEIGHTS = 0.5, 1.25, (0.3, 0.4, 0.3)
 """Rates below and above the expected one, as shares of it, and the weights of the three. `_LOW` replaces a missing
 lower bound of the estimator."""
 _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
-"""The same in slow start, as multiples of the rate so far."""
+"""Possible rates in slow start, as multiples of the rate so far, and their weights."""
 GROWTH = 2.0
 """Minimum mean rate until the deadline, as a multiple of the present rate, in slow start."""
 _MIN_NEXT_GROWTH = 1.5
@@ -64,7 +64,7 @@ class Belief(NamedTuple):
     learns_s: float = 0.0
     """Seconds until the rate should be much better known; 0.0 if it is known."""
     state: str = "known"
-    """``unknown``, ``growing`` (slow start), ``told`` (rate of earlier plays), ``slow``, ``silent``, or ``known``."""
+    """``unknown``, ``growing`` (slow start), ``prior`` (rate of earlier plays), ``slow``, ``silent``, or ``known``."""
 
     @staticmethod
     def of(rates: tuple[float, ...], weights: tuple[float, ...] = ()) -> Belief:
@@ -86,7 +86,7 @@ class LinkBelief:
 
     def __init__(self) -> None:
         self._rates: deque[tuple[float, float]] = deque()
-        self._told = 0.0
+        self._prior_rate = 0.0
         self._round_s = math.inf
         self._silent = False
         """True if the first bytes were so late that the link may have been dead."""
@@ -99,17 +99,17 @@ class LinkBelief:
 
     def look(self, view: View, *, saved: bool) -> Belief:
         """Update and return the belief; ``saved``: an engine could still meet the deadline without the link."""
-        growing, told = self._grows(view), 0.0 < view.rate == self._told
+        growing, at_prior = self._grows(view), 0.0 < view.rate == self._prior_rate
         measured_s = max(view.ttfb_s or UNKNOWN_TTFB_S, _MIN_ROUND_SHARE * view.deadline_s)
-        heard = self.best_rate > 0 or view.in_flight.receiving or view.settled.history
-        silent = not heard and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * measured_s
+        answered = self.best_rate > 0 or view.in_flight.receiving or view.settled.history
+        silent = not answered and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * measured_s
         self._silent = self._silent or silent
-        if not told and view.rate >= SLOW * self.best_rate:
+        if not at_prior and view.rate >= SLOW * self.best_rate:
             self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
         if not 0.5 * self._since_rate <= view.rate <= 2.0 * self._since_rate or growing:
             self._since_s, self._since_rate = view.now, view.rate
         slow = view.rate < SLOW * self.best_rate
-        found = self._alive(view, measured_s, growing=growing, told=told, slow=slow)
+        found = self._alive(view, measured_s, growing=growing, at_prior=at_prior, slow=slow)
         if silent and saved:
             dead = min(1.0, view.now / view.deadline_s)
             rate = _DEAD_LINK_SHARE * view.ladder.tracks[0].total_bytes / max(view.time_left, MIN_WAIT_S)
@@ -141,7 +141,7 @@ class LinkBelief:
             return rate
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
         most = (
-            LinkBelief._doubt(view, view.told_rate, max(round_s, _MIN_ROUND_SHARE * view.deadline_s)) * view.told_rate
+            LinkBelief._doubt(view, view.prior_rate, max(round_s, _MIN_ROUND_SHARE * view.deadline_s)) * view.prior_rate
         )
         rounds, grows = max(view.time_left, round_s) / round_s, math.log2(max(most / rate, 1.0))
         doubled = min(rounds, grows)
@@ -153,39 +153,39 @@ class LinkBelief:
 
         It falls the longer a rate holds, and is small if the link is as fast as in earlier plays.
         """
-        told = 0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate
+        at_prior = 0.5 * view.prior_rate <= view.rate <= 2.0 * view.prior_rate
         held_s = max(MIN_WAIT_S, view.now - self._since_s)
-        return (_TOLD_SURPRISED if told else _SURPRISED) * (1.0 - (held_s / (held_s + seconds)) ** 2)
+        return (_PRIOR_SURPRISED if at_prior else _SURPRISED) * (1.0 - (held_s / (held_s + seconds)) ** 2)
 
-    def _alive(self, view: View, measured_s: float, *, growing: bool, told: bool, slow: bool) -> Belief:
+    def _alive(self, view: View, measured_s: float, *, growing: bool, at_prior: bool, slow: bool) -> Belief:
         if slow:  # it may be slow for a moment only
             return Belief.of((view.rate or _MIN_SLOWER_SHARE * self.best_rate, RECOVERED * self.best_rate))
         if view.ttfb_s > 0:  # after an outage it says little about the round trip
             self._round_s = min(self._round_s, UNKNOWN_TTFB_S if self._silent else view.ttfb_s)
         round_s = self._round_s if view.ttfb_s > 0 else UNKNOWN_TTFB_S
         if view.rate > 0 and not growing:
-            if not told:
+            if not at_prior:
                 return Belief.of((view.rate,))
             less = self._doubt(view, view.rate, measured_s)
             ramp = 2.0 ** min(view.now / round_s, 64.0) * WINDOW / round_s, round_s
-            return Belief.of((less * view.rate, view.rate))._replace(ramp=ramp, state="told")
+            return Belief.of((less * view.rate, view.rate))._replace(ramp=ramp, state="prior")
         begins = max(view.rate, WINDOW / round_s)
         state = "growing" if view.rate > 0 else "unknown"
-        if view.told_rate > view.rate:  # too fast for an initial estimate, but slow start leads there
-            less = max(self._doubt(view, view.told_rate, measured_s) * view.told_rate, _MIN_NEXT_GROWTH * view.rate)
-            found = Belief.of((min(less, view.told_rate), max(less, view.told_rate)))
+        if view.prior_rate > view.rate:  # too fast for an initial estimate, but slow start leads there
+            less = max(self._doubt(view, view.prior_rate, measured_s) * view.prior_rate, _MIN_NEXT_GROWTH * view.rate)
+            found = Belief.of((min(less, view.prior_rate), max(less, view.prior_rate)))
             return found._replace(ramp=(begins, round_s), state=state)
         # The rate will not fall, and an unknown link is trusted to carry the base in time.
         left_s = max(view.time_left, 0.01 * view.deadline_s, MIN_WAIT_S)
-        least = max(_MIN_NEXT_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
+        least = max(_MIN_NEXT_GROWTH * view.rate, BASE_MARGIN * view.ladder.tracks[0].total_bytes / left_s)
         rates = tuple(max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS)
         return Belief.of(rates)._replace(ramp=(begins, round_s), state=state)
 
     @staticmethod
-    def _doubt(view: View, told: float, measured_s: float) -> float:
+    def _doubt(view: View, prior_rate: float, measured_s: float) -> float:
         """Return the share of the earlier rate that a slower link has; less if slow start is late."""
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
-        due = math.log2(max(1.0, told * round_s / WINDOW))
+        due = math.log2(max(1.0, prior_rate * round_s / WINDOW))
         late = _LATE_START_FACTOR * due - view.now / measured_s
         return min(_SLOWER_SHARE, max(_MIN_SLOWER_SHARE, math.exp2(min(0.0, late))))
 
@@ -193,8 +193,8 @@ class LinkBelief:
         """Return whether the link may be in slow start: its rate grew during the last round trip, or is unknown."""
         if view.rate > 0:
             if not self._rates and view.now <= 0:
-                self._told = view.rate
-            self._rates.append((view.now if self._told != view.rate else -math.inf, view.rate))
+                self._prior_rate = view.rate
+            self._rates.append((view.now if self._prior_rate != view.rate else -math.inf, view.rate))
         before_s = view.now - _GROWTH_ROUNDS * view.ttfb_s
         while len(self._rates) > 1 and self._rates[1][0] <= before_s:
             self._rates.popleft()

@@ -33,7 +33,7 @@ class Estimator(ABC):
     """Estimates the rate of one network path, in bytes per second."""
 
     name: ClassVar[str]
-    told = 0.0
+    prior_rate = 0.0
     """Rate observed by earlier plays, bytes per second; 0.0 if unknown."""
     own = False
     """True if this client has observed it, not a server."""
@@ -41,7 +41,7 @@ class Estimator(ABC):
     def __init__(self) -> None:
         self._first_byte: float | None = None
         self._expected_byte = 0.0
-        self._heard_s = -math.inf
+        self._received_s = -math.inf
 
     def start(self, horizon_s: float) -> None:  # noqa: B027  # an optional hook
         """Start a play of ``horizon_s`` seconds; much longer memory is useless. Called again to forget slow start."""
@@ -50,13 +50,13 @@ class Estimator(ABC):
         """Note, before a play starts, the observations of earlier plays. Estimators may ignore them."""
         self._expected_byte = prior.ttfb_s
         if prior.rate > 0 and prior.weight >= _MIN_CONFIDENCE:
-            self.told, self.own = prior.rate, prior.weight > _MIN_CONFIDENCE
+            self.prior_rate, self.own = prior.rate, prior.weight > _MIN_CONFIDENCE
 
     def sound(self, nbytes: float, seconds: float, now: float) -> bool:
         """Return whether a sample is plausible; implausible ones result from clock jumps or bugs in the caller."""
-        sound = 1e-9 < seconds < math.inf and 0.0 <= nbytes < math.inf and self._heard_s <= now < math.inf
+        sound = 1e-9 < seconds < math.inf and 0.0 <= nbytes < math.inf and self._received_s <= now < math.inf
         if sound:
-            self._heard_s = now
+            self._received_s = now
         return sound
 
     @abstractmethod

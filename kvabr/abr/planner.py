@@ -60,13 +60,13 @@ class _Ways(NamedTuple):
 
     start: int
     stops: npt.NDArray[np.intp]
-    """Stop of the engine; in suffix mode, its start."""
+    """Groups at which the engine may stop, or in suffix mode start: the stops of the arrays below."""
     costs: Array
     """Cost by rate and stop, nats per generated token."""
     engine_s: Array
-    """Seconds until the engine is done, by stop."""
+    """Seconds until the engine has computed its groups, by stop."""
     network_s: Array
-    """Seconds until the network is done at the last of the rates, by stop."""
+    """Seconds until the network has delivered its groups at the last rate, by stop."""
 
 
 def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> bool:
@@ -104,11 +104,11 @@ class ComputePlanner:
         self._ends = np.array(self._tokens)
         near = list(accumulate(reversed(view.ladder.tracks[0].loss), initial=0.0))
         self._near = np.array([sum_ / near[-1] if near[-1] > 0 else 1.0 for sum_ in near])
-        """Share of inherited loss due to the n groups right before, by n."""
+        """Share of the inherited loss that the n preceding groups cause, by n."""
         self.reserved = range(0)
         """Groups reserved for the engine; they are not requested."""
         self.until_s = 0.0
-        """When the engine should be done with these and its current work, seconds since the play began."""
+        """When the engine should have computed them, after its current work, seconds since the play began."""
         self._computed = 0
         self._target = 0
         self._planned: tuple[tuple[int, int], float, float, int] | None = None
@@ -135,7 +135,7 @@ class ComputePlanner:
             return
         self._holds -= 1
         if (last := self._planned) is not None:
-            front, rate, then, heard = last
+            front, rate, then, arrivals = last
             busy = (
                 _BUSY_FACTOR if view.engine_backlog_s > 0 and rate > 0 else 1.0
             )  # planning repeats when the engine is done
@@ -143,7 +143,7 @@ class ComputePlanner:
             holds_s = (_TIME_TOLERANCE if self._belief.learns_s else _KNOWN_TIME_TOLERANCE) * self._horizon_s(view)
             same = same and view.now - then <= busy * holds_s
             # The rest may now be best left to the engine.
-            arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > heard
+            arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > arrivals
             idle = view.engine_backlog_s <= 0 and not self._suffix
             if (same and front == (first, self._exact(view)) and not arrived) or (self._holds > 0 and not idle):
                 return
@@ -200,7 +200,7 @@ class ComputePlanner:
         return view.cost.seconds(self._tokens[first], self._tokens[stop] - self._tokens[first])
 
     def _divide(self, view: View, front: int, kept: int | None) -> tuple[int, int]:
-        """Return where the engine continues and stops (suffix mode: begins).
+        """Return the groups at which the engine continues and stops (suffix mode: begins).
 
         ``front``: the first missing group; ``kept``: the stop of the last plan, None if the rate was unknown.
         """
@@ -262,10 +262,11 @@ class ComputePlanner:
         )
 
     def _first_call(self, view: View, way: _Ways, least: Array, shares: Array, waiting: float) -> int:
-        """Return the end of the next call, often short, as later calls are decided better; its start for none.
+        """Return the group at which the next call ends, or its first group for no call.
 
-        ``way``: cost by length; ``least``: least cost by rate; ``shares``: weight of each rate, by rate, or by rate and
-        stop; ``waiting``: cost of waiting for a better rate estimate, as a multiple of the least cost.
+        Calls are often short, because later ones are decided with a better rate. ``way`` has the costs by rate and
+        stop, ``least`` their minimum by rate. ``shares`` is the weight of each rate, by rate, or by rate and stop.
+        ``waiting`` is the cost of waiting for a better rate, as a multiple of the least cost.
         """
         again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))
         behind = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]

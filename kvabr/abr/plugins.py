@@ -193,7 +193,7 @@ def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
             f"{path}: no {kind} class {name!r} in it (found: {names}); it must derive from {_public(base)}"
         )
     if missing := ", ".join(sorted(getattr(found[name], "__abstractmethods__", ()))):
-        raise PolicyError(f"{path}:{name} lacks {missing}")
+        raise PolicyError(f"{path}:{name} must define {missing}")
     return found[name]
 
 
@@ -207,7 +207,7 @@ def _import(path: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PolicyError(f"{path}: not a Python file")
+        raise PolicyError(f"{path}: not a Python file; name one that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling in the plug-in need this
     try:

@@ -43,11 +43,11 @@ class Rest:
     """The groups not in place yet, and their expected delivery."""
 
     def __init__(
-        self, view: View, cost: PrefillCost, absent: GroupSet, lane_free_s: float, *, dead: bool = False
+        self, view: View, cost: PrefillCost, absent: GroupSet, engine_free_s: float, *, dead: bool = False
     ) -> None:
         """Add up the remaining bytes, in constant time.
 
-        ``absent``: groups neither in place nor arrived, including those in flight; ``lane_free_s``: when the engine
+        ``absent``: groups neither in place nor arrived, including those in flight; ``engine_free_s``: when the engine
         finishes its current work; ``dead``: the network has been silent for too long to expect more.
         """
         base, flying = view.ladder.tracks[0], view.in_flight
@@ -55,8 +55,8 @@ class Rest:
         self._sizes, self._rate = base.bytes, 0.0 if dead else view.lower_bound
         self._total = absent.total(base.name, base.bytes) - flying.required_floor + flying.required_bytes
         self._wait_s = 0.0 if flying.required else view.ttfb_s
-        self._tail_s = max(view.decode_backlog_s, view.last_decode_s(base.name))
-        self._start_s = max(view.now, lane_free_s)
+        self._last_decode_s = max(view.decode_backlog_s, view.last_decode_s(base.name))
+        self._start_s = max(view.now, engine_free_s)
         self._edge = view.edge if self._last_call() else view.groups
         """Groups from here on are not expected to be published."""
         self._eta_s = self._network_s(self._total, absent.last())
@@ -86,7 +86,7 @@ class Rest:
         comes_s = now + self._wait_s + nbytes / self._rate
         if last is not None and last >= view.edge and view.ready_s is not None:
             comes_s = max(comes_s, view.ready_s(last) + view.ttfb_s / 2 + self._sizes[last] / self._rate)
-        return comes_s + self._tail_s
+        return comes_s + self._last_decode_s
 
     def _run(self, absent: Sequence[int], sums: Sequence[int], begin: int) -> _Candidate | None:
         """Return the shortest run of groups from ``absent[begin]`` on that meets the deadline, or else the soonest.
@@ -165,7 +165,7 @@ class Rest:
                 stalled = self._run(absent, sums, 0)
                 if stalled is not None and (best is None or stalled.finish < best.finish):
                     best = stalled
-            other_s = self._wait_s + self._tail_s
+            other_s = self._wait_s + self._last_decode_s
         # A late plan yields to a network that is in time at its expected rate, or may recover.
         carried_s = self._total / view.rate if view.rate > 0 else 0.0 if view.settled else float("inf")
         on_time = view.now + other_s + carried_s <= deadline_s

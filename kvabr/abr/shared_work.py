@@ -31,7 +31,7 @@ class Divisions(NamedTuple):
     objective: Array
     """Loss, priced time, and penalties, nats per generated token; without the price of engine time."""
     network_s: Array
-    """Seconds until the network is done."""
+    """Seconds until the network has delivered its groups."""
     late: npt.NDArray[np.bool_]
     """True if the deadline is missed."""
 
@@ -49,13 +49,13 @@ class SharedWork:
         inherited: Array,
         edges: npt.NDArray[np.intp],
     ) -> None:
-        """Begin; see `TimePlanner.divide`. ``edges``: parts of the prompt where the engine continues and stops."""
+        """Prepare; see `TimePlanner.divide`. ``edges``: parts of the prompt at which the engine continues and stops."""
         self._view, self.rate, self._ramp = view, rate, ramp
         self._engine_s, self._inherited = engine_s, inherited
         self._begin, self._ends = edges[0], edges[1:]
         self._columns, left_s = np.arange(len(stops)), np.full(len(stops), view.time_left)
         self._limit_s = left_s - engine_s if view.front_first else left_s
-        """Latest time for the network to be done and meet the deadline, by stop."""
+        """Latest end of the network's work that meets the deadline, by stop."""
         self.lacking: npt.NDArray[np.bool_] = stops > view.solid if view.front_first else stops < view.groups
         """True if the network must deliver any groups, by stop."""
         self._wait_s = max(0.0, view.ttfb_s - view.outstanding_bytes / rate)

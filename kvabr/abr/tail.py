@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import permutations
 
-from kvabr.abr.belief import LOADS, MIN_WAIT_S, SPARE
+from kvabr.abr.belief import BASE_MARGIN, LOADS, MIN_WAIT_S
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.errors import UsageError
-from kvabr.types.joined import joined_behind, last_groups
+from kvabr.types.joined import joined_with_tail, last_groups
 
 DEFAULT_MAX_TAIL = 512
 """Default maximum of tokens in a tail; a longer one hardly reduces the loss further."""
@@ -89,7 +89,7 @@ def tail_offers(
     cost: PrefillCost | None,
     *,
     following: int,
-    most: int = DEFAULT_MAX_TAIL,
+    limit: int = DEFAULT_MAX_TAIL,
     skip: int = 0,
     block: int = 1,
 ) -> list[TailOffer]:
@@ -102,17 +102,17 @@ def tail_offers(
         catalog: the cached prefix, as a play needs it (`Catalog.to_play`).
         cost: prefill cost from the first token of the prompt; None: unknown, or free.
         following: number of tokens computed after the prefix anyway, such as a question.
-        most: maximum tokens of a tail that fit into a step of the engine.
+        limit: maximum tokens of a tail that fit into a step of the engine.
         skip: number of leading groups that need not be fetched.
         block: block size of the engine in tokens; a tail begins at a block.
 
     Raises:
         UsageError: a number of tokens is negative or absurd, or everything is skipped.
     """
-    for what, tokens in (("the question", following), ("the tail", most)):
+    for what, tokens in (("the question", following), ("the tail", limit)):
         if not 0 <= tokens <= MAX_TAIL:
             raise UsageError(f"{what} has {tokens:,} tokens; give 0 to {MAX_TAIL:,}")
-    groups, behind = len(catalog.chunks), partial(joined_behind if catalog.sources else Catalog.behind, catalog)
+    groups, behind = len(catalog.chunks), partial(joined_with_tail if catalog.sources else Catalog.with_tail, catalog)
     if not 0 <= skip < groups:
         return [TailOffer(catalog.suffix(skip), 0, 0.0)]
     first, size = catalog.first_token, catalog.spec.group_tokens
@@ -120,7 +120,7 @@ def tail_offers(
     ends: dict[int, int] = {}
     for kept in range(groups - 1, shortest, -1):
         end = catalog.tokens_before(kept) if catalog.sources else kept * size
-        if catalog.tokens - end > most:
+        if catalog.tokens - end > limit:
             break
         if not (first + end) % block:
             ends[kept] = end
@@ -168,7 +168,7 @@ def tail_costs(
     rates = [rate]
     if rate <= 0:  # an unknown link is trusted to carry the base in time
         base = min(track.total_bytes for track in whole.tracks if track.refines is None)
-        rates = [max(load * whole.fp16_bytes, SPARE * base) / left_s for load in LOADS]
+        rates = [max(load * whole.fp16_bytes, BASE_MARGIN * base) / left_s for load in LOADS]
     costs = []
     for offer in offers:
         ways = (

@@ -19,7 +19,7 @@ from kvabr.abr.belief import Belief
 from kvabr.abr.shared_work import Divisions, SharedWork, better, excess, with_mixtures
 from kvabr.abr.view import Transfer, View
 from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.loss import factors_behind, inherited_behind
+from kvabr.types.loss import factors_if_rest_computed, inherited_if_rest_computed
 
 Array = npt.NDArray[np.float64]
 
@@ -57,7 +57,7 @@ class TimePlan(NamedTuple):
     objective: float
     """Loss plus priced time from now, nats per generated token."""
     idle_objective: float
-    """The same without further requests; infinite if groups are missing."""
+    """Objective without further requests; infinite if groups are missing."""
     bytes: float
     """Bytes to request."""
     ends_s: float
@@ -158,9 +158,9 @@ class TimePlanner:
         self._added = 0
         self._left_out = frozenset(catalog.computed)
         """Groups in no asset, always computed."""
-        self._behind, self._on_base = self._behind_engine(view)
+        self._behind, self._on_base = self._if_rest_computed(view)
 
-    def _behind_engine(self, view: View) -> tuple[Array | None, Array | None]:
+    def _if_rest_computed(self, view: View) -> tuple[Array | None, Array | None]:
         """Return the losses if a suffix engine computes the rest; None without one.
 
         First, by track, the factor on the loss of each earlier group and the amount added to it. Second, the loss
@@ -168,8 +168,8 @@ class TimePlanner:
         """
         if not view.front_first or view.cost is None:
             return None, None
-        behind: Array = np.array([factors_behind(view.catalog, name) for name in self.names]).swapaxes(0, 1)
-        return behind, None if view.prefix else inherited_behind(view.catalog, view.ladder.cheapest)
+        behind: Array = np.array([factors_if_rest_computed(view.catalog, name) for name in self.names]).swapaxes(0, 1)
+        return behind, None if view.prefix else inherited_if_rest_computed(view.catalog, view.ladder.cheapest)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
         tracks, groups = view.catalog.tracks, view.catalog.groups
@@ -257,7 +257,7 @@ class TimePlanner:
             return self._lost + self._unplayed * UNAVAILABLE_LOSS
         return float(self._staying()[: self._cut].sum())
 
-    def _lost_behind(self, loss: Array, tracks: list[int] | npt.NDArray[np.intp] | slice) -> Array:
+    def _loss_if_rest_computed(self, loss: Array, tracks: list[int] | npt.NDArray[np.intp] | slice) -> Array:
         """Return losses on some tracks if the engine computes the rest, shaped like ``loss``."""
         if self._behind is None or self._cut is None:
             return loss
@@ -271,7 +271,7 @@ class TimePlanner:
         """Return the loss of each group without further requests, with errors amplified by computing the rest."""
         if self._cut is None:
             return self._stay
-        return np.where(self._state < 0, self._stay, self._lost_behind(self._stay, self._state))
+        return np.where(self._state < 0, self._stay, self._loss_if_rest_computed(self._stay, self._state))
 
     def rank(
         self, view: View, plan: TimePlan, belief: Belief, computed: range, *, sure: bool
@@ -288,7 +288,7 @@ class TimePlanner:
         groups = groups[(groups < computed.start) | (groups >= computed.stop)] if computed else groups
         if not groups.size:
             return []
-        loss = self._lost_behind(self._loss, slice(None))[:, groups]
+        loss = self._loss_if_rest_computed(self._loss, slice(None))[:, groups]
         saving = np.maximum(0.0, self._staying()[groups] - loss) * (self._moves[:, groups] > 0)
         decode = self._work(view, self._moves)[:, groups]
         nbytes = np.maximum(1.0, self._bytes[:, groups])
@@ -336,7 +336,7 @@ class TimePlanner:
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
         """Return the upgrade that pays best as (group, track, saving, price) in nats; None if there is none."""
-        loss = self._lost_behind(self._loss, slice(None))
+        loss = self._loss_if_rest_computed(self._loss, slice(None))
         savings = np.where(self._moves > 0.0, self._staying() - loss, -UNAVAILABLE_LOSS)
         if self._cut is not None:
             savings[:, self._cut :] = -UNAVAILABLE_LOSS
@@ -369,7 +369,7 @@ class TimePlanner:
             share, level = np.append(share, _TWO_SHARES), np.append(level, np.full(len(_TWO_SHARES), more))
         for free in (*(_ENGINE_LAST_LEVELS if computed_s > 0 else ()), *self._finer(view)):
             share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), free))
-        loss = self._lost_behind(self._loss, slice(None))
+        loss = self._loss_if_rest_computed(self._loss, slice(None))
         now = _Options(loss, self._bytes, self._work(view, self._moves), self._waste)
         picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now)
         outside = np.ones(len(self._missing))

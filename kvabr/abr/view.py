@@ -142,7 +142,7 @@ class InFlight(dict[int, Transfer]):
         self.upgrades: dict[int, Transfer] = {}
         self.receiving: dict[int, int] = {}
         """Number of requests with their first byte received, by source."""
-        self.asked: dict[int, int] = {}
+        self.requests_by_source: dict[int, int] = {}
         """Number of requests, by source."""
         self.left: dict[int, int] = {}
         """Bytes still to arrive, by source."""
@@ -175,7 +175,7 @@ class InFlight(dict[int, Transfer]):
 
     def clear(self) -> None:
         super().clear()
-        of_sources = self.receiving, self.asked, self.left
+        of_sources = self.receiving, self.requests_by_source, self.left
         for counts in (self.required, self.upgrades, self._groups, *of_sources):
             counts.clear()
         self.required_bytes = self.required_floor = 0
@@ -213,7 +213,7 @@ class InFlight(dict[int, Transfer]):
             self.required_bytes += by * transfer.remaining
             self.required_floor += by * self._floor[transfer.group]
         _add(self._groups, transfer.group, by)
-        _add(self.asked, transfer.source, by)
+        _add(self.requests_by_source, transfer.source, by)
         _add(self.left, transfer.source, by * transfer.remaining)
 
 
@@ -319,12 +319,12 @@ class View:
     """Expected rate, bytes per second; 0.0 until the first bytes arrive."""
     lower_bound: float = 0.0
     """Rate that the link should usually exceed, bytes per second; 0.0 until the first bytes arrive."""
-    told_rate: float = 0.0
+    prior_rate: float = 0.0
     """Rate observed by earlier plays, bytes per second; 0.0 if unknown."""
     full: bool = False
     """True if no further request can be sent now; the policy may only give the engine work."""
-    told_own: bool = False
-    """True if this client has observed `told_rate`; a server may only have announced it."""
+    prior_own: bool = False
+    """True if this client has observed `prior_rate`; a server may only have announced it."""
     growing: bool = False
     """True in slow start: the rate still grows from sample to sample."""
     ttfb_s: float = 0.0

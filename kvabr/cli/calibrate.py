@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from kvabr.cli.commands import part
+from kvabr.cli.commands import load_extension
 from kvabr.cli.fields import command
 from kvabr.cli.options import Model, load, yield_processors
 from kvabr.types.errors import UsageError
@@ -102,7 +102,7 @@ class CalibrateCommand:
 def run(args: CalibrateCommand) -> int:
     """Calibrate the model and write its profile or its fusion losses."""
     if args.blend:
-        return int(part("calibrate.blend", "calibrate --blend")(args))
+        return int(load_extension("calibrate.blend", "calibrate --blend")(args))
     # Torch reads this at its first allocation. Huge pages save a tenth of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     yield_processors()
@@ -137,7 +137,7 @@ def run(args: CalibrateCommand) -> int:
             target=target_of(args.target_kl, args.target_track),
             gain=args.gain,
             progress=bar,
-            tell=notes.append,
+            notify=notes.append,
         )
     data = profile.to_bytes()
     write_file(args.out, data)

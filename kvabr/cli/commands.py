@@ -84,15 +84,15 @@ def declare(name: str, parser: argparse.ArgumentParser) -> None:
         raise _broken(name, entry, error) from error
 
 
-def part(name: str, words: str) -> Any:
-    """Import a part of a command that another package provides.
+def load_extension(name: str, words: str) -> Any:
+    """Import an extension of a command that another package provides.
 
     Args:
         name: Name of the entry point.
         words: The user's words after ``kvabr``.
 
     Raises:
-        UsageError: The part belongs to the laboratory, which is not installed.
+        UsageError: The extension belongs to the laboratory, which is not installed.
         KvabrError: It cannot be loaded.
     """
     entry = _entry(name, words)

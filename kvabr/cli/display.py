@@ -24,7 +24,7 @@ from rich.table import Table
 from kvabr.replay.fitting_table import FittingTable
 from kvabr.store.files import write_text
 from kvabr.types.catalog import Catalog
-from kvabr.types.tails import share_behind
+from kvabr.types.tails import share_after_tail
 from kvabr.types.words import counted
 
 _FIRST_S, _EVERY_S = 2.0, 10.0
@@ -274,7 +274,8 @@ def tail_table(catalog: Catalog) -> Table | None:
     rows = []
     for track in catalog.tracks:
         cells = [
-            f"{share_behind(track.tails, length) * track.total_loss:.5f}" if track.tails else "-" for length in lengths
+            f"{share_after_tail(track.tails, length) * track.total_loss:.5f}" if track.tails else "-"
+            for length in lengths
         ]
         factors = [math.exp(tail.spread) for tail in track.tails if tail.spread]
         rows.append((track.name, f"{track.total_loss:.5f}", *cells, f"{max(factors):.1f}x" if factors else "-"))

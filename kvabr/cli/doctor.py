@@ -206,7 +206,7 @@ def _engines() -> Iterator[Finding]:
         if version is None:
             fix = f"pip install '{adapter.package}{adapter.range}'"
             yield Finding(name, "missing", "not installed; the versions that were tested:", fix)
-        elif adapter.knows(version):
+        elif adapter.is_tested(version):
             yield Finding(name, "ok", version)
         else:
             yield Finding(name, "ok", f"{version}, which was not tested; {adapter.range} was")

@@ -25,7 +25,7 @@ from kvabr.cli.options import (
 )
 from kvabr.types.digests import SHA256
 from kvabr.types.errors import ModelError, UsageError
-from kvabr.types.fields import Part, Shown
+from kvabr.types.fields import OptionGroup, Shown
 from kvabr.types.kv import MAX_GROUP_TOKENS
 from kvabr.types.words import counted
 
@@ -102,7 +102,7 @@ class EncodeCommand:
     """Replace an existing asset."""
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """Write the measurements as JSON."""
-    passages: Annotated[PassageOptions, Part("passages")]
+    passages: Annotated[PassageOptions, OptionGroup("passages")]
 
 
 def run(args: EncodeCommand) -> int:
@@ -169,7 +169,7 @@ def run(args: EncodeCommand) -> int:
             estimate=None if offer is None else offer.catalog,
             named=check_new,
             progress=bar,
-            tell=unusual.append,
+            notify=unusual.append,
         )
         writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
         writer.commit(catalog)

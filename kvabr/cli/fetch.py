@@ -20,7 +20,7 @@ from kvabr.cli.options import Deadline, DiskGib, SaltFile, load, prompt_text, re
 from kvabr.player.play_choices import PlayChoices
 from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
-from kvabr.types.fields import Heading, Part, Shown
+from kvabr.types.fields import Heading, OptionGroup, Shown
 from kvabr.types.words import counted
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _HOW = (
 )
 _NOT_KEPT_STATUS = 3
 """Exit status of a complete play with groups or a profile that could not be kept on disk."""
-_METRIC = "kvabr_client_unkept_total"
+_METRIC = "kvabr_client_failed_writes_total"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class FetchCommand:
     deadline: Deadline = 2.0
     recompute: Annotated[str | None, Shown("--recompute smollm2|DIR")] = None
     """Engine that computes late groups, and others if that pays."""
-    play: Annotated[PlayChoices, Part()]
+    play: Annotated[PlayChoices, OptionGroup()]
     cache: Annotated[Path | None, Shown("--cache DIR")] = None
     """Folder that keeps codec profiles and the speed of peers (default: the user's cache folder)."""
     disk: Annotated[str | None, Shown("--disk DIR|URL")] = None
@@ -135,10 +135,10 @@ def run(args: FetchCommand) -> int:
         more = f"; allow more time: --deadline, --patience{cores}"
         raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten) + more)
     if not result["tokens"]:
-        why = f"no snapshot of {result['limited_by']} is cached there that lies within this prompt"
+        why = f"no snapshot of {result['limited_by']} within this prompt is cached there"
         if result["limited_by"] is None:
             producer = ", and no producer has started to prefill it" if args.play.wait_for_producer_s else ""
-            why = f"nothing of this prompt is cached there{producer}"
+            why = f"no part of this prompt is cached there{producer}"
         raise PlayError(f"{why} ({result['lookup_s']:.2f} s){unwritten}")
     return _NOT_KEPT_STATUS if result["unkept"] else 0
 
@@ -296,18 +296,18 @@ async def _fetch(
                 else:
                     played = await client.play(tokens, deadline=args.deadline, options=options)
             except IncompleteError as error:
-                _say_who_is_missing(client, args, console)
+                _print_missing_sources(client, args, console)
                 if args.out is not None and error.prefix is not None:
                     save(error.prefix, args.out)
                 result = _result(args, origin, error.prefix, connect_s)
                 return result | {"incomplete": str(error), "missing": list(error.missing)}
-        _say_who_is_missing(client, args, console)
+        _print_missing_sources(client, args, console)
         result = _result(args, origin, played, connect_s)
         if isinstance(played, NothingCached):
             return result
         if args.out is not None:
             save(played, args.out)
-        _say(args, played, len(tokens))
+        _print_result(args, played, len(tokens))
     result["unkept"] = [what for what in ("groups", "profile") if client.metrics.value(_METRIC, what=what)]
     return result
 
@@ -318,7 +318,7 @@ def _trouble(client: AsyncClient, args: FetchCommand) -> str | None:
     )
 
 
-def _say_who_is_missing(client: AsyncClient, args: FetchCommand, console: Console) -> None:
+def _print_missing_sources(client: AsyncClient, args: FetchCommand, console: Console) -> None:
     """Print the sources that are not connected, and why."""
     from kvabr.cli.display import printable, say
 
@@ -328,7 +328,7 @@ def _say_who_is_missing(client: AsyncClient, args: FetchCommand, console: Consol
             say(console, printable(f"{url} is left out: {peer.trouble}"), highlight=False)
 
 
-def _say(args: FetchCommand, played: Played, tokens: int) -> None:
+def _print_result(args: FetchCommand, played: Played, tokens: int) -> None:
     from kvabr.cli.display import plain
     from kvabr.client.result import listed
     from kvabr.types.catalog import RECOMPUTED

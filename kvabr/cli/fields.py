@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from kvabr.cli.options import check_writable
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import OptionError, OptionField, Part, check_fields, docstrings, option_fields
+from kvabr.types.fields import OptionError, OptionField, OptionGroup, check_fields, docstrings, option_fields
 
 T = TypeVar("T")
-_WHOLE = Part()
+_WHOLE = OptionGroup()
 
 
 def command(
@@ -37,27 +37,27 @@ def command(
     return add
 
 
-def add_fields(parser: argparse._ActionsContainer, kind: type, part: Part = _WHOLE) -> None:
+def add_fields(parser: argparse._ActionsContainer, kind: type, group: OptionGroup = _WHOLE) -> None:
     """Declare options for the fields of a dataclass, or for a part of them; `read_fields` reads them."""
     made: dict[object, argparse._ActionsContainer] = {"": parser, None: parser}
-    fields, docs, defaults = option_fields(kind), docstrings(kind), dict(part.defaults)
-    for name in part.only or fields:
+    fields, docs, defaults = option_fields(kind), docstrings(kind), dict(group.defaults)
+    for name in group.only or fields:
         field = fields[name]
         if field.heading is not None and field.heading not in made:
             made[field.heading] = parser.add_argument_group(field.heading.title, field.heading.text or None)
         into = made[field.heading]
-        if field.part is not None:
-            inner = parser.add_argument_group(field.part.title) if field.part.title else into
-            add_fields(inner, field.kind, field.part)
+        if field.group is not None:
+            inner = parser.add_argument_group(field.group.title) if field.group.title else into
+            add_fields(inner, field.kind, field.group)
         elif field.shown is not None:
             if field.shown.alone not in made:
                 made[field.shown.alone] = into.add_mutually_exclusive_group()
             into = made[field.shown.alone] if field.shown.alone else into
             doc = field.shown.doc or first_sentence(docs[name])
-            _add(into, field, doc, part.prefix, defaults.get(name, field.default))
+            _add(into, field, doc, group.prefix, defaults.get(name, field.default))
 
 
-def read_fields(args: argparse.Namespace, kind: type[T], part: Part = _WHOLE) -> T:
+def read_fields(args: argparse.Namespace, kind: type[T], group: OptionGroup = _WHOLE) -> T:
     """Return the dataclass with the values of the declared options.
 
     Raises:
@@ -66,24 +66,24 @@ def read_fields(args: argparse.Namespace, kind: type[T], part: Part = _WHOLE) ->
     """
     fields: dict[str, OptionField] = option_fields(kind)
     given: dict[str, Any] = {}
-    for name in part.only or fields:
+    for name in group.only or fields:
         field = fields[name]
-        if field.part is not None:
-            given[name] = read_fields(args, field.kind, field.part)
+        if field.group is not None:
+            given[name] = read_fields(args, field.kind, field.group)
         elif field.shown is not None:
-            value = getattr(args, _dest(field, part.prefix))
+            value = getattr(args, _dest(field, group.prefix))
             given[name] = tuple(value) if isinstance(value, list) else value
     try:
         made = kind(**given)
         check_fields(made)
     except OptionError as error:
-        raise UsageError(f"{_title(fields[error.name], part.prefix)} {error.value}: {error.why}") from None
+        raise UsageError(f"{_title(fields[error.name], group.prefix)} {error.value}: {error.why}") from None
     for name, value in given.items():
         shown = fields[name].shown
         if shown is not None and shown.written:
             check_writable(value)
         if shown is not None and shown.needs and value != fields[name].default and not given[shown.needs]:
-            title, needed = (_title(fields[each], part.prefix) for each in (name, shown.needs))
+            title, needed = (_title(fields[each], group.prefix) for each in (name, shown.needs))
             raise UsageError(f"{title} has no use without {needed}: give both, or neither")
     return made
 

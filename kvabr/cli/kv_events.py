@@ -55,7 +55,7 @@ class KVEventOptions:
 
 
 @contextmanager
-def telling(
+def announcements(
     args: KVEventOptions,
     read: Callable[[T], AnnouncedPrompt | Reason],
     assets: Callable[[], Mapping[str, T]],
@@ -115,7 +115,7 @@ def relaying(
 ) -> Iterator[SeenPrompts]:
     """Announce the prompts looked up through a relay, with the tokens from its origin's events.
 
-    Errors as in `telling`, and a `UsageError` if the origin's events are missing.
+    Errors as in `announcements`, and a `UsageError` if the origin's events are missing.
     """
     from kvabr.server.seen_prompts import SeenPrompts
     from kvabr.telemetry.kv_events.publisher import EventSockets
@@ -124,7 +124,7 @@ def relaying(
     prompts = SeenPrompts()
     if (origin is None) != (args.to is None):
         raise UsageError("give --kv-events and --upstream-kv-events together: the origin's events have the tokens")
-    with telling(args, lambda prompt: prompt, prompts.assets, prompts.listen, log, registry):
+    with announcements(args, lambda prompt: prompt, prompts.assets, prompts.listen, log, registry):
         if origin is None:
             yield prompts
             return

@@ -150,7 +150,7 @@ def _engines(args: EnginesCommand) -> int:
     values = []
     for one in found:
         version = one.installed
-        known = version is not None and one.knows(version)
+        known = version is not None and one.is_tested(version)
         values.append(asdict(one) | {"installed": version, "known": known})
     write_json(args.json, values)
     return 0
@@ -178,4 +178,4 @@ def _installed(adapter: Adapter) -> str:
     version = adapter.installed
     if version is None:
         return "no"
-    return version if adapter.knows(version) else f"{version} (not tested)"
+    return version if adapter.is_tested(version) else f"{version} (not tested)"

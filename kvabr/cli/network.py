@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import Part
+from kvabr.types.fields import OptionGroup
 from kvabr.types.peer import MAX_TOKEN_BYTES, PeerOptions
 from kvabr.types.peer import read_token as read
 
-Connecting = Annotated[PeerOptions, Part("the connection")]
+Connecting = Annotated[PeerOptions, OptionGroup("the connection")]
 
 
 def checked(how: PeerOptions, prefix: str = "") -> PeerOptions:
@@ -39,5 +39,5 @@ def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> s
     except UsageError as error:
         raise UsageError(f"{option} {error}") from error
     if len(token) < least:
-        raise UsageError(f"{option} {path}: a token has {least} to {MAX_TOKEN_BYTES} printable characters")
+        raise UsageError(f"{option} {path}: a token must have {least} to {MAX_TOKEN_BYTES} printable characters")
     return token

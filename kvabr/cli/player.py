@@ -17,7 +17,7 @@ from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.serving import SeenOptions, keep_memory_flat, observed
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import Part, Shown
+from kvabr.types.fields import OptionGroup, Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class PlayerCommand:
     """Path of the socket, in a folder that only you can access (default: the path that engines use)."""
     idle: Annotated[float | None, Gt(0), Lt(1 << 30), Shown("--idle S")] = None
     """End after this many seconds without an engine (default: never)."""
-    seen: Annotated[SeenOptions, Part()]
+    seen: Annotated[SeenOptions, OptionGroup()]
 
 
 def run(args: PlayerCommand) -> int:

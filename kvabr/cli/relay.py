@@ -14,7 +14,7 @@ from kvabr.cli import kv_events, network, serving
 from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
 from kvabr.types.errors import TransportError, UsageError
-from kvabr.types.fields import Part, Shown
+from kvabr.types.fields import OptionGroup, Shown
 from kvabr.types.peer import PeerOptions
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
         raise UsageError(f"{text!r}: give bytes, or a number with KiB, MiB, GiB or TiB")
     size = int(found[1]) << _UNITS[(found[2] or "")[:1].lower()]
     if size < 1 << 26:
-        raise UsageError(f"{text}: a relay needs at least 64MiB, room for a few groups")
+        raise UsageError(f"{text}: must be at least 64MiB, which a few groups need")
     return size
 
 
@@ -64,7 +64,7 @@ class RelayCommand:
     upstream: Annotated[str, Shown("--upstream URL")]
     """The origin: moqt://HOST[:PORT]/, or an object store, s3://BUCKET/PREFIX; with #kvcache:MODEL/DIGEST of an asset,
     the relay prints how to fetch it."""
-    serving: Annotated[serving.ServingOptions, Part()]
+    serving: Annotated[serving.ServingOptions, OptionGroup()]
     memory: Annotated[int, Shown("--memory BYTES", parse=parse_size)] = 1 << 30
     """Memory for groups, at least 64MiB, such as 800MiB or 4GiB (default: 1GiB)."""
     disk: Annotated[str | None, Shown("--disk DIR|URL")] = None
@@ -73,10 +73,10 @@ class RelayCommand:
     """Size of that folder in GiB (default: 16); stores are not bounded."""
     player_token_file: Annotated[Path | None, Shown("--player-token-file F")] = None
     """File with a token that players must present (default: everyone may enter)."""
-    kv_events: Annotated[kv_events.KVEventOptions, Part()]
+    kv_events: Annotated[kv_events.KVEventOptions, OptionGroup()]
     upstream_kv_events: Annotated[str | None, Shown("--upstream-kv-events ENDPOINT[,REPLAY]")] = None
     """KV events of the origin, which contain the tokens of prompts; required by --kv-events."""
-    peer: Annotated[PeerOptions, Part("the origin", prefix="upstream-")]
+    peer: Annotated[PeerOptions, OptionGroup("the origin", prefix="upstream-")]
 
 
 def run(args: RelayCommand) -> int:

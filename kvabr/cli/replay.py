@@ -12,7 +12,7 @@ from annotated_types import Ge, Lt
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import DEFAULT_MAX_TAIL
-from kvabr.cli.commands import part
+from kvabr.cli.commands import load_extension
 from kvabr.cli.fields import command
 from kvabr.cli.options import Deadline, load
 from kvabr.player.play_choices import PlayChoices
@@ -20,7 +20,7 @@ from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import Heading, Part, Shown
+from kvabr.types.fields import Heading, OptionGroup, Shown
 from kvabr.types.words import counted
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ReplayCommand:
     deadline: Deadline = 2.0
     play: Annotated[
         PlayChoices,
-        Part(
+        OptionGroup(
             only=("estimator", "patience", "time_price", "gpu_price", "max_loss"),
             defaults=(("patience", PlayerConfig().give_up_after),),
         ),
@@ -169,7 +169,7 @@ def run(args: ReplayCommand) -> int:
     if args.cold and args.no_slow_start:
         raise UsageError("--cold counts the handshake, --no-slow-start skips the start of a connection; give one")
     if args.live:
-        part("replay.live.check", "replay --live")(args)
+        load_extension("replay.live.check", "replay --live")(args)
     catalog, asset = _asset(args.asset) if not args.passages else (_joined(args, console), None)
     matrix = _matrix(args, catalog)
     if args.verify and asset is None:
@@ -213,7 +213,7 @@ def _show(args: ReplayCommand, result: dict[str, Any]) -> None:
     if args.verify:
         out.print(views.verification_table(result))
     if args.live:
-        out.print(part("replay.live.table", "replay --live")(result))
+        out.print(load_extension("replay.live.table", "replay --live")(result))
     say(out, views.verdict(result))
     if args.html is not None:
         say(out, f"page: {args.html.resolve()}")
@@ -325,7 +325,7 @@ def _sharing(args: ReplayCommand) -> LinkSharing | None:
     if args.live or not (args.rivals or args.one_connection or args.codel or args.queue is not None):
         return None
     given = next((name for name in ("rivals", "one_connection", "codel") if getattr(args, name)), "queue")
-    sharing: LinkSharing = part("replay.sharing", f"replay --{given.replace('_', '-')}")(
+    sharing: LinkSharing = load_extension("replay.sharing", f"replay --{given.replace('_', '-')}")(
         args.rivals, _queue_bytes(args), args.codel, args.one_connection
     )
     return sharing
@@ -354,7 +354,9 @@ def _replay(args: ReplayCommand, matrix: Matrix, asset: Asset | None) -> Report:
 
     with PlayBar("replaying", len(matrix.traces) * matrix.starts * len(matrix.policies)) as bar:
         if args.live and asset is not None:
-            live: Report = part("replay.live", "replay --live")(args, matrix, asset, _queue_bytes(args), bar.advance)
+            live: Report = load_extension("replay.live", "replay --live")(
+                args, matrix, asset, _queue_bytes(args), bar.advance
+            )
             return live
         return replay(matrix, jobs=args.jobs, on_progress=bar.advance)
 

@@ -17,7 +17,7 @@ from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.serve_processes import MAX_PROCESSES, run_processes
 from kvabr.types.errors import AssetError, FormatError, UsageError
-from kvabr.types.fields import Part, Shown
+from kvabr.types.fields import OptionGroup, Shown
 
 if TYPE_CHECKING:
     from kvabr.server.limits import ServerLimits
@@ -60,7 +60,7 @@ class ServeCommand:
 
     root: Annotated[str | None, Shown("ROOT")] = None
     """The store: a folder or a URL, or a folder with stores."""
-    serving: Annotated[serving.ServingOptions, Part()]
+    serving: Annotated[serving.ServingOptions, OptionGroup()]
     processes: Annotated[int, Ge(1), Le(MAX_PROCESSES), Shown("--processes N")] = 1
     """Processes that share the address, if one core is too slow (default: 1); each has its own limits, and its own
     metrics port, counted from --metrics."""
@@ -72,7 +72,7 @@ class ServeCommand:
     """Days until that token expires (default: never)."""
     json: Annotated[Path | None, Shown("--json F", needs="new_token", written=True)] = None
     """Write that token and its entry as JSON."""
-    kv_events: Annotated[kv_events.KVEventOptions, Part()]
+    kv_events: Annotated[kv_events.KVEventOptions, OptionGroup()]
 
 
 def run(args: ServeCommand) -> int:
@@ -156,7 +156,7 @@ async def _serve(args: ServeCommand, root: str, limits: ServerLimits) -> int:
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:
             if (path := args.grants) is not None:
                 files.add("tokens", [path], lambda: library.regrant(Grants.from_file(path)))
-            tokens = kv_events.telling(
+            tokens = kv_events.announcements(
                 args.kv_events, prompt_of, lambda: everything(library.assets), library.listen, log, metrics.registry
             )
             with tokens:

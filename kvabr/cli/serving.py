@@ -21,7 +21,7 @@ from kvabr.cli.fields import first_sentence
 from kvabr.cli.options import Address, is_loopback, is_wildcard, moqt_url, parse_address
 from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import Part, Shown, docstrings
+from kvabr.types.fields import OptionGroup, Shown, docstrings
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.peer import Quic
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _BIND = Address("127.0.0.1", 4443)
 _M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+"""Constant of glibc's malloc.h."""
 _MAPPED_BYTES = 1 << 20
 
 
@@ -75,7 +75,7 @@ class ServingOptions:
     """Seconds to finish work after SIGTERM; Ctrl-C waits half a second."""
     limit: Annotated[tuple[str, ...], Shown("--limit NAME=VALUE", repeated=True)] = ()
     """See below."""
-    seen: Annotated[SeenOptions, Part()]
+    seen: Annotated[SeenOptions, OptionGroup()]
 
 
 def limits_help() -> str:

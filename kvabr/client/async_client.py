@@ -418,7 +418,7 @@ class AsyncClient:
         deadline: float,
         cost: PrefillCost,
         skip: int = 0,
-        behind: int = 0,
+        uncached: int = 0,
         block: int = 1,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
@@ -426,7 +426,7 @@ class AsyncClient:
         """Play for an engine that computes the rest of the prompt, up to the first miss.
 
         ``cost`` protects the first groups. The engine has ``skip`` leading groups, with the state to continue after
-        them (`Catalog.suffix`). Computing the prompt's ``behind`` uncached tokens counts against the deadline. The
+        them (`Catalog.suffix`). Computing the prompt's ``uncached`` tokens counts against the deadline. The
         prefix ends at a multiple of ``block`` tokens; for a model with windows, cut ``found`` to such an end too
         (`Catalog.prefix`).
 
@@ -438,8 +438,8 @@ class AsyncClient:
 
         options = replace(options or self.options, out=None)
         async with self._runner.play(self._some(peer), deadline, options, cost=cost) as play:
-            prepared = await prepare(play, found, skip, behind=behind, block=block)
-            return play.over(report_prefix(play, await play_prefix(play, prepared, behind), block))
+            prepared = await prepare(play, found, skip, behind=uncached, block=block)
+            return play.over(report_prefix(play, await play_prefix(play, prepared, uncached), block))
 
     async def tail_of(
         self,
@@ -447,7 +447,7 @@ class AsyncClient:
         *,
         deadline: float,
         cost: PrefillCost,
-        behind: int,
+        uncached: int,
         block: int = 1,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
@@ -464,7 +464,7 @@ class AsyncClient:
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._memory.history.refresh()  # another process of the engine may play
             link = self._memory.history.links((one.names, one.announced) for one in some)
-            rate, following = link.rate, behind + options.question_tokens
+            rate, following = link.rate, uncached + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
                 decoders=decoder_threads(),

@@ -13,7 +13,7 @@ import torch
 from kvabr.blend.selectors import load_selector
 from kvabr.client.engine_work import EngineCosts
 from kvabr.client.snapshot import Watch
-from kvabr.player.decode_queue import DecodeShare
+from kvabr.player.decode_queue import SharedDecodeRate
 from kvabr.player.play_choices import DEFAULT_SELECTOR, PlayChoices
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.telemetry.hub import Telemetry
@@ -47,7 +47,7 @@ class PlayOptions(PlayChoices):
     """Element type of the new tensor; None: that of the cache."""
     device: torch.device | None = None
     """Where a prefix is going to be expanded, for its cost; None: on the processor. Other plays have ``out``."""
-    decode_share: DecodeShare | None = None
+    decode_share: SharedDecodeRate | None = None
     """How fast another process expands a prefix, one batch after the other, beside its other plays; None: as this one
     does, on ``device``."""
     log: Log | None = None
@@ -103,7 +103,7 @@ _NOT_KEPT = {"groups": "groups are", "profile": "the codec profile is"}
 
 def warn_unkept(metrics: ClientMetrics, what: str, why: str) -> None:
     """Warn, and count, that received groups or a profile cannot be saved to disk."""
-    metrics.unkept_total.labels(what).inc()
+    metrics.failed_writes_total.labels(what).inc()
     warnings.warn(f"{_NOT_KEPT[what]} not kept: {why}", RuntimeWarning, stacklevel=2)
 
 

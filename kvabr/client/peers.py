@@ -24,7 +24,7 @@ from kvabr.types.errors import (
     NotFoundError,
     TransportError,
     UsageError,
-    told_if_exhausted,
+    exhaustion_as_error,
 )
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -160,10 +160,10 @@ class ClientPeer(Downloads):
 
 @contextmanager
 def relieving(peers: Iterable[ClientPeer]) -> Iterator[None]:
-    """Release unused resources of the peers if one is exhausted; see `told_if_exhausted`."""
+    """Release unused resources of the peers if one is exhausted; see `exhaustion_as_error`."""
     with ExitStack() as told:
         for each in peers:
-            told.enter_context(told_if_exhausted(each.peer.relieve))
+            told.enter_context(exhaustion_as_error(each.peer.relieve))
         yield
 
 

@@ -30,7 +30,7 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_session, opening
-from kvabr.player.decode_queue import DecodeShare
+from kvabr.player.decode_queue import SharedDecodeRate
 from kvabr.player.session_types import BlendGoal, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
 from kvabr.store.buffers import CACHES
 from kvabr.types.catalog import RECOMPUTED, Catalog
@@ -110,7 +110,7 @@ async def _run(
         assembler = Assembler(catalog, prepared.profile, out=room, dtype=options.dtype, coded=coded)
     except RuntimeError as error:
         raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
-    rates = options.decode_share or DecodeShare(call.memory.speeds.rates(catalog, call.device), call.plays)
+    rates = options.decode_share or SharedDecodeRate(call.memory.speeds.rates(catalog, call.device), call.plays)
     cost_s = rest_s
     if coded:  # it is expanded after its arrival
         cheapest = ladder.cheapest

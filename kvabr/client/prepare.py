@@ -197,7 +197,7 @@ def tail_choices(
     ``divides``: the engine may compute everything if that costs less.
     """
     most = (0 if cost is None else MAX_TAIL) if options.tail is None else options.tail
-    offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
+    offers = tail_offers(catalog, cost, following=following, limit=most, skip=skip, block=block)
     computed_s = math.inf
     if cost is not None:
         left_s -= cost.seconds(catalog.first_token + catalog.tokens, following)

@@ -71,7 +71,7 @@ def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> 
     parts, found = ended.assembler.take_prefix(usable)
     if found.tokens:
         behind = catalog.tokens - found.tokens
-        begin = catalog.behind(catalog.spec.groups(found.tokens), behind)
+        begin = catalog.with_tail(catalog.spec.groups(found.tokens), behind)
         coverage = _tracks(ended, found)
         if catalog.every_token:
             loss = promised_loss(begin, coverage, played_loss(begin, _steps_before(record, usable)))
@@ -120,7 +120,7 @@ def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
         if record.missing and not catalog.every_token:
             cut += f"; missing: {listed(map(catalog.title, record.missing))}"
         if record.gave_up is None:  # else it is in the reason
-            cut = "; ".join((cut, *ended.driver.session.retries.last_words))
+            cut = "; ".join((cut, *ended.driver.session.retries.last_faults))
     return PlayedPrefix(
         spec=catalog.spec,
         groups=groups,
@@ -128,7 +128,7 @@ def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
         spans=found.spans,
         first=catalog.first_token,
         tokens=found.tokens,
-        wanted=catalog.tokens + prepared.left_out,
+        requested=catalog.tokens + prepared.left_out,
         units=tuple(map(catalog.unit, found.groups)),
         coverage=coverage,
         loss=prefix_loss(catalog, found, coverage),

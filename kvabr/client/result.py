@@ -14,7 +14,7 @@ import torch
 
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.upgrades import Upgrades
-from kvabr.codec.block_slots import Place, TensorRoom
+from kvabr.codec.block_slots import CacheTensor, Place
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
@@ -154,7 +154,7 @@ class PlayedPrefix:
     """Index of the first played token."""
     tokens: int
     """Tokens in place; 0 without the first group."""
-    wanted: int
+    requested: int
     """Requested tokens, counted from `first`."""
     units: tuple[Unit, ...]
     """The returned groups of all classes, counted from the first played group."""
@@ -196,7 +196,7 @@ class PlayedPrefix:
             begin = span.first if state or not own else self.units[own[0]].first
             end = begin + span.tokens if state or not own else self.units[own[-1]].first + self.units[own[-1]].tokens
             out = torch.empty(part.shape(end - begin), dtype=self.dtype or part.torch_dtype)
-            room = TensorRoom(out)
+            room = CacheTensor(out)
             for index in own:
                 places[index] = room.place(self.units[index].first - begin, self.units[index].tokens)
             outs.append(out[:, :, :, span.first - begin :][:, :, :, : span.tokens])

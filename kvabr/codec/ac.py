@@ -56,7 +56,7 @@ from kvabr.codec.payload import PayloadReader, finite, raw
 from kvabr.codec.profile import ClassProfile, Depth
 from kvabr.codec.quantiser import RATIO, SINGLE
 from kvabr.codec.quantiser import below as track_below
-from kvabr.codec.referring import MARK, checked_refers, choose_references, telling_rows
+from kvabr.codec.referring import MARK, checked_refers, choose_references, informative_rows
 from kvabr.codec.rope import rope_tables, rotate_by
 from kvabr.codec.stored import (
     FINE_LAYERS,
@@ -124,10 +124,10 @@ class Ac(Codec):
         profile = _profile(context, self.name)
         profile.depth(self.name)
         work = _work(group, context, profile)
-        room = 2 * group.numel()
+        limit_bytes = 2 * group.numel()
         if self.refines is None:
-            made = _base(self.name, work, context, room)
-            if made is None or len(made) > room:
+            made = _base(self.name, work, context, limit_bytes)
+            if made is None or len(made) > limit_bytes:
                 made = other(EXACT, codec(EXACT).encode(group, context))
             return made
         chain = _read_chain(self.refines, below)
@@ -137,7 +137,7 @@ class Ac(Codec):
         elif not chain.full and self.name not in chain.tracks:
             coded = _layer(self.name, work, _coded(context), list(map(bytes, chain.payloads)))
         taken = sum(map(len, below))
-        return NOTHING if coded is None or taken + len(coded) > room + room // 100 else coded
+        return NOTHING if coded is None or taken + len(coded) > limit_bytes + limit_bytes // 100 else coded
 
     def decode(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
@@ -163,7 +163,7 @@ class Ac(Codec):
 
     def job(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
-    ) -> tuple[DecodeJob, list[Parts]] | None:
+    ) -> tuple[DecodeJob, list[ParsedPayload]] | None:
         """Return the coder's job for `decode` and the tokens to place; None for states and other codecs."""
         profile = _profile(context, self.name)
         profile.depth(self.name)
@@ -172,7 +172,7 @@ class Ac(Codec):
         return None if unlike else _decoding(profile, context, chain, out)
 
     def outliers(self, payload: memoryview, context: GroupContext) -> int:
-        """Return the number of listed tokens without sinks; all tokens if another codec encoded them."""
+        """Return the number of separately stored tokens without sinks; all tokens if another codec encoded them."""
         profile, context = _profile(context, self.name), _coded(context)
         if payload == NOTHING:
             return 0
@@ -219,7 +219,7 @@ class _Work:
     def references(self, outliers: NDArray[np.bool_]) -> tuple[References, bool] | None:
         key, coarsest = outliers.tobytes(), self.coarsest
         if key not in self.chosen:
-            rows = self.coefficients.some(telling_rows(coarsest.coder))
+            rows = self.coefficients.some(informative_rows(coarsest.coder))
             self.chosen[key] = choose_references(rows, coarsest.step, ~outliers)
         return self.chosen[key]
 
@@ -310,7 +310,7 @@ def _works(profile: ClassProfile, groups: Sequence[tuple[torch.Tensor, GroupCont
             fresh.append(coefficients)
     works = [_work(group, context, profile) for group, context in groups]
     if fresh:
-        hold(fresh, telling_rows(works[0].coarsest.coder))
+        hold(fresh, informative_rows(works[0].coarsest.coder))
         hold(fresh, glanced(profile.transform.structure.rows))
     return works
 
@@ -334,8 +334,8 @@ def _remember(context: GroupContext, work: _Work) -> None:
         context.memo[_MEMO] = work
 
 
-def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | None:
-    """Return a self-contained payload without layers beyond ``room`` bytes; None if indices do not fit the coder."""
+def _base(track: str, work: _Work, context: GroupContext, limit_bytes: int) -> bytes | None:
+    """Return a self-contained payload without layers beyond ``limit_bytes``; None if indices do not fit the coder."""
     if context.spec.only.kind == "state":
         return _layer(track, work, _coded(context), [])
     outlying = work.coefficients.outlying
@@ -348,7 +348,7 @@ def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | 
     payloads: list[bytes] = []
     for each in (track, *(each for each in LAYERS[1 : 1 + more] if each in work.profile.depths)):
         made = _layer(each, work, context, payloads)
-        if made is None or (payloads and sum(map(len, payloads)) + len(made) > room):
+        if made is None or (payloads and sum(map(len, payloads)) + len(made) > limit_bytes):
             break
         payloads.append(made)
     return None if not payloads else payloads[0] if len(payloads) == 1 else layered(payloads)
@@ -390,11 +390,11 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
 
 class _Plan(NamedTuple):
     far: NDArray[np.bool_]
-    """[token]: beyond a decoder's integers."""
+    """[token]: True if outside the range of a decoder's integers."""
     below_outliers: NDArray[np.bool_]
     new: NDArray[np.bool_]
     lower: NDArray[np.int16] | None
-    """Indices below; None: none, or `_Work.indices`."""
+    """Indices one depth below; None if there are none, or they are `_Work.indices`."""
     references: References | None
     perhaps_without: bool
     from_rows: bool
@@ -480,12 +480,12 @@ def _read_chain(track: str, payloads: Sequence[memoryview | bytes]) -> Chain:
     if len(payloads) != len(tracks):
         raise FormatError(
             f"{tracks[-1]} needs the payloads of {' and '.join(tracks[:-1])} below it, base first; "
-            f"{len(payloads) - 1} came"
+            f"got {len(payloads) - 1}"
         )
     return read_chain(tracks, payloads)
 
 
-def _split_chain(profile: ClassProfile, context: GroupContext, chain: Chain) -> list[Parts]:
+def _split_chain(profile: ClassProfile, context: GroupContext, chain: Chain) -> list[ParsedPayload]:
     sinks = [_sinks(profile, context), *[0] * (len(chain.tracks) - 1)]
     parts = [split_payload(*each) for each in zip(chain.payloads, repeat(context), sinks, chain.tracks, strict=False)]
     for track, part in zip(chain.tracks[1:], parts[1:], strict=True):
@@ -496,7 +496,7 @@ def _split_chain(profile: ClassProfile, context: GroupContext, chain: Chain) -> 
 
 def _decoding(
     profile: ClassProfile, context: GroupContext, chain: Chain, out: torch.Tensor
-) -> tuple[DecodeJob, list[Parts]]:
+) -> tuple[DecodeJob, list[ParsedPayload]]:
     parts = _split_chain(profile, context, chain)
     last = profile.depth(chain.tracks[-1])
     models, coded = [profile.depth(track).coder for track in chain.tracks], [part.coded for part in parts]
@@ -510,7 +510,9 @@ def _decoding(
 def _profile(context: GroupContext, track: str) -> ClassProfile:
     check_class(context.spec, track)
     if context.profile is None:
-        raise FormatError(f"{track} needs the model's profile; this asset came without one")
+        raise FormatError(
+            f"{track} needs the model's profile, and this asset has none: publish it again with its profile"
+        )
     return context.profile.of(context.spec)
 
 
@@ -521,7 +523,7 @@ def _sinks(profile: ClassProfile, context: GroupContext) -> int:
 _COUNT = struct.Struct("<I")
 _FP16_FLAG = 1 << 31
 _HAS_BIASES = 1 << 31
-"""In the number of listed tokens, which stays below the markers of `kvabr.codec.unusual`."""
+"""A bit of the number of listed tokens, which stays below the markers of `kvabr.codec.unusual`."""
 STREAMED = _COUNT.pack(0xFFFFFFFB)
 PARTED = _COUNT.pack(0xFFFFFFFA)
 
@@ -535,11 +537,11 @@ def _is_streamed(payload: memoryview) -> bool:
 
 
 class NearTokens(NamedTuple):
-    """Stored tokens that are not far, with their precision (`kvabr.codec.stored`)."""
+    """Stored tokens within the range of a decoder's integers, in the precision so far (`kvabr.codec.stored`)."""
 
     tokens: NDArray[np.int64]
     which: torch.Tensor
-    """[stored token] bool."""
+    """[stored token]: True for these."""
     scale: torch.Tensor
     coarse: Codes
     """[token, layer, K/V, head, dim]."""
@@ -552,7 +554,7 @@ class NearTokens(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class ParsedPayload:
     """A parsed payload."""
 
     tokens: NDArray[np.int64]
@@ -565,12 +567,12 @@ class Parts:
     biases: NDArray[np.int16] | None = None
     """See `kvabr.codec.bias`; None: none."""
     near: NearTokens | None = None
-    """Of a base: stored tokens that are not far, if new."""
+    """In a base: stored tokens within the range of a decoder's integers, if any."""
     fine: memoryview | None = None
-    """Of a layer: additions to them."""
+    """In a layer: their further precision."""
 
-    def finer(self, fine: memoryview, layer: int) -> Parts:
-        """Return a base's parts with a layer's additions; raise `FormatError` if they do not fit."""
+    def finer(self, fine: memoryview, layer: int) -> ParsedPayload:
+        """Return a base's payload with the further precision of a layer; raise `FormatError` if they do not fit."""
         if self.near is None or len(self.near.fine) != layer - 1:
             raise FormatError(f"{LAYERS[layer]}: adds to numbers that are not below; the payload is corrupt")
         near, values = self.near, self.values.clone()
@@ -622,10 +624,10 @@ def join_payload(
     parts = [head, _COUNT.pack(len(listed) | (_HAS_BIASES if biased else 0)), listed.tobytes()]
     near: NearTokens | None = None
     if parted := base is not None:
-        codes = _codes(_taken(group, base.tokens), base.scale)
+        codes = _codes(_gathered(group, base.tokens), base.scale)
         parts += [_COUNT.pack(len(codes)), join_fine(codes, base.coarse, LAYERS.index(track))]
     if len(tokens):
-        values = _taken(group, tokens)
+        values = _gathered(group, tokens)
         own = values[torch.from_numpy(~far)]
         if len(own):
             parted = own.numel() >= MIN_NUMBERS
@@ -663,7 +665,7 @@ def _scaled(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (numbers.float() * scale[..., None, None]).clamp_(-FP16_MAX, FP16_MAX)
 
 
-def _taken(group: torch.Tensor, tokens: NDArray[np.int64]) -> torch.Tensor:
+def _gathered(group: torch.Tensor, tokens: NDArray[np.int64]) -> torch.Tensor:
     chosen = group[:, :, :, torch.from_numpy(tokens).to(group.device)].permute(3, 0, 1, 2, 4)
     return chosen.float().clamp(-FP16_MAX, FP16_MAX).cpu()
 
@@ -702,7 +704,7 @@ def _split_head(payload: memoryview | bytes, context: GroupContext, sinks: int, 
     return _Head(reader, references, listed, tokens, far, biased, streamed, parted)
 
 
-def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
+def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> ParsedPayload:
     """Parse an untrusted payload of a group with ``sinks`` unlisted stored tokens."""
     reader, references, listed, tokens, far, biased, streamed, parted = _split_head(payload, context, sinks, what)
     layers, halves, heads, _, dim = context.spec.shape(1)
@@ -740,4 +742,4 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     coded = reader.rest()
     if has_streams(coded) != streamed:
         raise FormatError(f"{what}: streams that it does not announce, or the reverse; the payload is corrupt")
-    return Parts(tokens, listed, values, coded, references, biases, near, fine)
+    return ParsedPayload(tokens, listed, values, coded, references, biases, near, fine)

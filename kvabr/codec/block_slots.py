@@ -28,11 +28,11 @@ class Place(Protocol):
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """The tensor [layer, K/V, head, token, dim], if it is one."""
+        """The place as one tensor [layer, K/V, head, token, dim]; None if it consists of several."""
 
     @property
     def direct(self) -> BlockSlots | None:
-        """Slots of this group only for kernels, if any."""
+        """The place as slots that kernels can write; None if they cannot."""
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return True for the shape, [layer, K/V, head, token, dim], of a group here."""
@@ -41,7 +41,7 @@ class Place(Protocol):
         """Copy a decoded group of `dtype` on `device` to its place."""
 
 
-class TensorRoom:
+class CacheTensor:
     """A tensor, [layer, K/V, head, token, dim] of any strides, with places for groups."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -49,11 +49,11 @@ class TensorRoom:
 
     @cached_property
     def layers(self) -> BlockLayers:
-        """The tensor as one block of each layer."""
+        """The tensor, as one block per layer."""
         layers, halves, *_ = self.tensor.shape
         if self.tensor.stride(0) == halves * self.tensor.stride(1):
             views = self.tensor.view(layers * halves, 1, *self.tensor.shape[2:]).unbind()
-            return BlockLayers.alike_by(views[first : first + halves] for first in range(0, len(views), halves))
+            return BlockLayers.uniform(views[first : first + halves] for first in range(0, len(views), halves))
         return BlockLayers([[half[None] for half in layer.unbind()] for layer in self.tensor.unbind()])
 
     def place(self, first: int, tokens: int) -> TensorPlace:
@@ -66,7 +66,7 @@ class TensorPlace:
     """A tensor, [layer, K/V, head, token, dim] of any strides; a `Place`."""
 
     whole: torch.Tensor
-    room: TensorRoom | None = None
+    cache: CacheTensor | None = None
     first: int = 0
 
     @property
@@ -79,9 +79,9 @@ class TensorPlace:
 
     @property
     def direct(self) -> BlockSlots:
-        """The tensor, or the larger one, as one block of each layer."""
-        room = self.room or TensorRoom(self.whole)
-        return BlockSlots(room.layers, np.arange(self.first, self.first + self.whole.shape[3]))
+        """The tensor, or the larger one that contains it, as one block per layer."""
+        cache = self.cache or CacheTensor(self.whole)
+        return BlockSlots(cache.layers, np.arange(self.first, self.first + self.whole.shape[3]))
 
     def fits(self, shape: Sequence[int]) -> bool:
         return tuple(shape) == tuple(self.whole.shape)
@@ -100,11 +100,11 @@ class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it 
         made = super().__new__(cls, map(tuple, layers))
         kinds = {(view.shape, view.dtype, view.device) for layer in made for view in layer}
         if len(kinds) != 1 or made[0][0].dim() != 4 or len(set(map(len, made))) != 1:
-            raise FormatError("the layers of a paged cache are not views [block, head, token, dim] of the same kind")
+            raise FormatError("the layers of a paged cache must be alike views [block, head, token, dim]")
         return made
 
     @classmethod
-    def alike_by(cls, layers: Iterable[tuple[torch.Tensor, ...]]) -> Self:
+    def uniform(cls, layers: Iterable[tuple[torch.Tensor, ...]]) -> Self:
         """Return layers of views that differ only in their address."""
         made = super().__new__(cls, layers)
         made.__dict__["alike"] = True
@@ -141,9 +141,9 @@ class BlockSlots:
         slots = np.asarray(self.slots, np.int64)
         used = slots[slots >= 0]
         if slots.ndim != 1 or (bool((np.diff(used) <= 0).any()) and len(np.unique(used)) != len(used)):
-            raise FormatError("two tokens have the same slot of a paged cache")
+            raise FormatError("slots of a paged cache must be distinct; two tokens have the same")
         if len(used) and int(used.max()) >= first.shape[0] * first.shape[2]:
-            raise FormatError(f"slot {int(used.max())} of a paged cache of {first.shape[0]} x {first.shape[2]} tokens")
+            raise FormatError(f"slots must be below {first.shape[0]} x {first.shape[2]}, got {int(used.max())}")
         object.__setattr__(self, "slots", slots)
 
     @property
@@ -161,16 +161,16 @@ class BlockSlots:
 
     @property
     def whole(self) -> None:
-        """None: not one tensor."""
+        """None, as it is not one tensor."""
 
     @property
     def direct(self) -> BlockSlots | None:
-        """These, if all layers have the same strides."""
+        """These slots if all layers have the same strides, as kernels need; else None."""
         return self if self.checked.alike else None
 
     @property
     def checked(self) -> BlockLayers:
-        """`layers`, after the checks."""
+        """`layers` as `BlockLayers`."""
         assert isinstance(self.layers, BlockLayers)  # noqa: S101  # see `__post_init__`
         return self.layers
 
@@ -235,7 +235,7 @@ class BlockSlots:
 
     def _check(self, shape: Sequence[int]) -> None:
         if not self.fits(shape):
-            raise FormatError(f"{tuple(shape)} is not the shape of {len(self.slots)} tokens of this cache")
+            raise FormatError(f"the shape must be that of {len(self.slots)} tokens of this cache, got {tuple(shape)}")
 
     def _pairs(self, group: torch.Tensor, *, codes: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if codes:

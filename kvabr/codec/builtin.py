@@ -42,12 +42,12 @@ class PayloadLayout:
         """Bytes of the whole payload."""
         return self.head_bytes + (self.units - 1) * self.unit_bytes + self.last_bytes
 
-    def runs(self, most_tokens: int) -> Iterator[tuple[int, int]]:
+    def runs(self, max_tokens: int) -> Iterator[tuple[int, int]]:
         """Cut the group into runs of equally large units, as (first token, token after the last).
 
-        Runs have at most ``most_tokens`` tokens, but at least one unit. A shorter last unit is its own run.
+        Runs have at most ``max_tokens`` tokens, but at least one unit. A shorter last unit is its own run.
         """
-        step = max(1, most_tokens // self.unit_tokens) * self.unit_tokens
+        step = max(1, max_tokens // self.unit_tokens) * self.unit_tokens
         whole = self.tokens - self.tokens % self.unit_tokens
         for first in range(0, whole, step):
             yield first, min(first + step, whole)

@@ -34,14 +34,14 @@ class SeenText:
 
     name: str
     sha256: str
-    """Of its UTF-8 bytes, hex."""
+    """Digest of the text's UTF-8 bytes, hex."""
     contexts: int
 
     def __post_init__(self) -> None:
         good = isinstance(self.name, str) and len(self.name) <= _MAX_LETTERS
         good = good and isinstance(self.sha256, str) and len(self.sha256) == 64 and set(self.sha256) <= _HEX
         if not good or type(self.contexts) is not int or not 0 <= self.contexts < 1 << 32:
-            raise FormatError("profile: what it says of a text that it was calibrated on is not valid")
+            raise FormatError("profile: a calibration text must have a name, a SHA-256 in hex and a number of contexts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +89,12 @@ class Seen:
         try:
             texts, data = value["texts"], base64.b64decode(value["marks"], validate=True)
             if len(texts) > _MAX_TEXTS or len(data) > 8 * MAX_MARKS or len(data) % 8:
-                raise FormatError(f"profile: {len(texts)} texts and {len(data)} bytes of marks")
+                raise FormatError(
+                    f"profile: {len(texts)} calibration texts and {len(data)} bytes of marks, more than allowed"
+                )
             return cls(tuple(SeenText(*text) for text in texts), np.frombuffer(data, "<u8").astype(np.uint64))
         except (LookupError, TypeError, ValueError) as error:
-            raise FormatError(f"profile: the texts that it was calibrated on cannot be read ({error!r})") from error
+            raise FormatError(f"profile: its calibration texts cannot be read ({error!r})") from error
 
 
 def marks_of(tokens: Sequence[int]) -> NDArray[np.uint64]:

@@ -61,7 +61,9 @@ def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
         not (0 <= it.group < 1 << 32 and 0 <= it.first_token < 1 << 64 and 0 < it.tokens < 1 << 32)
         or size > MAX_PAYLOAD
     ):
-        raise FormatError(f"no frame can hold group {it.group}: {it.tokens} tokens from {it.first_token}, {size} bytes")
+        raise FormatError(
+            f"frame: a field is out of range: group {it.group}, {it.tokens} tokens from {it.first_token}, {size} bytes"
+        )
     fixed = MAGIC, VERSION, len(name), it.spec_digest, bytes.fromhex(it.chunk)
     head = _FIXED.pack(*fixed, *numbers, zlib.crc32(payload)) + name
     return b"".join((head, _CRC.pack(zlib.crc32(head)), payload))
@@ -132,9 +134,9 @@ def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
     try:
         track = check_track_name(bytes(view[_FIXED.size : _FIXED.size + name_length]).decode())
     except UnicodeDecodeError as error:
-        raise FormatError("frame: its track name is not text") from error
+        raise FormatError("frame: its track name must be UTF-8") from error
     if not tokens or size > MAX_PAYLOAD:
-        raise FormatError(f"frame: {tokens} tokens and {size} bytes of payload, which no encoder writes")
+        raise FormatError(f"frame: must have at least 1 token and at most {MAX_PAYLOAD} bytes, got {tokens} and {size}")
     return FrameHeader(track, spec, chunk.hex(), group, first, tokens, size), begin, crc
 
 
@@ -149,7 +151,9 @@ def _compare(header: FrameHeader, expect: FrameHeader) -> None:
     ):
         got, want = getattr(header, field), getattr(expect, field)
         if got != want:
-            raise ForeignError(f"frame: its {what} is {_show(got)}, wanted {_show(want)}; it belongs to something else")
+            raise ForeignError(
+                f"frame: its {what} must be {_show(want)}, got {_show(got)}; it belongs to something else"
+            )
 
 
 def _show(value: object) -> str:

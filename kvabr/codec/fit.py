@@ -57,7 +57,7 @@ _RIDGE = 1e-6
 """Added to covariances, relative to the mean power, so that constant channels have components."""
 
 STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.185}
-"""By depth, each a third of the one below, so that layers nest."""
+"""Steps by depth, each a third of the one below, so that layers nest."""
 
 _MAX_TOKEN_RATIO = 100.0
 """Ratio to the median beyond which a token's keys or values in a layer count as errors: one such number would ruin the
@@ -86,7 +86,7 @@ class FitConfig:
     text as further sinks, and are a hundred times more sensitive to errors in them.
     """
     steps: Mapping[str, float] = field(default_factory=lambda: dict(STEPS))
-    """By depth; a channel's root mean square is about 1."""
+    """Steps by depth; a channel's root mean square is about 1."""
     dead: Mapping[str, float] = field(default_factory=dict)
     """Dead zone by depth, see `kvabr.codec.quantiser.quantise`; default 0."""
     gains: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from kvabr.codec.native.references import LANES, TILE
 from kvabr.codec.parallel_map import parallel_map
 from kvabr.codec.profile import Depth
 from kvabr.codec.quantiser import nested, quantise
-from kvabr.codec.referring import choose_references, telling_rows
+from kvabr.codec.referring import choose_references, informative_rows
 from kvabr.types.naming import LAYERS
 
 _COARSE = (0, 1, 2, 3, 3, 4, 4, *[5] * 9)
@@ -60,7 +60,7 @@ def add_references(
     def counted(tile: Coefficients) -> dict[str, NDArray[np.int64]]:
         keep = ~tile.outlying.numpy()
         rows = tile.rows.numpy() * keep
-        chosen = choose_references(torch.from_numpy(rows[telling_rows(coarsest.coder)]), coarsest.step, keep)
+        chosen = choose_references(torch.from_numpy(rows[informative_rows(coarsest.coder)]), coarsest.step, keep)
         assert chosen is not None  # noqa: S101  # the tile has two steps
         found = {track: np.zeros_like(own) for track, own in counts.items()}
         for loud in louder:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec import gpu
-from kvabr.codec.ac import Ac, Parts
+from kvabr.codec.ac import Ac, ParsedPayload
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.block_slots import BlockSlots, Place, TensorPlace
 from kvabr.codec.gpu.level_job import LevelJob
@@ -39,7 +39,7 @@ class CodedGroup(NamedTuple):
     below: Sequence[memoryview] = ()
     """Payloads of the tracks below, base first; untrusted like all."""
     number: int = 0
-    """In its track, for messages."""
+    """Number of the group in its track, for messages."""
 
     @property
     def nbytes(self) -> int:
@@ -94,14 +94,14 @@ def expand(groups: Sequence[CodedGroup], places: Sequence[Place], each: _Each = 
 class _Kernel(NamedTuple):
     number: int
     job: DecodeJob | LevelJob
-    parts: list[Parts]
+    parts: list[ParsedPayload]
     slots: BlockSlots | None
 
 
-def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[Parts]] | None:
+def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[ParsedPayload]] | None:
     shape = group.context.spec.shape(group.context.tokens)
     if not place.fits(shape):
-        raise FormatError(f"{shape} cannot be decoded to a place of another shape or number of tokens")
+        raise FormatError(f"the place must have the shape {shape} of the group")
     made, context = codec(group.track), group.context
     if place.dtype not in DTYPES or not gpu.runs_on(place.device):
         return None
@@ -152,7 +152,7 @@ class _Stored:
     def __init__(self) -> None:
         self._found: dict[int, tuple[BlockSlots, list[NDArray[np.int64]], list[torch.Tensor]]] = {}
 
-    def add(self, part: Parts, context: GroupContext, whole: torch.Tensor | None, into: BlockSlots) -> None:
+    def add(self, part: ParsedPayload, context: GroupContext, whole: torch.Tensor | None, into: BlockSlots) -> None:
         if not len(part.tokens):
             return
         if whole is not None:

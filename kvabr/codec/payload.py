@@ -183,7 +183,7 @@ class Separable(Codec):
         layout = self._layout(context)
         head = self.head(group, context.spec)
         parts = [raw(head)]
-        for first, last in layout.runs(_most_tokens(context, group.device)):
+        for first, last in layout.runs(_max_tokens(context, group.device)):
             run = group[:, :, :, first:last]
             parts.append(raw(self.encode_units(run, head, min(layout.unit_tokens, last - first), context.spec)))
         return b"".join(parts)
@@ -200,7 +200,7 @@ class Separable(Codec):
         reader.expect(layout.payload_bytes)
         # Move the payload, not the decoded tensor. Checking the head on a device would synchronise.
         head = finite(reader.tensor(torch.float16, (layout.head_bytes // 2,)), self.name).to(out.device)
-        for first, last in layout.runs(_most_tokens(context, out.device)):
+        for first, last in layout.runs(_max_tokens(context, out.device)):
             tokens = min(layout.unit_tokens, last - first)
             size = layout.unit_bytes if tokens == layout.unit_tokens else layout.last_bytes
             units = reader.tensor(torch.uint8, ((last - first) // tokens, size)).to(out.device)
@@ -214,7 +214,7 @@ class Separable(Codec):
         return layout
 
 
-def _most_tokens(context: GroupContext, device: torch.device) -> int:
+def _max_tokens(context: GroupContext, device: torch.device) -> int:
     if device.type != "cpu":
         return context.tokens
     return max(1, _RUN_ELEMENTS // context.spec.elements_per_token)

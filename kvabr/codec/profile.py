@@ -67,7 +67,7 @@ class Profile(ABC):
     """Side information for the AC tracks of one model, of one or several layer classes."""
 
     spec: KVSpec
-    """Of the model, or of one class (`KVSpec.parts`)."""
+    """Spec of the model, or of one class (`KVSpec.parts`)."""
     seen: Seen | None
     """Calibration texts, if known."""
 
@@ -150,13 +150,13 @@ class ClassProfile(Profile):
 
     def __post_init__(self) -> None:
         if not isinstance(self.sinks, int) or not 0 <= self.sinks <= MAX_SINKS:
-            raise FormatError(f"profile: {self.sinks!r} sinks, must be 0 to {MAX_SINKS}")
+            raise FormatError(f"profile: sinks must be 0 to {MAX_SINKS}, got {self.sinks!r}")
         for track, lower in nested({track: depth.step for track, depth in self.depths.items()}).items():
             depth = self.depths[track]
             if depth.coder.rows != self.transform.structure.rows or depth.coder.refines != (lower is not None):
-                raise FormatError(f"profile: the tables of {track} are not for this cache")
+                raise FormatError(f"profile: the tables of {track} do not fit its transform")
             if not 0 <= depth.dead < 0.5:
-                raise FormatError(f"profile: a dead zone of {depth.dead!r}")
+                raise FormatError(f"profile: the dead zone must be 0 to 0.5, got {depth.dead!r}")
             self.transform.scale(depth.step, depth.gains)
 
     def of(self, spec: KVSpec) -> ClassProfile:
@@ -226,7 +226,9 @@ class ModelProfile(Profile):
 
     def __post_init__(self) -> None:
         if len(self.classes) != len(self.spec.parts) or len(self.classes) < 2:
-            raise FormatError(f"profile: {len(self.classes)} classes of {self.spec.title}")
+            raise FormatError(
+                f"profile: must have {len(self.spec.parts)} classes, as {self.spec.title}, got {len(self.classes)}"
+            )
         for profile, part in zip(self.classes, self.spec.parts, strict=True):
             profile.check(part)
 
@@ -257,7 +259,9 @@ def joined(spec: KVSpec, classes: Sequence[ClassProfile], seen: Seen | None = No
 
 def _unpacked_parts(spec: KVSpec, listed: Mapping[str, Any], arrays: _Arrays) -> tuple[ClassProfile, ...]:
     if set(listed) != set(spec.names):
-        raise FormatError(f"profile: classes {', '.join(sorted(map(str, listed))[:16])} of {spec.title}")
+        raise FormatError(
+            f"profile: must have the classes of {spec.title}, got {', '.join(sorted(map(str, listed))[:16])}"
+        )
     profiles = []
     for name, part in zip(spec.names, spec.parts, strict=True):
         own = {key: arrays.pop(key) for key in list(arrays) if key.startswith(f"{name}/")}
@@ -310,16 +314,16 @@ def _coder(arrays: _Arrays, track: str) -> CoderModel:
     contexts = 1 if freqs.shape[1] == 1 else 2
     if of_row.ndim == 1 and flags.shape == (contexts, len(radius)) and len(radius) != len(of_row) > 0:
         if of_row.dtype != np.uint8 or int(of_row.max()) >= len(radius):
-            raise FormatError("profile: a coefficient is of a class that does not exist")
+            raise FormatError("profile: a coefficient has a class without tables")
         flags = flags[:, of_row]
     return CoderModel(of_row, radius, freqs, flags, delta, near)
 
 
 def _frequencies(numbers: NDArray[Any], axes: int) -> NDArray[np.uint16]:
     if numbers.ndim != axes or (axes == 3 and numbers.shape[2] > 2 * MAX_RADIUS + 2):
-        raise FormatError(f"profile: tables of shape {numbers.shape}")
+        raise FormatError(f"profile: tables must have {axes} axes of allowed lengths, got {numbers.shape}")
     if numbers.dtype != np.int16 or numbers.min(initial=0) < 0:
-        raise FormatError("profile: a frequency is negative, or not of 16 bits")
+        raise FormatError("profile: frequencies must be int16 of 0 or more")
     return numbers.astype(np.uint16)
 
 
@@ -339,7 +343,7 @@ def _depth_facts(depth: Depth) -> dict[str, Any]:
 def _number(value: Any, top: float) -> float:
     number = float(value)
     if not 0 < number <= top:
-        raise FormatError(f"profile: {value!r} is not in (0, {top}]")
+        raise FormatError(f"profile: a number must be above 0 and at most {top}, got {value!r}")
     return number
 
 

@@ -35,9 +35,9 @@ def check_type(kv: torch.Tensor, spec: KVSpec, what: str) -> None:
 def check_wanted(dtype: torch.dtype, spec: KVSpec) -> None:
     """Raise `UsageError` if the spec's only class cannot be converted to a type."""
     if not dtype.is_floating_point:
-        raise UsageError(f"a cache in {dtype}: its numbers are floats")
+        raise UsageError(f"the element type of a cache must be a float, got {dtype}")
     if _foreign(dtype, spec):
-        raise UsageError(f"a cache in {dtype} has scales of its own, and the asset's is in {spec.dtype}")
+        raise UsageError(f"a cache in {spec.dtype} cannot be converted to {dtype}, which has scales of its own")
 
 
 def special(codes: torch.Tensor) -> torch.Tensor:

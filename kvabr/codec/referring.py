@@ -30,15 +30,15 @@ _LARGEST = 3
 """Limit of indices, so that no row dominates."""
 _AT_ONCE = 16
 _MIN_CORRELATION = 0.5
-"""Mean correlation of tokens with their references below which a payload may be smaller without them."""
+"""If tokens and their references correlate less on average, a payload may be smaller without references."""
 
 
 def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> tuple[References, bool] | None:
     """Choose a group's references, and return whether they certainly make its payload smaller.
 
-    ``rows`` are the `telling_rows` of the coefficients, [row, token] float32, in the processor's memory; ``step`` is
-    that of a quantiser with mostly zero indices; ``keep`` marks coded tokens, [token]. Return None if the group is too
-    short; the same on every machine.
+    ``rows`` are the `informative_rows` of the coefficients, [row, token] float32, in the processor's memory; ``step``
+    is that of a quantiser with mostly zero indices; ``keep`` marks coded tokens, [token]. Return None if the group is
+    too short; the same on every machine.
     """
     if not tiles(rows.shape[1]):
         return None
@@ -56,12 +56,12 @@ def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) 
     return join_references(parts, rows.shape[1]), min(worth) > _MIN_CORRELATION
 
 
-def telling_rows(model: CoderModel) -> NDArray[np.intp]:
+def informative_rows(model: CoderModel) -> NDArray[np.intp]:
     """Return the rows with the most power in a quantiser's tables, for choosing references."""
-    return derived(model, "loud", lambda: _loud(model))
+    return derived(model, "loud", lambda: _strong_rows(model))
 
 
-def _loud(model: CoderModel) -> NDArray[np.intp]:
+def _strong_rows(model: CoderModel) -> NDArray[np.intp]:
     values = np.arange(model.freqs.shape[2]) - model.radius[:, None].astype(np.float64)
     inside = np.arange(model.freqs.shape[2]) <= 2 * model.radius[:, None].astype(np.int64)
     power = (model.freqs[:, 0] * values**2 * inside).sum(axis=1)[model.row_class] * model.flag_freq[0]
@@ -69,10 +69,10 @@ def _loud(model: CoderModel) -> NDArray[np.intp]:
 
 
 def _matched(alike: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
-    """Return the tokens of the second step, all but `LANES`, and the most similar token of the first for each.
+    """Return the tokens of the second step, all but `LANES`, and for each the most similar token of the first step.
 
-    Greedily: next are the tokens most similar to one of the first step, less the loss of others that refer to them.
-    ``alike`` is the similarity, [token, other], -1 on the diagonal.
+    The choice is greedy: the next token is the most similar to one of the first step, less the loss of others that
+    refer to it. ``alike`` is the similarity, [token, other], -1 on the diagonal.
     """
     first, among = np.ones(len(alike), bool), alike.copy()
     named = among.argmax(axis=1)
@@ -100,7 +100,7 @@ def _matched(alike: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.
 
 
 def checked_refers(payload: bytes | memoryview, track: str, tokens: int) -> bool:
-    """Return True if an untrusted payload has references; raise `FormatError` if a group of this size has none."""
+    """Return True if an untrusted payload has references; raise `FormatError` if its group is too small for them."""
     refers = payload[: len(MARK)] == MARK
     if refers and not tiles(tokens):
         raise FormatError(f"{track}: references in a group of {tokens} tokens; the payload is corrupt")

@@ -34,7 +34,7 @@ Codes = NDArray[np.int16]
 _SIZE, _HEAD = struct.Struct("<I"), struct.Struct("<IB")
 LARGEST = 511
 MIN_NUMBERS = 8192
-"""Below, the coder's states would cost more than parts save."""
+"""With fewer numbers, the coder's states would take more bytes than the parts save."""
 UNITS = 16
 FINE_LAYERS = 2
 _AT_ONCE = 4
@@ -43,7 +43,7 @@ _USUAL_ROWS = 1 << 14
 """Larger models are not cached: hostile payloads could fill the memory."""
 _OF = 64
 _FALL_STEPS = (2, 3, 4, 6, 8, 12, 16, 24)
-"""By table: by how many 64ths a number is less likely than the next smaller one."""
+"""By table: 64ths by which a number is less likely than the next smaller one."""
 
 
 def _model(table: int, rows: int) -> CoderModel:
@@ -76,7 +76,7 @@ def coarse_of(codes: Codes) -> Codes:
 
 
 def meant(coarse: Codes, fine: Sequence[Codes]) -> NDArray[np.float32]:
-    """Return the numbers for coarse parts with any layers, in units of a scale."""
+    """Return the numbers that coarse parts and the fine parts of any layers stand for, in units of a scale."""
     codes = UNITS * coarse.astype(np.int32) - UNITS // 2
     unknown = UNITS
     for two in fine:
@@ -96,7 +96,7 @@ def join_coarse(coarse: Codes) -> bytes:
 
 
 def split_coarse(data: memoryview, rows: int, width: int, what: str) -> Codes:
-    """Decode untrusted bytes, without their size, to [row, number], both at least 1; raise `FormatError`."""
+    """Decode untrusted coarse parts, after their size field, to [row, number]; raise `FormatError` if invalid."""
     if len(data) and data[0] < len(_FALL_STEPS):
         out: Codes = coder.decode_indices(_model(data[0], rows), data[1:], width)
         if max(int(out.max()), -int(out.min())) <= _MAX_COARSE:
@@ -110,12 +110,12 @@ def coarse_size(head: memoryview) -> int:
 
 
 def fine_size(numbers: int) -> int:
-    """Return the bytes of fine parts."""
+    """Return the size of the fine parts of ``numbers`` numbers, bytes."""
     return -(-numbers // _AT_ONCE)
 
 
 def join_fine(codes: Codes, coarse: Codes, layer: int) -> bytes:
-    """Return the fine parts in layer 1 or 2, cut to the reach of the coarse ones."""
+    """Encode the fine parts of layer 1 or 2, limited to the range that the coarse parts allow."""
     rest = np.clip(codes - UNITS * coarse + UNITS // 2, 0, UNITS - 1).astype(np.uint8).reshape(-1)
     rest = rest >> 2 * (FINE_LAYERS - layer) & 3
     four = np.append(rest, np.zeros(-len(rest) % _AT_ONCE, np.uint8)).reshape(-1, _AT_ONCE)
@@ -123,7 +123,7 @@ def join_fine(codes: Codes, coarse: Codes, layer: int) -> bytes:
 
 
 def split_fine(data: memoryview, shape: tuple[int, ...], what: str) -> Codes:
-    """Parse fine parts of a shape; raise `FormatError`."""
+    """Decode untrusted fine parts to an array of ``shape``; raise `FormatError` if invalid."""
     packed, count = np.frombuffer(data, np.uint8), math.prod(shape)
     fine = (packed[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1)
     if len(packed) != fine_size(count) or fine[count:].any():

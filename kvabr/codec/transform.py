@@ -98,7 +98,7 @@ class Structure:
     """Blocks and stacks of one model's cache. Every layer's keys and values are in exactly one stack."""
 
     spec: KVSpec
-    """Of one layer class, see `coded`."""
+    """Spec of one layer class, see `coded`."""
     block_heads: int
     """Heads in a block, a divisor of a layer's."""
     stacks: tuple[Stack, ...]

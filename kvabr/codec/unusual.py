@@ -36,9 +36,9 @@ from kvabr.types.naming import LAYERS
 
 OTHERS = ("FP16", "Int8", "Int4", "Int8-centred", "Int4-centred")
 EXACT = "FP16"
-"""For groups that AC would enlarge, or cannot code."""
+"""Codec of groups that AC would enlarge, or cannot code."""
 FINE, COARSE = ("Int8", "Int8-centred"), ("Int4", "Int4-centred")
-"""For unusual tokens, without and with medians (`kvabr.codec.centred`)."""
+"""Codecs of unusual tokens, without and with medians (`kvabr.codec.centred`)."""
 LAYERED, NOTHING_ABOVE, OTHER = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
 _NUMBER = struct.Struct("<I")
 _CODE = struct.Struct("<IB")
@@ -48,7 +48,7 @@ _COPIES = (2.15, 4.1)
 """Minimum effective copies of a token (`likeness`), relative to the usual number, for a base to contain L1, L2."""
 USUAL_COPIES = 1.35
 _MIN_REPEATED_SHARE = 0.4
-"""Of `repeated` tokens for a base to contain L1."""
+"""Minimum share of `repeated` tokens for a base that contains L1."""
 _MIN_REPETITION = 32
 """Tokens of a repetition, a power of two: code is full of shorter ones."""
 _CHANNELS = 4
@@ -186,9 +186,9 @@ def crowded(outlying: torch.Tensor) -> bool:
     return int(outlying.sum()) > 4 + len(outlying) // _MAX_ASIDE
 
 
-def sample(rows: int, most: int = _SAMPLED) -> NDArray[np.intp]:
+def sample(rows: int, max_rows: int = _SAMPLED) -> NDArray[np.intp]:
     """Return a limited number of rows for `likeness`."""
-    return np.arange(0, rows, -(-rows // most))
+    return np.arange(0, rows, -(-rows // max_rows))
 
 
 def glanced(rows: int) -> NDArray[np.intp]:

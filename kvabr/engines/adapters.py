@@ -58,7 +58,7 @@ class Adapter:
         """The tested versions in pip's notation."""
         return f">={self.tested[0]},<{self.tested[1]}"
 
-    def knows(self, version: str) -> bool:
+    def is_tested(self, version: str) -> bool:
         """Return True for a version in the tested range."""
         return release(self.tested[0]) <= release(version) < release(self.tested[1])
 
@@ -94,7 +94,7 @@ def release(version: str) -> tuple[int, ...]:
 
 @cache
 def _checked(adapter: Adapter, version: str) -> bool:
-    if not (tested := adapter.knows(version)):
+    if not (tested := adapter.is_tested(version)):
         _log.warning(
             "kvabr was tested with %s %s, this is %s: check its output, and look for a newer kvabr",
             adapter.name,

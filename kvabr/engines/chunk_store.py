@@ -26,7 +26,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.profiles import keep
 from kvabr.client.result import PlayedPrefix
 from kvabr.codec.base import codec
-from kvabr.codec.block_slots import Place, TensorRoom
+from kvabr.codec.block_slots import CacheTensor, Place
 from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.data import default_catalog
 from kvabr.data.profiles import shipped_profiles
@@ -199,7 +199,7 @@ def _digest(spec: KVSpec, key: str, index: int | None) -> str:
 def places(played: PlayedPrefix, kv: torch.Tensor) -> list[Place]:
     """Return the places of a cache's groups in a tensor [layer, K/V, head, token, dim], for `expand_here`."""
     firsts = [unit.first - played.spans[unit.part].first for unit in played.units]
-    room, pairs = TensorRoom(kv), zip(played.units, firsts, strict=True)
+    room, pairs = CacheTensor(kv), zip(played.units, firsts, strict=True)
     return [room.place(first, unit.tokens) for unit, first in pairs]
 
 
@@ -330,7 +330,7 @@ class ChunkStore:
         try:
             return await self._tails.leading(self.client, texts, catalogs, following=following)
         except KvabrError as error:
-            self.trouble.tell("no tail is chosen", error)
+            self.trouble.warn("no tail is chosen", error)
             return len(catalogs)
 
     async def find(self, key: str, positions: range | None = None) -> Found | None:
@@ -347,10 +347,10 @@ class ChunkStore:
         if positions is None or (positions and at is None) or at in positions:
             return found
         if not positions:
-            self.trouble.tell("a cache is not used", "its key stands for several positions in prompts")
+            self.trouble.warn("a cache is not used", "its key stands for several positions in prompts")
             return None
         wanted = positions[0] if len(positions) == 1 else f"one of {positions[0]}, {positions[0] + positions.step}, ..."
-        self.trouble.tell("the origin's cache has another position", f"token {at} of a prompt instead of {wanted}")
+        self.trouble.warn("the origin's cache has another position", f"token {at} of a prompt instead of {wanted}")
         return None
 
     async def _ask(self, text: str) -> Found | None:
@@ -367,7 +367,7 @@ class ChunkStore:
             self._failed(began_s, "the origin cannot be asked", error)
             return None
         except KvabrError as error:
-            self.trouble.tell("the origin's answer cannot be used", error)
+            self.trouble.warn("the origin's answer cannot be used", error)
             return None
         self._pause.answered()
         if not self._fits(found.catalog):
@@ -383,13 +383,13 @@ class ChunkStore:
             why = f"{catalog.tokens} tokens instead of {self._min_tokens} to {self._max_tokens}"
         else:
             return True
-        self.trouble.tell("the origin's caches are of another kind", why)
+        self.trouble.warn("the origin's caches are of another kind", why)
         return False
 
     def _failed(self, began_s: float, what: str, error: KvabrError) -> None:
         pause_s = self._pause.failed(began_s)
         more = "" if pause_s is None else f"; no further requests until it answers, for at least {pause_s:.1f} s"
-        self.trouble.tell(what, f"{error}{more}")
+        self.trouble.warn(what, f"{error}{more}")
 
     def _begin_profile(self, catalog: Catalog) -> None:
         """Fetch the codec profile of caches once; it is too large for a play."""
@@ -403,7 +403,7 @@ class ChunkStore:
         except KvabrError as error:
             if isinstance(error, TransportError):
                 del self._profiles[name]  # the next lookup tries again
-            self.trouble.tell("the codec profile could not be fetched", error)
+            self.trouble.warn("the codec profile could not be fetched", error)
 
     async def play(self, key: str, positions: range | None = None) -> PlayedPrefix | None:
         """Return a compressed cache, see `places`; None if it is missing or late. ``positions`` as for `find`."""
@@ -432,11 +432,11 @@ class ChunkStore:
             if isinstance(error, TransportError):
                 self._failed(began_s, "a cache could not be fetched", error)
             else:
-                self.trouble.tell("a cache could not be fetched", error)
+                self.trouble.warn("a cache could not be fetched", error)
             return None
         if played.loss > settings.keep_loss:
             why = f"the engine would keep it, and it is expected to lose {played.loss:.3g} nats per token (keep_loss)"
-            self.trouble.tell("a cache is not used", why)
+            self.trouble.warn("a cache is not used", why)
             return None
         return played if text == self._text(key) else None
 
@@ -455,7 +455,7 @@ class ChunkStore:
             done.set_result(None)
             return done
         if position is None and self._placed:
-            self.trouble.tell(f"caches are published without {', '.join(self._placed)}", self._unplaced)
+            self.trouble.warn(f"caches are published without {', '.join(self._placed)}", self._unplaced)
             if self._only_placed:
                 done.set_result(None)
                 return done
@@ -465,13 +465,13 @@ class ChunkStore:
 
             def over(outcome: PublishOutcome) -> None:
                 if outcome.verdict == "failed" and not outcome.not_finite:
-                    self.trouble.tell("a cache was not published", outcome.why)
+                    self.trouble.warn("a cache was not published", outcome.why)
                 done.set_result(outcome.bytes if outcome.verdict == "published" else None)
 
             slot.fill(kv, over)
             return done
         if slot == "full":
-            self.trouble.tell("caches were not published", "they are computed faster than they can be encoded")
+            self.trouble.warn("caches were not published", "they are computed faster than they can be encoded")
         done.set_result(0 if slot == "known" else None)
         return done
 

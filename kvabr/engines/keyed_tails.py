@@ -81,7 +81,7 @@ class KeyedTails:
         if cost is None or room <= 0:
             return 0
         options = PlayOptions(policy=settings.policy, tail=min(settings.tail, room))
-        return await client.tail_of(whole, deadline=settings.deadline_s, cost=cost, behind=following, options=options)
+        return await client.tail_of(whole, deadline=settings.deadline_s, cost=cost, uncached=following, options=options)
 
 
 def as_one(found: Sequence[Catalog]) -> Catalog | None:

@@ -293,7 +293,7 @@ class TroubleLog:
         """By kind: repetitions since the last line and the latest reason."""
         self._timer: threading.Timer | None = None
 
-    def tell(self, what: str, why: object) -> None:
+    def warn(self, what: str, why: object) -> None:
         """Log a problem that makes the engine compute tokens.
 
         ``what`` is one of few kinds, ``why`` an exception or a text.

@@ -88,9 +88,9 @@ class RequestOk(Message):
 
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
-    """In answer to TRACK_STATUS."""
+    """Properties of the track, in answer to TRACK_STATUS."""
     allowed = frozenset({Param.EXPIRES, Param.MAX_OBJECT})
-    """In any answer; the session checks further."""
+    """Parameters allowed in any answer; the session checks the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Fetch(_OfTrack):
     """End Location: the last location plus one; object 0 stands for the whole group, `OPEN_END` for the largest object.
     The wire has the last location itself."""
     parameters: Parameters = field(default_factory=Parameters)
-    """A filter remains here if it depends on the largest object; `start` and `end` are then void."""
+    """If the range depends on the track's largest object, its filter is here, and `start` and `end` have no meaning."""
     allowed = _TOKEN | _OF_OBJECTS | {
         Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER, Param.LOCATION_FILTER,
         Param.INCLUDE_PROPERTIES,
@@ -217,7 +217,7 @@ def fetched_range(found: Filter) -> tuple[Location, Location]:
 
 
 def end_after(last: Location) -> Location:
-    """Return the End Location after ``last``; the largest object ID stands for the whole group."""
+    """Return the End Location of a range that ends with ``last``; the largest object ID means the whole group."""
     return Location(last.group, 0 if last.object == MAX_INTEGER else last.object + 1)
 
 
@@ -290,7 +290,7 @@ _TYPES: dict[int, type[Message]] = {
     0x18: FetchOk, 0xD: TrackStatus, 0x6: PublishNamespace, 0x50: SubscribeNamespace, 0x51: SubscribeTracks,
     0x8: Namespace, 0x2: RequestUpdate, 0x7: RequestOk, 0x5: RequestErrorMessage, 0x22: PublishStateNotify,
 }  # fmt: skip
-"""Answers to requests that this end never makes are as invalid as unknown types."""
+"""Without answers to requests that this end never sends: they are as invalid as unknown types."""
 _TYPE_OF = {cls: kind for kind, cls in _TYPES.items()}
 
 

@@ -36,7 +36,7 @@ MAX_PARTIAL_BYTES = 1 << 20
 class _OwnRequest(RequestState):
     message: m.Fetch | m.Subscribe = field(kw_only=False)
     parser: MessageParser = field(default_factory=MessageParser)
-    """For answers on the request's stream."""
+    """Parser of the answers on the request's stream."""
     budget: ObjectBudget = field(default_factory=ObjectBudget)
     streams: set[int] = field(default_factory=set)
     """Open streams of objects."""
@@ -63,11 +63,11 @@ class NextPayload:
 
     request: int
     left: int
-    """Of the current object."""
+    """Bytes left of the current object."""
     follower: bytes
     """Expected header after it; empty if unpredictable."""
     size: int
-    """Of the next object."""
+    """Bytes of the next object."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,10 +93,10 @@ class Requester:
         self._requests: dict[int, _OwnRequest] = {}
         self._by_stream: dict[int, _OwnRequest] = {}
         self._by_data: dict[int, _Incoming | _Held | None] = {}
-        """By open unidirectional stream; None if its content is ignored."""
+        """State by open unidirectional stream; None if its content is ignored."""
         self._by_alias: dict[int, _OwnRequest] = {}
         self._held_bytes = 0
-        self.most_updates = 0
+        self.max_updates = 0
         """Unanswered updates allowed per request; 0 for any number."""
         self.peer_draining = False
 
@@ -124,7 +124,7 @@ class Requester:
         request = self._requests.get(request_id)
         if request is None or self.peer_draining:
             return False
-        if self.most_updates and request.updates >= self.most_updates:
+        if self.max_updates and request.updates >= self.max_updates:
             request.postponed = parameters
             return True
         request.updates += 1
@@ -167,7 +167,7 @@ class Requester:
         if fin:
             if request.parser.buffered:
                 raise SessionFault("the answers to a request end inside a message")
-            self.stream_gone(stream, None)
+            self.stream_ended(stream, None)
 
     def answer(self, request: _OwnRequest, message: m.Message) -> None:
         """Handle an answer to a request."""
@@ -238,7 +238,7 @@ class Requester:
         if postponed is not None:
             self.update(request.number, postponed)
 
-    def stream_gone(self, stream: int, code: int | None) -> None:
+    def stream_ended(self, stream: int, code: int | None) -> None:
         """Handle the end (`code` is None) or reset of a request's stream."""
         request = self._by_stream.get(stream)
         if request is None or request.done is not None:

@@ -113,7 +113,7 @@ class Responder:
             self._channel.write(request.stream, m.RequestOk())
         self._channel.events.append(Updated(request.number, parameters))
 
-    def stream_gone(self, stream: int, code: int) -> None:
+    def stream_ended(self, stream: int, code: int) -> None:
         """Handle a reset or STOP_SENDING on a stream of a request."""
         request = self._by_stream.get(stream)
         if request is not None and self.lenient and isinstance(request.message, m.Fetch) and request.streams:

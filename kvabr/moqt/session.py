@@ -40,11 +40,11 @@ class MoqtSession:
         self.responder = Responder(self._channel)
         self._control_in: int | None = None
         self._messages: dict[int, MessageParser | None] = {}
-        """Of the peer's open bidirectional streams; None if the request is over."""
+        """Parsers of the peer's open bidirectional streams; None if the request is over."""
         self._control_parser = MessageParser()
         self._headers: dict[int, bytes] = {}
         self._early: dict[int, tuple[bytearray | None, bool]] = {}
-        """By stream: bytes before the peer's SETUP (None if unwanted), and whether the stream ended."""
+        """Early data by stream: bytes before the peer's SETUP (None if unwanted), and whether the stream ended."""
         self._early_bytes = 0
         self._ready = False
         self.closed: Closed | None = None
@@ -117,8 +117,8 @@ class MoqtSession:
             parser = self._messages.pop(stream, None)
             if parser is not None and not parser.count:
                 self._refuse_stream(stream)
-            self.requester.stream_gone(stream, code)
-            self.responder.stream_gone(stream, code)
+            self.requester.stream_ended(stream, code)
+            self.responder.stream_ended(stream, code)
 
     def receive_stop(self, stream: int, code: int) -> None:
         """Handle STOP_SENDING for this end's side of a stream."""
@@ -129,7 +129,7 @@ class MoqtSession:
         elif self._opened(stream) and not stream & 2:
             return  # harmless: the peer has read enough of the request
         elif self._opened(stream) or self.responder.owns(stream):
-            self.responder.stream_gone(stream, code)
+            self.responder.stream_ended(stream, code)
         elif (parser := self._messages.get(stream)) is not None and not parser.count:
             self._messages[stream] = None  # incomplete, so it needs no answer
             self._refuse_stream(stream)
@@ -260,7 +260,7 @@ class MoqtSession:
         tokens = token_values(options.tokens, setup=True)
         self._ready = True
         self._channel.events.append(Ready(options, tokens))
-        self.requester.most_updates = options.max_request_updates
+        self.requester.max_updates = options.max_request_updates
         early, self._early = self._early, {}
         for stream, (data, fin) in early.items():
             if data is not None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kvabr.codec.base import GroupContext, payload_layout
-from kvabr.codec.block_slots import Place, TensorPlace, TensorRoom
+from kvabr.codec.block_slots import CacheTensor, Place, TensorPlace
 from kvabr.codec.container import HasDigest, unpack
 from kvabr.codec.group import frame_header
 from kvabr.codec.paged import CodedGroup, expand
@@ -59,7 +59,7 @@ class Tensors:
         for made, part in zip(self.parts, spec.parts, strict=True):
             check_wanted(made.dtype, part)
         self.begins = tuple(span.first for span in spans)
-        self._spec, self._rooms = spec, tuple(map(TensorRoom, self.parts))
+        self._spec, self._rooms = spec, tuple(map(CacheTensor, self.parts))
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +76,7 @@ class Tensors:
         return self._spec.classes[part].kind == "state"
 
     def before(self, end: int, *, every: bool) -> tuple[torch.Tensor, ...]:
-        """See `Assembler.before_classes`; a view if ``every``."""
+        """See `Assembler.before_classes`; with ``every``, return views instead of copies."""
         if every:
             return (self.parts[0][:, :, :, :end],)
         parts = []
@@ -90,7 +90,7 @@ class Tensors:
         return tuple(parts)
 
 
-_MAX_SPARE = 4
+_MAX_IDLE_SCRATCH = 4
 
 
 class Layer(NamedTuple):
@@ -156,7 +156,7 @@ class Assembler:
         if profile is not None:
             profile.check(catalog.spec)
         if not catalog.every_token and catalog.chosen is None:
-            raise UsageError(f"{catalog.spec.model}: assemble what a play needs, Catalog.to_play")
+            raise UsageError(f"{catalog.spec.model}: the catalog has groups that no play needs; pass its to_play")
         self._catalog, self._profile = catalog, profile
         for part in catalog.spec.parts:
             check_wanted(dtype or part.torch_dtype, part)
@@ -246,7 +246,7 @@ class Assembler:
         for one in work:
             if one.scratch is not None:
                 spare = self._spare[self._catalog.unit(one.group).part]
-                spare[:] = [*spare, one.scratch][-_MAX_SPARE:]
+                spare[:] = [*spare, one.scratch][-_MAX_IDLE_SCRATCH:]
         return [done[number] for number in range(len(asked))]
 
     def _begin(self, number: int, group: int, layers: Sequence[Layer]) -> _Decoding:
@@ -292,9 +292,11 @@ class Assembler:
         begin, end = catalog.tokens_before(first), catalog.tokens_before(last)
         shapes = [computed_shape(part, end - begin) for part in catalog.spec.parts]
         if (given := [tuple(kv.shape) for kv in parts]) != shapes:
-            raise UsageError(f"recomputed groups {first} to {last - 1}: {given} is not {shapes}")
+            raise UsageError(f"recomputed groups {first} to {last - 1} must have the shapes {shapes}, got {given}")
         if not all(map(all_finite, parts)):
-            raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
+            raise UsageError(
+                f"recomputed groups {first} to {last - 1} must be finite; the engine returned NaN or infinity"
+            )
         # One transfer from the engine's device, instead of one per group under the lock.
         parts = tuple(kv.to(self._place(first).device) for kv in parts)
         with self._lock:
@@ -335,7 +337,9 @@ class Assembler:
         if catalog.first_token:
             raise UsageError(f"the KV of the first {catalog.first_token} tokens is not in this cache")
         if group < catalog.groups and catalog.cut(group) != group:
-            raise UsageError(f"an engine cannot compute from group {group} on: it needs what the play does not have")
+            raise UsageError(
+                f"an engine cannot compute from group {group} on: it needs groups that this play leaves out"
+            )
         self._no_hole(group)
         return self._tensors.before(catalog.tokens_before(group), every=catalog.every_token)
 
@@ -469,8 +473,8 @@ class Assembler:
         """Return a frame's payload; raise `FormatError` or `ForeignError` as `put`."""
         catalog, offer = self._catalog, self._catalog.track(layer.track)
         if len(layer.frame) != (promised := offer.bytes[group]):
-            came = f"{len(layer.frame)} bytes came, the catalog says {promised}"
-            raise FormatError(f"group {group} of {offer.name}: {came}")
+            size = f"must have {promised} bytes, as in the catalog, got {len(layer.frame)}"
+            raise FormatError(f"group {group} of {offer.name} {size}")
         unit = self._catalog.unit(group)
         header = frame_header(offer.name, self._context(group), catalog.chunks[unit.chunk], unit.group)
         return unpack(layer.frame, header, offer.digests[group], layer.has_digest)[1]
@@ -507,7 +511,9 @@ class Assembler:
     @property
     def _tensors(self) -> Tensors:
         if not isinstance(self._to, Tensors):
-            raise UsageError("this cache is not in tensors: nothing can be computed on it before it is handed over")
+            raise UsageError(
+                "this cache is not in tensors, so an engine can only compute on it after it is handed over"
+            )
         return self._to
 
     def _place(self, group: int) -> Place:
@@ -583,6 +589,6 @@ def check_tokens(computed: torch.Tensor, spec: KVSpec, tokens: int) -> None:
     """Raise `FormatError` unless ``computed`` is finite and [layer, K/V, head, token, dim] for this many tokens."""
     due = spec.shape(tokens)
     if not isinstance(computed, torch.Tensor):
-        raise FormatError(f"the engine returned {type(computed).__name__}, where a tensor {due} was due")
+        raise FormatError(f"the engine must return a tensor {due}, got {type(computed).__name__}")
     if tuple(computed.shape) != due or not all_finite(computed):
-        raise FormatError(f"the engine returned {tuple(computed.shape)}, or NaN, where {due} was due")
+        raise FormatError(f"the engine must return {due} without NaN or infinity, got {tuple(computed.shape)}")

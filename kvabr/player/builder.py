@@ -11,7 +11,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import Future
-from kvabr.player.decode_queue import DecodeRates, DecodeShare
+from kvabr.player.decode_queue import DecodeRates, SharedDecodeRate
 from kvabr.player.policy_guard import PolicyCalls
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
@@ -87,7 +87,7 @@ def new_session(
     patience_s: float | None = None,
     cached_groups: CachedGroups | None = None,
     oracle: Future | None = None,
-    decode_rates: DecodeRates | DecodeShare | None = None,
+    decode_rates: DecodeRates | SharedDecodeRate | None = None,
     expected_s: Sequence[float] | None = None,
     log: Log | None = None,
     offers: Sequence[Offer] | None = None,
@@ -130,21 +130,23 @@ def new_session(
     if isinstance(goal, PrefixGoal):
         mode = "suffix"
         if player.computes:
-            raise UsageError(f"policy {policy} has the engine compute from the front, which this engine cannot do")
+            raise UsageError(
+                f"policy {policy} needs an engine that computes from the front, and this one cannot; name another"
+            )
     if cached_groups is not None:
         player = cache_first(player, catalog, cached_groups)
     upgrades = isinstance(goal, UpgradeGoal)
     if expected_s is not None and upgrades:
-        raise UsageError("upgrades are for a cache that is complete; this one is still being prefilled")
+        raise UsageError("upgrades need a complete cache; this one is still being prefilled")
     if expected_s is not None and len(expected_s) != catalog.groups:
-        raise UsageError(f"{len(expected_s)} times for {catalog.groups} groups")
+        raise UsageError(f"expected_s must have a time for each of {catalog.groups} groups, got {len(expected_s)}")
     return Session(
         ladder,
         deadline_s,
         player,
         estimator,
         goal=goal,
-        cost=None if cost is None or upgrades else cost.behind(catalog.first_token),
+        cost=None if cost is None or upgrades else cost.after(catalog.first_token),
         mode=mode,
         config=config,
         oracle=oracle,

@@ -33,7 +33,7 @@ class ComputeQueue:
         """First and end of the groups being computed."""
         self.started_s = 0.0
         self._free_s = 0.0
-        self._asked = False
+        self._by_policy = False
         self._waiting, self._waiting_s = 0, 0.0
         """Number of `chosen` groups not started, and their seconds."""
         self._found: Plan | None = None
@@ -83,9 +83,9 @@ class ComputeQueue:
         else:
             self.left.discard(group)
 
-    def choose(self, groups: Iterable[int], *, asked: bool = False) -> None:
-        """Leave groups to the engine for good; ``asked``: by the policy, so a tail need not wait."""
-        self._asked = self._asked or asked
+    def choose(self, groups: Iterable[int], *, by_policy: bool = False) -> None:
+        """Leave groups to the engine for good; ``by_policy``: by the policy, so a tail need not wait."""
+        self._by_policy = self._by_policy or by_policy
         for group in groups:
             if group not in self.chosen:
                 self.chosen.add(group)
@@ -143,7 +143,7 @@ class ComputeQueue:
             if first in self.chosen:
                 return first, self.chosen.gap(first)  # chosen by a policy for one call
             return first, self._run_end(first, now, absent)
-        at_once = at_once or (self._asked and first == self.tail)
+        at_once = at_once or (self._by_policy and first == self.tail)
         return (first, self._view.groups) if at_once or self._last_call(first, now) else None
 
     def start(self, first: int, last: int, now: float) -> None:

@@ -49,11 +49,15 @@ class DecodeRates:
         self._latencies = dict(latencies or {})
         for name, seconds in self._latencies.items():
             if not 0 <= seconds < math.inf:
-                raise UsageError(f"a batch of {name} was measured to begin after {seconds} s; measure again")
+                raise UsageError(
+                    f"the latency of a {name} batch must be 0 or more seconds and finite, got {seconds}; measure again"
+                )
         self._table = {track.name: track.decode_s for track in catalog.tracks}
         for track, seconds in (measured or {}).items():
             if not 0 < seconds < math.inf:
-                raise UsageError(f"decoding {track} was measured at {seconds} s; measure again")
+                raise UsageError(
+                    f"the decode time of {track} must be positive and finite, got {seconds} s; measure again"
+                )
             if track in self._table:
                 self._table[track] = float(seconds)
         self._observed: dict[str, deque[float]] = {}
@@ -95,7 +99,7 @@ class DecodeRates:
         self._observed.setdefault(family(track), deque([0.0], maxlen=_WINDOW)).append(log)
 
 
-class DecodeShare:
+class SharedDecodeRate:
     """Decode rates of a play that shares the decoders equally with others."""
 
     def __init__(self, rates: DecodeRates, plays: Callable[[], int]) -> None:
@@ -148,7 +152,7 @@ class DecodeQueue:
         self._aside: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in self._heaps}
         self._aside_for, self._aside_s = 0, 0.0
         """Remaining calls (`View.keeps`), and time, until deferred entries are inspected again."""
-        self._came = 0
+        self._arrivals = 0
         self._counted: list[tuple[str, ...]] = [()] * view.groups
         self._tracks: dict[str, int] = {}
         """Undecoded batches by top track, which includes all below it; with groups in place if decoding is last."""
@@ -180,8 +184,8 @@ class DecodeQueue:
             self._waiting.pop(group, None)
         else:
             if group not in self._waiting:
-                self._came += 1
-                self._waiting[group] = self._came
+                self._arrivals += 1
+                self._waiting[group] = self._arrivals
             self.moved(group)
         self.reckon()
 
@@ -247,12 +251,12 @@ class DecodeQueue:
             at_once = hurry or (engine and not placed)
 
             def settled(group: int, first: bool = not placed) -> bool:
-                return hurry or (first and self._cheap(group)) or not will_replace(group)
+                return hurry or (first and self._decodes_at_once(group)) or not will_replace(group)
 
             def waited(group: int, first: bool = not placed, at_once: bool = at_once) -> bool:
                 if not hurry and any(transfer.local for transfer in self._progress[group].flying):
                     return False  # the local store delivers the layers above shortly
-                return at_once or (first and self._cheap(group)) or self._waited(group, now)
+                return at_once or (first and self._decodes_at_once(group)) or self._waited(group, now)
 
             for flying, suits in ((False, settled), (True, waited)):
                 if (found := self._first((placed, flying), suits)) is not None:
@@ -291,9 +295,9 @@ class DecodeQueue:
     def _kind(self, group: int) -> Kind:
         return bool(self._placed[group]), bool(self._progress[group].flying)
 
-    def _cheap(self, group: int) -> bool:
-        most_s = _MAX_DIRECT_SHARE * self._ahead_s
-        return most_s > 0 and self._view.decode_s(self._progress[group].arrived[-1].track) <= most_s
+    def _decodes_at_once(self, group: int) -> bool:
+        limit_s = _MAX_DIRECT_SHARE * self._ahead_s
+        return limit_s > 0 and self._view.decode_s(self._progress[group].arrived[-1].track) <= limit_s
 
     @property
     def _longest_s(self) -> float:
@@ -301,10 +305,10 @@ class DecodeQueue:
 
     def _waited(self, group: int, now: float) -> bool:
         longest_s, progress = self._longest_s, self._progress[group]
-        came_s = min(one.done_s or 0.0 for one in progress.arrived)
+        received_s = min(one.done_s or 0.0 for one in progress.arrived)
         if progress.arrived[-1].track not in self._view.ladder.stacks[progress.flying[-1].track]:
             return (
-                now - came_s >= _MAX_WAIT_FACTOR * longest_s
+                now - received_s >= _MAX_WAIT_FACTOR * longest_s
             )  # layers in flight replace it, so decoding it would be wasted
-        asked_s = max(one.requested_s for one in progress.flying)
-        return now - max(came_s, min(asked_s, came_s + _MAX_WAIT_FACTOR * longest_s)) >= longest_s
+        requested_s = max(one.requested_s for one in progress.flying)
+        return now - max(received_s, min(requested_s, received_s + _MAX_WAIT_FACTOR * longest_s)) >= longest_s

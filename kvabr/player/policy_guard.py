@@ -28,7 +28,7 @@ class PolicyCalls:
         """Return the offer that the policy takes."""
         index = self._call(partial(self.policy.choose_tail, offers, costs))
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(offers):
-            raise self.invalid(f"chose tail {index!r}; there are 0 to {len(offers) - 1}")
+            raise self.invalid(f"must choose a tail from 0 to {len(offers) - 1}, got {index!r}")
         return offers[index]
 
     def invalid(self, what: str, error: BaseException | None = None) -> PolicyError:
@@ -36,9 +36,9 @@ class PolicyCalls:
         title = self.policy.name or type(self.policy).__name__
         return PolicyError(f"policy {title} {what} ({where(type(self.policy), error)})")
 
-    def _call(self, ask: Callable[[], T]) -> T:
+    def _call(self, next_decision: Callable[[], T]) -> T:
         try:
-            return ask()
+            return next_decision()
         except (PolicyError, KeyboardInterrupt):
             raise
         except BaseException as error:  # a policy that calls sys.exit() must not silently end the replay
@@ -56,7 +56,7 @@ class PolicyGuard(PolicyCalls):
         """Start the policy, which may refuse."""
         self._call(partial(self.policy.start, self._view))
 
-    def ask(self) -> Decision:
+    def next_decision(self) -> Decision:
         """Return the policy's next decision, checked."""
         decision = self._call(partial(self.policy.decide, self._view))
         if (fault := self._fault(decision)) is not None:
@@ -69,7 +69,7 @@ class PolicyGuard(PolicyCalls):
             return None
         found = self._call(lambda: self.policy.division)
         if not isinstance(found, Division | None):
-            raise self.invalid(f"gave {found!r} as its division, which must be a Division or None")
+            raise self.invalid(f"must have a Division or None as its division, got {found!r}")
         return found
 
     def will_replace(self, group: int) -> bool:
@@ -81,45 +81,45 @@ class PolicyGuard(PolicyCalls):
     def _fault(self, decision: Any) -> str | None:
         view = self._view
         if not isinstance(decision, Decision):
-            return f"returned {decision!r}, not a Decision"
+            return f"must return a Decision, got {decision!r}"
         kind, group = decision.kind, decision.group
         if not isinstance(kind, str) or kind not in _KINDS:
-            return f"returned a decision of unknown kind {kind!r}"
+            return f"must return a decision of kind {', '.join(sorted(_KINDS))}, got {kind!r}"
         reason: Any = decision.reason
         if not isinstance(reason, str):
-            return f"gave {reason!r} as its reason, which must be text"
+            return f"must give text as its reason, got {reason!r}"
         if (others := decision.alternatives) is not None and not _is_table(others):
-            return f"gave {others!r} as alternatives, which must be names with finite numbers"
+            return f"must give names with finite numbers as alternatives, got {others!r}"
         if kind == "wait":
             return None
         if kind == "deliver":
-            return None if view.arrived else "wants to deliver while groups are missing that have not arrived"
+            return None if view.arrived else "cannot deliver: groups are missing that have not arrived"
         if kind == "finish":
-            return f"wants to finish while {len(view.missing)} groups are missing" if view.missing else None
+            return f"cannot finish: {len(view.missing)} groups are missing" if view.missing else None
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < view.groups:
-            return f"asked for group {group!r}; there are 0 to {view.groups - 1}"
+            return f"must name a group from 0 to {view.groups - 1}, got {group!r}"
         return self._compute_fault(decision, group) if kind == "recompute" else self._track_fault(decision, group)
 
     def _compute_fault(self, decision: Decision, group: int) -> str | None:
         view, last = self._view, group + 1 if decision.last is None else decision.last
         if isinstance(last, bool) or not isinstance(last, int) or not group < last <= view.groups:
-            return f"wants groups {group} to {last!r} recomputed; there are 0 to {view.groups - 1}"
+            return f"must recompute groups from 0 to {view.groups - 1}, got {group} to {last!r}"
         here = group in view.missing or group >= view.edge or view.track_of[group] not in {None, RECOMPUTED}
         if view.cost is None or not here:
-            return f"wants group {group} recomputed, which is not possible here"
+            return f"cannot recompute group {group}: no engine can compute it, or it is in place"
         return None
 
     def _track_fault(self, decision: Decision, group: int) -> str | None:
         view, track = self._view, decision.track
         offered = view.catalog.by_name
         if not isinstance(track, str) or track not in offered:
-            return f"asked for unknown track {track!r}; there are {', '.join(offered)}"
+            return f"must name a track of {', '.join(offered)}, got {track!r}"
         current = view.track_of[group]
         if decision.kind == "fetch" and group not in view.missing:
-            return f"asked to fetch group {group}, which is not missing (it has {current})"
+            return f"cannot fetch group {group}: it is not missing (it has {current})"
         settled = (group in view.settled and current != track) or view.extends(group, track)
         if decision.kind == "upgrade" and not settled:
-            return f"asked to upgrade group {group} to {track}: it is not settled, or has that track (it has {current})"
+            return f"cannot upgrade group {group} to {track}: it is not settled, or has that track (it has {current})"
         return None
 
 

@@ -23,7 +23,7 @@ class PlacedPrefix(NamedTuple):
     groups: tuple[int, ...]
     """Groups of the prefix, ascending."""
     spans: tuple[Span, ...]
-    """Its tokens in each class's tensor."""
+    """Tokens of the prefix in each class's tensor."""
 
 
 def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -> PlacedPrefix:

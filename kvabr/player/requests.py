@@ -244,7 +244,7 @@ class StallDetector:
     def __init__(self, patience_s: float) -> None:
         """Set the silence of a stall in seconds; half for an overtaken transfer."""
         self._patience_s = patience_s
-        self._heard: dict[int, float] = {}
+        self._received_s: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
         """When each transfer was overtaken; earlier silence may have been queueing."""
         self._leading: dict[tuple[int, int], list[int]] = {}
@@ -255,17 +255,17 @@ class StallDetector:
         """When the time to first byte became known, so that missing first bytes can be stalls."""
         self._sources: set[int] = set()
 
-    def asked(self, transfer: Transfer) -> None:
+    def requested(self, transfer: Transfer) -> None:
         """Record a new request."""
         self._sources.add(transfer.source)
         heappush(self._leading.setdefault((transfer.source, transfer.priority), []), transfer.request)
 
-    def heard(self, transfer: Transfer, now: float) -> None:
+    def received(self, transfer: Transfer, now: float) -> None:
         """Record received bytes: the transfer has overtaken earlier, more urgent ones of its source."""
-        self._any_s[transfer.source] = self._heard[transfer.request] = now
+        self._any_s[transfer.source] = self._received_s[transfer.request] = now
         self._known_s = now if self._known_s is None else self._known_s
         if self._overtaken.pop(transfer.request, None) is not None:
-            self.asked(transfer)
+            self.requested(transfer)
         for (source, priority), requests in self._leading.items():
             behind = source == transfer.source and priority < transfer.priority
             while behind and requests and requests[0] < transfer.request:
@@ -276,10 +276,10 @@ class StallDetector:
         self._any_s = dict.fromkeys(self._any_s, now)
         self._known_s = None if self._known_s is None else now
         for transfer in transfers:
-            if transfer.request in self._heard:
-                self._heard[transfer.request] = now
+            if transfer.request in self._received_s:
+                self._received_s[transfer.request] = now
             if self._overtaken.pop(transfer.request, None) is not None:
-                self.asked(transfer)
+                self.requested(transfer)
 
     def stalled(
         self, transfers: Mapping[int, Transfer], ttfb_s: float, now: float, *, drain_s: float = 0.0
@@ -310,13 +310,13 @@ class StallDetector:
                 ]
         for transfer in looked_at:
             turn_s = max(MIN_SILENCE_S, drain_s if nothing_s[transfer.source] < MIN_SILENCE_S else 0.0)
-            quiet_s = now - self._heard.get(transfer.request, transfer.requested_s)
+            quiet_s = now - self._received_s.get(transfer.request, transfer.requested_s)
             if (since := self._overtaken.get(transfer.request)) is not None:
                 if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, turn_s):
                     found.append((transfer, True))
             elif quiet_s >= longest_s:
                 again = (transfer.group, transfer.track) in self._stood
-                found.append((transfer, again and transfer.request in self._heard))
+                found.append((transfer, again and transfer.request in self._received_s))
         self._stood.update((transfer.group, transfer.track) for transfer, _ in found)
         return found
 
@@ -343,7 +343,7 @@ class RetryTracker:
         self.unavailable: set[tuple[int, str]] = set()
 
     @property
-    def last_words(self) -> tuple[str, ...]:
+    def last_faults(self) -> tuple[str, ...]:
         """The last faults of a transfer and of the engine."""
         return tuple(self._faults.values())
 

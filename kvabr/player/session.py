@@ -27,7 +27,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View
 from kvabr.player.compute_queue import ComputeQueue
-from kvabr.player.decode_queue import DecodeQueue, DecodeRates, DecodeShare
+from kvabr.player.decode_queue import DecodeQueue, DecodeRates, SharedDecodeRate
 from kvabr.player.goals.blend import BlendAim
 from kvabr.player.goals.live import NO_CHANGES, EdgeChanges, LivePlay
 from kvabr.player.goals.prefix import PrefixAim
@@ -114,7 +114,7 @@ class Session:
         mode: EngineMode = "hole",
         config: PlayerConfig | None = None,
         oracle: Future | None = None,
-        decode_rates: DecodeRates | DecodeShare | None = None,
+        decode_rates: DecodeRates | SharedDecodeRate | None = None,
         expected_s: Sequence[float] | None = None,
         log: Log | None = None,
         offers: Sequence[Offer] | None = None,
@@ -152,7 +152,7 @@ class Session:
         self.tick_s = self.next_tick_s = min(horizon_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, horizon_s, self.events.limited, chunked=config.chunked)
-        self.view.told_rate, self.view.told_own = self._sampler.told_rate, self._sampler.told_own
+        self.view.prior_rate, self.view.prior_own = self._sampler.prior_rate, self._sampler.prior_own
         self._best_rate = 0.0
         self._computes_all = False
         self.sources = Sources(self._sampler, self.view, offers, round_trips)
@@ -164,7 +164,7 @@ class Session:
         self._stalls = None if config.stalled_after is None else StallDetector(config.stalled_after * deadline_s)
         self._decoders = DecodeQueue(self.view, self.groups, config.decode_ahead_s, together=config.together)
         self._actions: list[Action] = []
-        self.heard_s = self._store_s = 0.0
+        self.last_received_s = self._store_s = 0.0
         """Time of the last received bytes: any, and from the local store."""
         self._requests = 0
         self._pushed: set[int] = set()
@@ -249,13 +249,13 @@ class Session:
             self.record.bytes_fetched += more
             if limit != "network":
                 self.record.bytes_held_up[limit] = self.record.bytes_held_up.get(limit, 0) + more
-            self.heard_s = now
+            self.last_received_s = now
             if limit == "kept":
                 self._store_s = now
             else:
-                self.sources.heard(transfer.source, now)
+                self.sources.received(transfer.source, now)
             if self._stalls is not None:
-                self._stalls.heard(transfer, now)
+                self._stalls.received(transfer, now)
             self._sampler[transfer.source].received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
@@ -323,11 +323,11 @@ class Session:
 
     def computed(self, first: int, last: int, now: float) -> None:
         """Handle groups ``first`` to ``last`` - 1, computed and in place."""
-        lane = self.engine
-        if self.over or lane is None or lane.computing != (first, last):
+        queue = self.engine
+        if self.over or queue is None or queue.computing != (first, last):
             return
-        tail = lane.tail
-        self.engine_done(lane.finish(), now)
+        tail = queue.tail
+        self.engine_done(queue.finish(), now)
         self.record.tokens_recomputed += self.catalog.tokens_before(last) - self.catalog.tokens_before(first)
         if self.closed:
             return
@@ -341,25 +341,25 @@ class Session:
                 self.groups.in_place += 1
             self.record.bytes_wasted += record.bytes
             record.track, record.bytes, record.source = RECOMPUTED, 0, "recomputed"
-            record.requested_s, record.first_byte_s, record.done_s, record.ready_s = lane.started_s, None, None, now
+            record.requested_s, record.first_byte_s, record.done_s, record.ready_s = queue.started_s, None, None, now
             for transfer in self.groups[group].arrived:
                 self._drop(transfer)
             self._count_decoding(group)
             # The computed group replaces any frame decoded meanwhile.
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
-        self.groups.restage((*range(first, last), *_between(tail, lane.tail)))
+        self.groups.restage((*range(first, last), *_between(tail, queue.tail)))
         self.events.emit(RecomputeDone, now, first, last)
         self.advance(now)
 
     def compute_failed(self, reason: str, now: float) -> None:
         """Handle a failure of the engine, which is not used again."""
-        lane = self.engine
-        if self.closed or lane is None or lane.computing is None:
+        queue = self.engine
+        if self.closed or queue is None or queue.computing is None:
             return
-        first, last = lane.computing
-        left = {*range(first, last), *lane.chosen}
-        self.engine_done(lane.finish(), now)
+        first, last = queue.computing
+        left = {*range(first, last), *queue.chosen}
+        self.engine_done(queue.finish(), now)
         self.events.emit(RecomputeFailed, now, first, last, reason)
         self.retries.engine_failed(reason)
         self.engine = self.groups.engine = self.view.cost = None
@@ -372,7 +372,7 @@ class Session:
 
     def waited(self, now: float) -> None:
         """Restart the clocks after other plays used the shared link."""
-        self.heard_s = now
+        self.last_received_s = now
         self._sampler.waited(now)
         self.sources.waited(now)
         if self._stalls is not None:
@@ -478,7 +478,7 @@ class Session:
         """Return whether layers being encoded are worth the wait."""
         return self._live is not None and self._live.layers_pay(now)
 
-    def asked(self) -> int:
+    def requests_made(self) -> int:
         """Return the number of requests so far."""
         return self._requests
 
@@ -503,7 +503,7 @@ class Session:
         share = self.config.silent_after
         if share is None or self.undecoded() or (self.engine is not None and self.engine.busy):
             return False
-        return now - self.heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, MIN_SILENCE_S)
+        return now - self.last_received_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, MIN_SILENCE_S)
 
     def look(self, now: float) -> None:
         """Update the view for the current time."""
@@ -529,16 +529,16 @@ class Session:
             self._use_engine(self.engine, now)
         if self.over:
             return
-        self.content, asked, self._more_s = False, 0, math.inf
+        self.content, decisions, self._more_s = False, 0, math.inf
         while not self.content:
-            self.view.full = not self.has_room() and not (asked == 0 and self._all_idle())
-            if self.view.full and (asked > 0 or not self._engine_idles()):
+            self.view.full = not self.may_request() and not (decisions == 0 and self._all_idle())
+            if self.view.full and (decisions > 0 or not self._engine_idles()):
                 break
-            if asked == _MAX_DECISIONS:
+            if decisions == _MAX_DECISIONS:
                 self._more_s = now
                 break
-            asked += 1
-            decision = self.guard.ask()
+            decisions += 1
+            decision = self.guard.next_decision()
             division = self.guard.division()
             self._engine_due = division is None or division.first < division.last
             self.events.divided(division, self.record, now)
@@ -561,7 +561,8 @@ class Session:
                 self.content = not self.view.missing
         elif kind == "recompute" and group is not None:
             self.events.decision(decision, now)
-            self._leave_to_engine(range(group, group + 1 if decision.last is None else decision.last), now, asked=True)
+            end = group + 1 if decision.last is None else decision.last
+            self._leave_to_engine(range(group, end), now, by_policy=True)
         elif group is not None and decision.track is not None:
             self._fetch(group, decision.track, decision, now)
 
@@ -611,7 +612,7 @@ class Session:
             view.in_flight[request] = transfer
             self.groups[group].flying += (transfer,)
             if self._stalls is not None:
-                self._stalls.asked(transfer)
+                self._stalls.requested(transfer)
             view.outstanding_bytes += transfer.remaining
             self._actions.append(FetchGroup(request, group, track, size, priority, pushed, source))
             kind = "upgrade" if transfer.upgrade else "fetch"
@@ -625,18 +626,18 @@ class Session:
         self.view.in_flight.not_local(transfer)
         self.view.outstanding_bytes += transfer.remaining
 
-    def _leave_to_engine(self, groups: range, now: float, *, asked: bool = False) -> None:
-        lane = self.engine
-        if lane is not None:
-            tail = lane.tail
-            lane.choose(groups, asked=asked)
+    def _leave_to_engine(self, groups: range, now: float, *, by_policy: bool = False) -> None:
+        queue = self.engine
+        if queue is not None:
+            tail = queue.tail
+            queue.choose(groups, by_policy=by_policy)
             for group in groups:
                 self.view.settled.discard(group)
-            self.groups.restage((*groups, *_between(tail, lane.tail)))
-            self._use_engine(lane, now)
-            self.view.engine_backlog_s = lane.backlog_s(now)
+            self.groups.restage((*groups, *_between(tail, queue.tail)))
+            self._use_engine(queue, now)
+            self.view.engine_backlog_s = queue.backlog_s(now)
 
-    def _use_engine(self, lane: ComputeQueue, now: float) -> None:
+    def _use_engine(self, queue: ComputeQueue, now: float) -> None:
         alone = self.guard.policy.computes
         after = 1.0 if alone else _MIN_PLAN_SHARE
         if self.guard.policy.divides and math.isfinite(self.config.gpu_price):
@@ -644,8 +645,8 @@ class Session:
             after = max(after, _SLOW_START if self.view.growing or self.view.rate <= 0 else _MIN_OVERRULE_SHARE)
         dead = not alone and self._dead(now)
         if dead or now >= after * self.view.deadline_s:
-            dead = dead or lane.overdue(now, self.groups.absent)
-            changed, found = lane.replan(now, dead=dead)
+            dead = dead or queue.overdue(now, self.groups.absent)
+            changed, found = queue.replan(now, dead=dead)
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"
                 reason = "the network should bring the rest in time" if found is None else found.reason
@@ -653,7 +654,7 @@ class Session:
                 self.groups.restage(changed)
         # After the producer stops, its unpublished groups will never arrive.
         at_once = alone or self.stopped is not None
-        if (ready := lane.ready(now, self.groups.absent, at_once=at_once)) is None:
+        if (ready := queue.ready(now, self.groups.absent, at_once=at_once)) is None:
             return
         first, last = ready
         if not self.aim.computes(now, first, last, self.lacking() if at_once and not alone else None):
@@ -661,7 +662,7 @@ class Session:
         flying = [transfer for group in range(first, last) for transfer in self.groups[group].flying]
         for transfer in sorted(flying, key=lambda one: one.request):
             self.cancel(transfer, "the engine computes this group", now)
-        lane.start(first, last, now)
+        queue.start(first, last, now)
         self._computed_on = len(self.record.steps)
         self.groups.restage(range(first, last))
         for group in range(first, last):
@@ -685,7 +686,7 @@ class Session:
         share, view = self.config.stalled_after, self.view
         if share is None or not view.in_flight or self.undecoded():
             return False
-        return now - self.heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, MIN_SILENCE_S)
+        return now - self.last_received_s >= max(share * view.deadline_s, 4 * view.ttfb_s, MIN_SILENCE_S)
 
     def _engine_idles(self) -> bool:
         """Return whether the policy may give the engine work now."""
@@ -695,16 +696,16 @@ class Session:
         """Return whether engine and link idle; the policy may then act despite requests in flight."""
         return self._engine_idles() and (self.view.rate <= 0 or not self.record.bytes_fetched)
 
-    def has_room(self) -> bool:
+    def may_request(self) -> bool:
         """Return whether more requests may be sent now."""
         view, config = self.view, self.config
-        if len(view.in_flight) >= MAX_REQUESTS or not self.aim.has_room() or self.sources.none_yet:
+        if len(view.in_flight) >= MAX_REQUESTS or not self.aim.may_request() or self.sources.waiting_for_first:
             return False
         if self.guard.policy.paces:
             if view.rate <= 0 < self._best_rate and view.missing_groups:
                 return True  # in an outage the future rate is unknown
             most = config.ahead * view.rate * (view.ttfb_s + self.tick_s)
-            return view.outstanding_bytes < max(config.least_ahead_bytes, most)
+            return view.outstanding_bytes < max(config.min_ahead_bytes, most)
         if len(view.in_flight) < (config.min_requests if view.rate > 0 else config.first_requests):
             return True
         # Requests in flight must last for a round trip and a tick, or the link idles.
@@ -730,7 +731,7 @@ class Session:
         if self.engine is None or self._computes_all:
             return False
         self._computes_all = True
-        self._leave_to_engine(range(self.catalog.groups), now, asked=True)
+        self._leave_to_engine(range(self.catalog.groups), now, by_policy=True)
         return True
 
     def engine_done(self, begun_s: float, now: float) -> None:
@@ -859,7 +860,7 @@ class Session:
     def give_up(self, now: float, reason: str) -> None:
         """End the play with groups missing."""
         self._end("the play is given up", now)
-        reason = "; ".join((reason, *self.retries.last_words))
+        reason = "; ".join((reason, *self.retries.last_faults))
         self.record.gave_up = reason
         self._actions.append(GiveUp(now, reason))
 

@@ -54,9 +54,9 @@ class BlendGoal:
 
     def __post_init__(self) -> None:
         if self.share is not None and not (isinstance(self.share, int | float) and 0 <= self.share <= 1):
-            raise UsageError(f"a share of {self.share} of the passages' tokens; give 0 to 1")
+            raise UsageError(f"share must be 0 to 1 of the passages' tokens, got {self.share}")
         if self.share and not self.question:
-            raise UsageError("to choose the tokens that are computed again takes a question of at least one token")
+            raise UsageError("question must have at least 1 token, to choose the tokens to recompute")
         if not self.max_loss >= 0:
             raise UsageError(f"max_loss is {self.max_loss:g}; it must be zero or more nats per token")
 
@@ -98,7 +98,7 @@ class PlayerConfig:
     ahead: float = 8.0
     """Requests pause while more bytes are in flight than the link carries in this many round trips and ticks. Policies
     that pace themselves request a whole base, up to `MAX_REQUESTS`."""
-    least_ahead_bytes: int = 4 << 20
+    min_ahead_bytes: int = 4 << 20
     """Bytes in flight below which `ahead` does not apply: in slow start the rate says little."""
     ticks: int = 50
     """Ticks per deadline, at least one a second; each looks for slow or stalled transfers."""

@@ -65,7 +65,7 @@ class Sources:
         """When to probe each silent source with one group."""
         self._tried: int | None = None
         self._tries: dict[int, int] = {}
-        self._heard_s: dict[int, float] = {}
+        self._received_s: dict[int, float] = {}
         """When each source last delivered bytes, or was first used after a pause."""
 
     def choose(self, group: int, track: str, size: int, now: float) -> int:
@@ -75,7 +75,7 @@ class Sources:
         having = self._having(track)
         tried, self._tried = self._tried, None
         if tried is not None and tried in having:
-            self._heard_s[tried] = now
+            self._received_s[tried] = now
             self._tries[tried] = min(_MAX_TRIES, self._tries.get(tried, 0) + 1)
             return tried
         sound = [source for source in having if source not in self._silent]
@@ -87,26 +87,26 @@ class Sources:
             self._tries[chosen] = min(_MAX_TRIES, self._tries.get(chosen, 0) + 1)
         elif chosen not in self._silent:
             self._tries.pop(chosen, None)
-        if chosen not in self._in_flight.asked:
-            self._heard_s[chosen] = now
+        if chosen not in self._in_flight.requests_by_source:
+            self._received_s[chosen] = now
         return chosen
 
     def _idle(self, source: int, now: float) -> bool:
-        since_s = self._heard_s.get(source, now)
+        since_s = self._received_s.get(source, now)
         again_s = self._patience_s(source) * 2 ** self._tries.get(source, 0)
-        return source not in self._in_flight.asked and now - since_s >= again_s
+        return source not in self._in_flight.requests_by_source and now - since_s >= again_s
 
-    def heard(self, source: int, now: float) -> None:
+    def received(self, source: int, now: float) -> None:
         """Record that a source delivered bytes."""
         if self.several:
-            self._heard_s[source] = now
+            self._received_s[source] = now
             if self._silent.pop(source, None) is not None:
                 self._tries.pop(source, None)
                 self._samplers[source].revived()
 
     def waited(self, now: float) -> None:
         """Restart the clocks after other plays used the links."""
-        self._heard_s = dict.fromkeys(self._heard_s, now)
+        self._received_s = dict.fromkeys(self._received_s, now)
 
     def failed(self, transfer: Transfer, *, lost: bool = False) -> bool:
         """Record that a source failed a request, or is ``lost``; return whether another may serve it."""
@@ -132,7 +132,7 @@ class Sources:
         return self._tried is not None
 
     @property
-    def none_yet(self) -> bool:
+    def waiting_for_first(self) -> bool:
         """True if requests must wait for a source to answer."""
         return self._awaited and all(
             source in self._dropped or offer is NOT_KNOWN for source, offer in enumerate(self._offers)
@@ -146,7 +146,7 @@ class Sources:
         """Yield transfers to move, and why; the caller cancels each as it is yielded."""
         if not self.several:
             return
-        for source in list(self._in_flight.asked):
+        for source in list(self._in_flight.requests_by_source):
             silent = self._is_silent(source, now)
             if silent and any(self._brings(other, now) for other in range(len(self._offers)) if other != source):
                 self._leave_alone(source, now)
@@ -164,7 +164,7 @@ class Sources:
         """Yield the request to repeat at a silent source: one queued elsewhere, or at another silent source."""
         self._tried = None
         for source, again_s in self._silent.items():
-            if now < again_s or source in self._in_flight.asked or self._tried is not None:
+            if now < again_s or source in self._in_flight.requests_by_source or self._tried is not None:
                 continue
             waiting = [one for one in self._in_flight.values() if self._may_try(source, one, now)]
             if waiting:
@@ -189,8 +189,8 @@ class Sources:
         """Return a source's last queued requests that others would deliver clearly sooner."""
         found: list[Transfer] = []
         moved = dict.fromkeys(range(len(self._offers)), 0)
-        asked = sorted(self._of(source), key=lambda one: (one.first_byte_s is None, one.priority, one.request))
-        while asked and (others := self._others(last := asked.pop())):
+        requests = sorted(self._of(source), key=lambda one: (one.first_byte_s is None, one.priority, one.request))
+        while requests and (others := self._others(last := requests.pop())):
             begun = last.first_byte_s is not None
             if not begun and source in self._tries:
                 break  # this request measures the source's rate
@@ -210,11 +210,12 @@ class Sources:
         return max(MIN_SILENCE_S, _SILENT_TTFB * self._ttfb_s(source))
 
     def _is_silent(self, source: int, now: float) -> bool:
-        return now - self._heard_s.get(source, now) >= self._patience_s(source)
+        return now - self._received_s.get(source, now) >= self._patience_s(source)
 
     def _brings(self, source: int, now: float) -> bool:
         """Return whether a source is unused or recently delivered bytes; otherwise all may be in an outage."""
-        return source not in self._in_flight.asked or now - self._heard_s.get(source, now) < MIN_SILENCE_S / 2
+        waiting = source in self._in_flight.requests_by_source
+        return not waiting or now - self._received_s.get(source, now) < MIN_SILENCE_S / 2
 
     def _others(self, transfer: Transfer) -> list[int]:
         return [

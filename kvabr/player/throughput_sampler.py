@@ -49,7 +49,7 @@ class ThroughputSampler:
         self._deadline_s = deadline_s
         self._known: tuple[float, float, float] | None = None
         self._begin()
-        self._told: float | None = None
+        self._prior_rate: float | None = None
         """Rate reported by earlier plays, or 0.0; reaching it is no growth."""
         self._ramp_rate: float | None = 0.0
         """Rate of the last slow-start sample; None after slow start."""
@@ -66,14 +66,14 @@ class ThroughputSampler:
     @property
     def growing(self) -> bool:
         """True if the last sample clearly exceeds the previous one, as in slow start, and earlier plays."""
-        return (self._ramp_rate or 0.0) > (self._told or 0.0)
+        return (self._ramp_rate or 0.0) > (self._prior_rate or 0.0)
 
     def estimates(self) -> tuple[float, float, float]:
         """Return rate and lower bound, bytes per second, and time to first byte, seconds."""
         if self._known is not None:
             return self._known
         estimator = self._estimator
-        with self._asking():
+        with self._requesting():
             rate, lower, ttfb = estimator.rate(), estimator.lower_bound(), estimator.ttfb()
         if not all(isinstance(value, int | float) and 0.0 <= value < math.inf for value in (rate, lower, ttfb)):
             what = f"estimates rate {rate!r}, lower bound {lower!r}, first byte {ttfb!r}; finite numbers from 0"
@@ -82,17 +82,17 @@ class ThroughputSampler:
         return self._known
 
     def _begin(self) -> None:
-        with self._asking():
+        with self._requesting():
             self._estimator.start(self._deadline_s)
 
     def _sample(self, nbytes: int, seconds: float, now: float) -> None:
-        if self._told is None:
-            self._told = self.estimates()[0]
-        with self._asking():
+        if self._prior_rate is None:
+            self._prior_rate = self.estimates()[0]
+        with self._requesting():
             self._estimator.sample(nbytes, seconds, now)
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _requesting(self) -> Iterator[None]:
         self._known = None
         try:
             yield
@@ -106,7 +106,7 @@ class ThroughputSampler:
     def first_byte(self, waited_s: float | None, now: float) -> None:
         """Record a first byte after ``waited_s`` seconds; None: the group was pushed."""
         if waited_s is not None:
-            with self._asking():
+            with self._requesting():
                 self._estimator.first_byte(waited_s)
         if self._since is None:
             self._since = now
@@ -183,7 +183,7 @@ class ThroughputSampler:
 
     def waited(self, now: float) -> None:
         """Skip the time until now: other plays used the link."""
-        with self._asking():
+        with self._requesting():
             self._estimator.waited(now)
         if self._since is not None:
             if self._bytes and now > self._since:
@@ -258,9 +258,9 @@ class SourceSamplers:
         """``chunked``: bytes are reported with a delay."""
         meter = ChunkedThroughputSampler if chunked else ThroughputSampler
         self._each = [meter(estimator, deadline_s, limited) for estimator in estimators]
-        self.told_rate = sum(estimator.told for estimator in estimators)
+        self.prior_rate = sum(estimator.prior_rate for estimator in estimators)
         """Rate reported by earlier plays, bytes per second; 0.0 if unknown."""
-        self.told_own = all(estimator.own for estimator in estimators if estimator.told)
+        self.prior_own = all(estimator.own for estimator in estimators if estimator.prior_rate)
 
     def __getitem__(self, source: int) -> ThroughputSampler:
         return self._each[source]
@@ -289,4 +289,4 @@ class SourceSamplers:
     def tick(self, now: float, in_flight: InFlight) -> None:
         """See `ThroughputSampler.tick`."""
         for source, each in enumerate(self._each):
-            each.tick(now, waiting=source in in_flight.asked, idle=source not in in_flight.receiving)
+            each.tick(now, waiting=source in in_flight.requests_by_source, idle=source not in in_flight.receiving)

@@ -78,7 +78,7 @@ def calibrate(
     target: Target | None = None,
     gain: bool = False,
     progress: Progress = lambda _stage, _done, _all: None,
-    tell: Callable[[str], None] = lambda _line: None,
+    notify: Callable[[str], None] = lambda _line: None,
 ) -> list[Profile]:
     """Return a profile of a model for every scale of the steps; only steps and tables differ between them.
 
@@ -92,7 +92,7 @@ def calibrate(
         target: loss of one track on held-out contexts; as steps of a layer class scale together, other tracks change.
         gain: choose gains of decoded values, see `kvabr.publish.target`; only for scale 1.
         progress: called after every step.
-        tell: receives results as sentences.
+        notify: receives results as sentences.
 
     Raises:
         UsageError: no text, contexts longer than the model's, or a target that cannot be met.
@@ -142,7 +142,7 @@ def calibrate(
                     made.scaled([factor / mean for factor in own])
                     for made, mean, own in zip(transforms, means, chosen.factors, strict=True)
                 ]
-                tell(_found(engine.spec, chosen, target, len(samples)))
+                notify(_found(engine.spec, chosen, target, len(samples)))
             gained: list[FitConfig] = configs
             if gain:
                 found, saved = choose_gains(transforms, configs, samples, partial(progress, GAINS))
@@ -150,7 +150,7 @@ def calibrate(
                     replace(own, gains={TRACK: gains} if gains else {})
                     for own, gains in zip(configs, found, strict=True)
                 ]
-                tell(_gained(engine.spec, found, saved, len(samples)))
+                notify(_gained(engine.spec, found, saved, len(samples)))
             quadruples = list(zip(classes, transforms, configs, gained, strict=True))
             return [
                 joined(

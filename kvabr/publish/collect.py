@@ -110,7 +110,7 @@ def collect(
     are NaN, `AssetError` if the disk is too small.
     """
     engine.check_weights()
-    _check_room(engine, [ids for number, ids in enumerate(cuts) if number not in held])
+    _check_disk_space(engine, [ids for number, ids in enumerate(cuts) if number not in held])
     classes = [ClassFiles(part, files) for part in engine.spec.parts]
     samples: list[HeldOutText] = []
     seed = 0
@@ -153,8 +153,8 @@ def _scored(length: int) -> int:
     return -(-length // _SCORED_SHARE)
 
 
-def _check_room(engine: CalibrationEngine, cuts: Sequence[Sequence[int]]) -> None:
-    wanted = room_needed(engine, [len(ids) for ids in cuts])
+def _check_disk_space(engine: CalibrationEngine, cuts: Sequence[Sequence[int]]) -> None:
+    wanted = disk_bytes_needed(engine, [len(ids) for ids in cuts])
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     if wanted > free:
@@ -164,7 +164,7 @@ def _check_room(engine: CalibrationEngine, cuts: Sequence[Sequence[int]]) -> Non
         )
 
 
-def room_needed(engine: CalibrationEngine, lengths: Sequence[int]) -> int:
+def disk_bytes_needed(engine: CalibrationEngine, lengths: Sequence[int]) -> int:
     """Return the bytes of the temporary files for contexts of these lengths, without states."""
     total = 0
     for part in engine.spec.parts:

@@ -32,12 +32,12 @@ def compare_tracks(asset: Asset) -> None:
     for unit in catalog.units:
         with suppress(_UndecodableError):
             wanted = _decoded(asset, unit, exact)
-            most = _MAX_ERROR * float(wanted.abs().amax())
+            limit = _MAX_ERROR * float(wanted.abs().amax())
             for track in tracks:
-                if (error := float((_decoded(asset, unit, track) - wanted).abs().amax())) > most:
+                if (error := float((_decoded(asset, unit, track) - wanted).abs().amax())) > limit:
                     raise FormatError(
                         f"group {unit.group} of {track} differs from {exact} by {error:g}, more than this level loses "
-                        f"({most:g}); publish it again"
+                        f"({limit:g}); publish it again"
                     )
 
 

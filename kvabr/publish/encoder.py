@@ -35,7 +35,7 @@ from kvabr.types.units import cache_length, snapshot_ends
 Progress = Callable[[str, int, int], None]
 
 STAGES = ("prefill", "encode", "time", "answers", "measure", "tails", "groups", "mix")
-"""Of `publish`; steps of ``prefill`` are tokens. Without measurements ``encode`` is the last."""
+"""Stages of `publish`; steps of ``prefill`` are tokens. Without measurements ``encode`` is the last."""
 
 ON_REQUEST = ("FP4",)
 """Made only if named: Int4 is as small and loses half as much."""
@@ -44,7 +44,7 @@ RAW = "Raw"
 """Keeps the engine's elements; made by default if no other track is exact."""
 
 NO_SMALLER = ("FP16", "BF16", "FP8", "Int8")
-"""At least as large as a quantised cache."""
+"""Tracks at least as large as a quantised cache."""
 
 _PREFILL_TOKENS = 512
 
@@ -163,7 +163,7 @@ def publish(
     estimate: Callable[[FrameEncoder], Catalog] | None = None,
     named: Callable[[str], None] = lambda _digest: None,
     progress: Progress = lambda _stage, _done, _all: None,
-    tell: Callable[[str], None] = lambda _line: None,
+    notify: Callable[[str], None] = lambda _line: None,
 ) -> Catalog:
     """Encode one prompt, measure or estimate its losses, and return its catalog with floats of six digits.
 
@@ -187,7 +187,7 @@ def publish(
         estimate: makes a catalog with estimated losses; then no loss is measured. Not for passages.
         named: receives the prompt's digest before any computation; may raise to stop.
         progress: called after every step.
-        tell: receives warnings as sentences.
+        notify: receives warnings as sentences.
 
     Raises:
         ForeignError: another model's profile.
@@ -208,14 +208,14 @@ def publish(
     exact = _exact(engine, prompt, passage, spec, partial(progress, "prefill"))
     if needing and profile is None:
         profile = own_profile(spec, exact if passage is None else (passage.at(0, spec),))
-        tell(
+        notify(
             f"no profile of {spec.model}: the AC tracks use tables of this asset alone and take two to three "
             "times the bytes; make a profile with `kvabr calibrate`"
         )
     coded = exact if passage is None else (passage.kv,)
     held = holding_tracks(tracks, spec, [largest(kv, part) for kv, part in zip(coded, spec.parts, strict=True)])
     if left_out := [track for track in tracks if track not in held]:
-        tell(f"the cache has numbers that {', '.join(left_out)} cannot hold; publishing without these tracks")
+        notify(f"the cache has numbers that {', '.join(left_out)} cannot hold; publishing without these tracks")
     tracks = held
     frames = FrameEncoder(
         spec,
@@ -233,7 +233,7 @@ def publish(
     del coded
     for track, count in frames.outliers.items():
         if count:
-            tell(f"{track} stores {count:,} outliers of {len(prompt.tokens):,} tokens separately")
+            notify(f"{track} stores {count:,} outliers of {len(prompt.tokens):,} tokens separately")
     if estimate is not None:
         return estimate(frames)
     decode_s = {}

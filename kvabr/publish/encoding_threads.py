@@ -57,11 +57,11 @@ def _be_nice(by: int = _NICENESS) -> None:
 
 
 def _be_patient() -> None:
-    _be_nice(_NICENESS if _may_hurry() else _PATIENT_NICENESS)
+    _be_nice(_NICENESS if _can_leave_idle_priority() else _PATIENT_NICENESS)
 
 
 @cache
-def _may_hurry() -> bool:
+def _can_leave_idle_priority() -> bool:
     """Test in a temporary thread whether a thread may leave idle priority."""
     found: list[bool] = []
 
@@ -78,14 +78,14 @@ def _may_hurry() -> bool:
 
 
 def yield_priority() -> None:
-    """Give this thread idle priority if `hurry` can undo it."""
-    if _may_hurry():
+    """Give this thread idle priority if `restore_priority` can undo it."""
+    if _can_leave_idle_priority():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def hurry(thread: int) -> None:
+def restore_priority(thread: int) -> None:
     """Restore a thread's usual priority, by native number."""
-    if _may_hurry():
+    if _can_leave_idle_priority():
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 

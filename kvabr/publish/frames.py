@@ -67,14 +67,14 @@ class MemoryFrames:
 
 
 def finer_tokens(tokens: int) -> int:
-    """Return the number of last tokens that AC tracks store finer."""
+    """Return the number of last tokens of a cache that AC tracks store finer."""
     return max(1, min(tokens // _TOKENS_PER_FINER, _MAX_FINER))
 
 
-def finer_in(first: int, end: int, tokens: int, most: int | None = None) -> int:
-    """Return the finer tokens in a group from ``first`` to ``end``; ``most`` overrides `finer_tokens`."""
-    most = finer_tokens(tokens) if most is None else most
-    return max(0, min(end - tokens + most, end - first))
+def finer_in(first: int, end: int, tokens: int, limit: int | None = None) -> int:
+    """Return the number of tokens from ``first`` to ``end`` that AC tracks store finer; see `finer_tokens`."""
+    limit = finer_tokens(tokens) if limit is None else limit
+    return max(0, min(end - tokens + limit, end - first))
 
 
 class FrameEncoder:
@@ -345,11 +345,11 @@ def holding_tracks(tracks: Sequence[str], spec: KVSpec, magnitudes: Sequence[flo
     ``magnitudes`` are the largest per layer class.
     """
     pairs = tuple(zip(spec.parts, magnitudes, strict=True))
-    kept = {track for track in tracks if all(holds(track, part, most) for part, most in pairs)}
+    kept = {track for track in tracks if all(holds(track, part, limit) for part, limit in pairs)}
     if not kept:
         for track in tracks:
-            for part, most in pairs:
-                check_holds(track, part, most)
+            for part, limit in pairs:
+                check_holds(track, part, limit)
     return tuple(track for track in tracks if kept.issuperset((track, *_bases(track))))
 
 

@@ -29,7 +29,7 @@ class FusionLosses:
 
     spec: KVSpec
     contexts: int
-    """Of a mean; 0 otherwise."""
+    """Contexts of a mean; 0 otherwise."""
     losses: tuple[tuple[float, float], ...]
     method: str
     base: str = "mean"

@@ -336,9 +336,9 @@ class LiveProduction(Production):
         elif not self._end_announced:
             self._end_announced = True
             self._announce(LiveEnd(self._key, reason))
-        elif self._layers and not self._hurry:
+        elif self._layers and not self._full_speed:
             self._catch_up(frames)
-        elif self._late and not self._hurry:
+        elif self._late and not self._full_speed:
             self._finish(frames, self._late.popleft())
         elif reason:
             self._shorten(frames, reason)

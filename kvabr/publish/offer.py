@@ -31,7 +31,7 @@ CASTS = ("FP16", "BF16")
 _MAX_LAYER_LOSS = 0.9
 _LAST_GROUPS = 4
 _EVEN_SHARE = 0.05
-"""Of the loss that is spread evenly."""
+"""Share of the loss that is spread evenly over the groups."""
 _MAX_NAMED = 64
 _FRAME_BYTES = 256
 

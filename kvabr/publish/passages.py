@@ -44,7 +44,7 @@ def mean_cache(
 ) -> torch.Tensor:
     """Return the mean of a passage's caches after several contexts of at least one token."""
     if not contexts or not all(contexts):
-        raise UsageError("a mean needs at least one context, and each needs at least one token")
+        raise UsageError("a mean needs at least one context, and each context at least one token")
     total: torch.Tensor | None = None
     for done, before in enumerate(contexts, 1):
         one = free_cache(engine, ids, before)

@@ -39,13 +39,13 @@ class PublishOutcome:
     bytes: int = 0
     why: str = ""
     tokens: int = 0
-    """After a failure, those of the shorter prompt that remains."""
+    """Tokens of the cache; after a failure, of the shorter prompt that remains."""
     left_out: int = 0
     """Frames announced only after the last token because encoding was too slow."""
     encoding_s: float = 0.0
     """Processor time until the last token."""
     idle_s: float = 0.0
-    """Part of it at idle priority."""
+    """The part of `encoding_s` at idle priority."""
     not_finite: bool = False
     """Failed because of NaN or infinity in the cache."""
 
@@ -87,7 +87,7 @@ class Production:
         self._frames: FrameEncoder | None = None
         self._writer: AssetWriter | None = None
         self._pieces = _Pieces(offer.spec, tokens)
-        self._ended, self._reason, self._hurry = False, "", False
+        self._ended, self._reason, self._full_speed = False, "", False
         self._next = 0
         self._source: tuple[Asset, int] | None = None
         self._not_finite = False
@@ -127,7 +127,7 @@ class Production:
     def fail(self, reason: str) -> None:
         """End the cache early with a reason; after `end` or another `fail`, abandon the remaining work."""
         with self.lock:
-            self._hurry = self._ended
+            self._full_speed = self._ended
             self._ended, self._reason = True, self._reason or reason or "given up"
 
     def has_work(self) -> bool:
@@ -177,11 +177,11 @@ class Production:
                 self._source = None if self._begun is None else self._begun()
             self._frames = frames
             return
-        if self._source is not None and not self._hurry:
+        if self._source is not None and not self._full_speed:
             self._take_over(self._frames, self._writer, *self._source)
             return
         with self.lock:
-            whole, ended = 0 if self._hurry else self._pieces.whole - self._next, self._ended
+            whole, ended = 0 if self._full_speed else self._pieces.whole - self._next, self._ended
             taken = [self._pieces.take(self._next + at) for at in range(min(whole, self._at_once(self._frames)))]
         if taken:
             self._encode(self._frames, self._next, [unit for units in taken for unit in units])
@@ -248,7 +248,7 @@ class _Pieces:
 
     @property
     def device(self) -> torch.device:
-        """Of the pieces, usually the same for all."""
+        """Device of the pieces, usually the same for all."""
         return next((held[0][1].device for held in self._held if held), torch.device("cpu"))
 
     @property

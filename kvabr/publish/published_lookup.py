@@ -26,7 +26,7 @@ WAIT_S = 0.5
 CHECK_S = 0.03
 """Additional time limit of a check; a later result counts for the next lookup."""
 PAUSE_S = 5.0
-"""After a store that did not answer in time."""
+"""Pause after a store that did not answer in time, seconds."""
 
 
 class PublishedLookup:
@@ -54,7 +54,7 @@ class PublishedLookup:
         self._again_s = 0.0
         self._lock = threading.Lock()
 
-    def ask(self, name: str) -> bool | None:
+    def exists(self, name: str) -> bool | None:
         """Return whether the store has an undamaged asset of this name; None without a timely answer."""
         with self._lock:
             waits = self._late is not None and self._late.is_alive()

@@ -18,7 +18,7 @@ import torch
 from cachetools import LRUCache
 
 from kvabr.codec.profile import Profile
-from kvabr.publish.encoding_threads import encoding_thread, hurry, yield_priority
+from kvabr.publish.encoding_threads import encoding_thread, restore_priority, yield_priority
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.publish.published_lookup import PublishedLookup, SoundAssets
@@ -144,9 +144,9 @@ class Publisher:
                 return "known"
             longer = self._longest.get(name, name)
         # Look up every time: removed assets may be published again.
-        published = self._lookup.ask(longer)
+        published = self._lookup.exists(longer)
         if published is False and longer != name:
-            published = self._lookup.ask(name)
+            published = self._lookup.exists(name)
         if published is None:
             return "failed"
         if published:
@@ -218,7 +218,7 @@ class Publisher:
             patient = production.patient()
             if production.stepping:
                 if production.patient_thread is not None and not patient:
-                    hurry(production.patient_thread)
+                    restore_priority(production.patient_thread)
                 return
             if production.waits_for in (patient, False):
                 return

@@ -52,7 +52,7 @@ class Measured:
 
     quality: Mapping[str, Quality]
     loss: Mapping[str, tuple[float, ...]]
-    """By track and group, nats per token; sums to `Quality.loss`."""
+    """Loss by track and group, nats per token; sums to `Quality.loss`."""
     method: str
     tails: Mapping[str, tuple[TailLoss, ...]]
     asked: tuple[float, ...]
@@ -242,9 +242,9 @@ def _units(groups: int, limit: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
-def _pick(kl: Mapping[str, float], most: int) -> list[str]:
+def _pick(kl: Mapping[str, float], max_tracks: int) -> list[str]:
     lossy = sorted((track for track in kl if kl[track] > NOISE_FLOOR), key=lambda track: -kl[track])
-    return evenly(lossy or [max(kl, key=lambda track: kl[track])], most)
+    return evenly(lossy or [max(kl, key=lambda track: kl[track])], max_tracks)
 
 
 def _shares(singles: Sequence[float], units: Sequence[range], sizes: Sequence[int]) -> list[float]:

@@ -71,19 +71,19 @@ class Reference:
         expected = sum(float(torch.dot(row.exp(), row)) for row in rows) / len(rows)
         return -float(said.mean()), -expected
 
-    def measure(self, kv: Cache | None, most: int | None = None) -> Quality:
-        """Return the loss of the continuation (its first ``most`` tokens) after ``kv``."""
-        return self.compared(self.score(kv, most))
+    def measure(self, kv: Cache | None, limit: int | None = None) -> Quality:
+        """Return the loss of the continuation (its first ``limit`` tokens) after ``kv``."""
+        return self.compared(self.score(kv, limit))
 
     def compared(self, scored: torch.Tensor, first: int = 0) -> Quality:
         """Return the loss from a result of `score`, over the tokens from ``first`` on."""
         rows = slice(first, len(scored))
         return compare(self._exact[rows], scored[rows], self.continuation[max(0, self.asked - 1) :][rows])
 
-    def score(self, kv: Cache | None, most: int | None = None) -> torch.Tensor:
-        """Return log-probabilities after a cache, float64 [token, vocabulary], of ``most`` ids after the question."""
+    def score(self, kv: Cache | None, limit: int | None = None) -> torch.Tensor:
+        """Return log-probabilities after a cache, float64 [token, vocabulary], of ``limit`` ids after the question."""
         skipped = max(0, self.asked - 1)
-        ids = self.continuation[: None if most is None else skipped + most]
+        ids = self.continuation[: None if limit is None else skipped + limit]
         return score_classes(self.engine, placed(kv, self.before), ids)[skipped:]
 
 
@@ -95,8 +95,8 @@ def placed(kv: Cache | None, before: torch.Tensor | None) -> tuple[torch.Tensor,
     return parts
 
 
-def evenly(ordered: Sequence[str], most: int) -> list[str]:
-    """Return at most ``most`` of the names, evenly spaced, including the first and the last."""
-    if most >= len(ordered) or most == 1:
-        return list(ordered[:most])
-    return [ordered[round(index * (len(ordered) - 1) / (most - 1))] for index in range(most)]
+def evenly(ordered: Sequence[str], limit: int) -> list[str]:
+    """Return at most ``limit`` of the names, evenly spaced, including the first and the last."""
+    if limit >= len(ordered) or limit == 1:
+        return list(ordered[:limit])
+    return [ordered[round(index * (len(ordered) - 1) / (limit - 1))] for index in range(limit)]

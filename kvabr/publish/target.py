@@ -51,7 +51,7 @@ class HeldOutText:
 
 
 Factors = tuple[tuple[float, ...], ...]
-"""By layer class: for keys and values, or one for both."""
+"""Factors by layer class: for keys and values, or one for both."""
 
 
 @dataclass(frozen=True, slots=True)

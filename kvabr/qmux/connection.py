@@ -214,12 +214,12 @@ class QmuxConnection:
     def fail(self, code: QuicCode, reason: str) -> None:
         """End the connection with a QUIC code after a violation by the peer."""
         if self.terminated is None:
-            self._events.append(self._end(code, reason, application=False, tell=True))
+            self._events.append(self._end(code, reason, application=False, notify_peer=True))
 
     def lost(self, reason: str) -> None:
         """Note that the byte stream has ended."""
         if self.terminated is None:
-            self._events.append(self._end(QuicCode.NO_ERROR, reason, application=False, tell=False))
+            self._events.append(self._end(QuicCode.NO_ERROR, reason, application=False, notify_peer=False))
 
     def _parse(self, view: memoryview) -> memoryview:
         """Parse some frames, and return the remaining bytes."""
@@ -305,7 +305,8 @@ class QmuxConnection:
                 _, after = read_varint(data, after, end)
             body, after = read_text(data, after, end)
             reason = body[:1000].decode("utf-8", "replace")
-            self._events.append(self._end(code, reason, application=kind == FrameType.APPLICATION_CLOSE, tell=False))
+            application = kind == FrameType.APPLICATION_CLOSE
+            self._events.append(self._end(code, reason, application=application, notify_peer=False))
             return after
         raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"unknown frame type 0x{kind:x}")
 
@@ -568,7 +569,7 @@ class QmuxConnection:
     def close(self, code: int, reason: str) -> None:
         """End the connection with a code of the application."""
         if self.terminated is None:
-            self._events.append(self._end(code, reason, application=True, tell=True))
+            self._events.append(self._end(code, reason, application=True, notify_peer=True))
 
     def data_to_send(self, most: int) -> list[Buffer]:
         """Return about ``most`` bytes to send now, as buffers; large data is not copied."""
@@ -611,10 +612,10 @@ class QmuxConnection:
             records.append(_record(b"".join(batch)))
         return records
 
-    def _data_record(self, stream: _Stream, limit: int, most_record: int, out: list[Buffer]) -> int:
+    def _data_record(self, stream: _Stream, limit: int, max_record: int, out: list[Buffer]) -> int:
         """Append a record with data of a stream, and return its bytes."""
         credit = min(stream.send_limit - stream.sent, self._send_limit - self._sent)
-        size = min(stream.queued, credit, max(limit, _MIN_RECORD), most_record - _STREAM_HEAD)
+        size = min(stream.queued, credit, max(limit, _MIN_RECORD), max_record - _STREAM_HEAD)
         if size <= 0 and stream.queued:
             self._ready.popleft()
             self._blocked[stream.number] = stream
@@ -672,9 +673,9 @@ class QmuxConnection:
         self._ready.extend(self._blocked.values())
         self._blocked.clear()
 
-    def _end(self, code: int, reason: str, *, application: bool, tell: bool) -> Terminated:
+    def _end(self, code: int, reason: str, *, application: bool, notify_peer: bool) -> Terminated:
         self.terminated = Terminated(min(code, MAX_VARINT), reason, application)
-        self._closing = tell
+        self._closing = notify_peer
         self._frames.clear()
         self._ready.clear()
         self._blocked.clear()

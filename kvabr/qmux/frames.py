@@ -140,7 +140,7 @@ class TransportParameters:
     """Milliseconds; 0: none."""
     max_data: int = 0
     max_stream_data_bidi_local: int = 0
-    """For streams opened by the declaring end."""
+    """Window of streams opened by the declaring end."""
     max_stream_data_bidi_remote: int = 0
     max_stream_data_uni: int = 0
     max_streams_bidi: int = 0

@@ -48,11 +48,11 @@ class Bound:
 
     feasible: bool
     least_loss: float
-    """Lowest by the deadline at any price, nats per generated token; infinite if not feasible."""
+    """Lowest loss by the deadline, whatever it costs, nats per generated token; infinite if not feasible."""
     objective: float
-    """Lowest of any schedule; infinite if not feasible."""
+    """Lowest objective of any schedule; infinite if not feasible."""
     loss: float
-    """At the lowest objective, including the price of its bytes."""
+    """Loss at the lowest objective, including the price of its bytes."""
     end_s: float
     engine_s: float
 
@@ -98,7 +98,7 @@ class Clairvoyant:
         self.tail_s = float(tails_s.min())
         more = (frontier.sizes - frontier.least_bytes[:, None]).min(axis=0)
         self.lasts: list[tuple[float, float]] = []
-        """For the last transfer: shortest decode time, and bytes beyond the cheapest cache."""
+        """Options of the last transfer: shortest decode time, and bytes beyond the cheapest cache."""
         for decode_s, extra in sorted(zip(tails_s.tolist(), more.tolist(), strict=True)):
             if not self.lasts or extra < self.lasts[-1][1]:
                 self.lasts.append((decode_s, extra))
@@ -207,10 +207,10 @@ class Clairvoyant:
 
 
 def _rest_seconds(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Array, Array]:
-    """Return lower bounds of the seconds to compute those of ``count`` groups that are not in front.
+    """Return lower bounds of the second of two calls that compute ``count`` groups, seconds.
 
-    Index p: the first p are in front, the others follow group p. The second array is without the cache's last group;
-    infinite if impossible.
+    At index p, the first call computes the first p groups of the prompt, and the second call's groups follow group p.
+    They include the cache's last group in the first array, and not in the second; infinite if impossible.
     """
     size, last = catalog.spec.group_tokens, catalog.group_tokens(catalog.groups - 1)
     last_s = cost.added_s(catalog.tokens - last, last)
@@ -248,14 +248,14 @@ class _Link:
         return float(t0 + (t1 - t0) * (nbytes - c0) / (c1 - c0))
 
     def loss(self, part: GroupSubset | None, ends: Array, *, care: int, hint: int = 0) -> Array:
-        """Return lower bounds of the loss at several ends, see `Frontier.loss`."""
+        """Return lower bounds of the loss of plays that end at ``ends``, see `Frontier.loss`."""
         if part is None:
             return np.zeros(len(ends))
         nbytes = self._whole(ends) if part is WHOLE else self._carried_by(ends - self._tail_s)
         return self.frontier.loss(part, nbytes, self._decoding(ends), care=care, hint=hint)
 
     def price(self, end_s: float) -> int:
-        """Return the index of the tightest price of decoding at one end."""
+        """Return the index of the decode price with the tightest bound for plays that end at ``end_s``."""
         ends = np.array([end_s])
         return self.frontier.price(WHOLE, self._whole(ends), self._decoding(ends))
 
@@ -309,7 +309,7 @@ class _Search:
         self._found = _Found()
 
     def over(self, ways: Sequence[_Way]) -> _Found:
-        """Return the lowest objective of all ways; the first uses only the network."""
+        """Return the lowest objective of all ways to divide the work; ``ways[0]`` uses only the network."""
         first, last = self._span
         first = max(first, min(way.earliest_s for way in ways))
         if first > last:

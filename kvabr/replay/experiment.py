@@ -103,7 +103,7 @@ class ReplayOptions:
 
     deadline_s: float
     rtt_s: float | None = None
-    """For all traces; None for the trace's own, or `DEFAULT_RTT_S`."""
+    """Round trip of all traces; None for the trace's own, or `DEFAULT_RTT_S`."""
     scale_to_mean: float | None = None
     """Scale every trace so that its mean rate carries this fraction of the FP16 cache within the deadline."""
     cost: PrefillCost | None = None
@@ -119,7 +119,7 @@ class ReplayOptions:
     guard_s: float = 0.0
     """Safety margin before the deadline: a real event loop is sometimes late."""
     estimator: str | None = None
-    """For every policy; None for each policy's own."""
+    """Estimator of every policy; None for each policy's own."""
     prior: Prior | None = None
     config: PlayerConfig = field(default_factory=PlayerConfig)
     sharing: LinkSharing | None = None
@@ -132,7 +132,7 @@ class ReplayOptions:
     tail: int = DEFAULT_MAX_TAIL
     """Maximum tokens at the cache's end that it may compute with the question; see `kvabr.abr.tail`."""
     links: tuple[Trace, ...] = ()
-    """To further sources of the asset; they start with that of the trace, at their own rates."""
+    """Links to further sources of the asset; they start with the trace's link, at their own rates."""
     prefix: bool = False
     """A play delivers a prefix and the engine computes the rest itself, as vLLM and SGLang do."""
 
@@ -146,7 +146,7 @@ class ReplayOptions:
         if not 0 <= self.decode_scale < math.inf:
             raise UsageError(f"decode-scale is {self.decode_scale}; it must be a finite number, zero or more")
         if not 0 <= self.decode_latency_s < math.inf or (self.decode_latency_s and self.decoders > 1):
-            raise UsageError(f"a batch takes {self.decode_latency_s} s: give a finite time, and one decoder")
+            raise UsageError(f"decode-latency must be finite, and needs one decoder, got {self.decode_latency_s} s")
         check_decoders(self.decoders)
         if self.producer is not None and (self.cost is not None or self.sharing is not None or self.cold):
             raise UsageError(
@@ -154,9 +154,11 @@ class ReplayOptions:
             )
         self._check_question()
         if self.prefix and (self.cost is None or self.mode != "suffix" or self.blend is not None):
-            raise UsageError("a play of a prefix takes an engine of mode 'suffix', and no passages")
+            raise UsageError("a play of a prefix needs an engine of mode 'suffix', and no passages")
         if self.blend is not None and (self.producer is not None or self.mode != "hole"):
-            raise UsageError("a prompt joined from passages takes an engine of mode 'hole', and published passages")
+            raise UsageError(
+                "a prompt joined from passages needs an engine of mode 'hole', and passages that are complete"
+            )
         if self.blend is not None and self.cost is None:
             raise UsageError(
                 "a prompt of passages needs an engine, for the text before them: give its --prefill-rate, or in a "
@@ -166,10 +168,10 @@ class ReplayOptions:
     def _check_question(self) -> None:
         for what in ("question", "tail"):
             if not 0 <= getattr(self, what) <= MAX_TAIL:
-                raise UsageError(f"a {what} of {getattr(self, what):,} tokens; give 0 to {MAX_TAIL:,}")
+                raise UsageError(f"{what} must be 0 to {MAX_TAIL:,} tokens, got {getattr(self, what):,}")
         alone = self.producer is None and self.blend is None and self.sharing is None
         given_alone = (
-            ("a question behind the cache is", self.question),
+            ("a question after the cache is", self.question),
             ("several links are", self.links),
         )
         for what, given in given_alone:
@@ -185,8 +187,8 @@ class Experiment:
         self.catalog = catalog.to_play if tail is None else tail.catalog
         self._offers: dict[int, Experiment] = {}
         if options.question and tail is None:
-            most = 0 if options.cost is None else options.tail
-            offers = tail_offers(self.catalog, options.cost, following=options.question, most=most)
+            limit = 0 if options.cost is None else options.tail
+            offers = tail_offers(self.catalog, options.cost, following=options.question, limit=limit)
             self._offers = {offer.tokens: Experiment(catalog, options, offer) for offer in offers}
         self.ladder = Ladder(self.catalog)
         self.clairvoyant = self.new_clairvoyant(options.cost)

@@ -25,7 +25,7 @@ Whole = npt.NDArray[np.int64]
 _PRICE_COUNT, _PRICE_RANGE = 1024, 1e11
 """Positive prices of a decoder second, and the ratio of the largest to the smallest. Curves are computed on demand."""
 _STRIDES, _HINT_RANGE = (64, 16, 4, 1), 64
-"""Of the search for the best price; with a hint, its range around it, with the last three strides."""
+"""Strides of the search for the best price; with a hint, its range around it, with the last three strides."""
 _WEIGHTINGS = 96
 _MAX_BYTE_PRICES = 256
 
@@ -37,7 +37,7 @@ class Curve:
     bytes: Array
     """Breakpoints, ascending; there is no cache below the first."""
     loss: Array
-    """At the breakpoints, nats per token, including priced decoding."""
+    """Loss at the breakpoints, nats per token, including priced decoding."""
     decode_s: Array | None = None
 
     def at(self, nbytes: Array) -> Array:
@@ -68,13 +68,13 @@ class Frontier:
         share = np.array(catalog.shares)
         self.groups = catalog.groups
         self.losses: Array = np.array([track.loss for track in catalog.tracks], float).T
-        """By group and option, like the other tables."""
+        """Losses by group and option, like the other tables."""
         self.sizes: Array = np.array([np.sum([layer.bytes for layer in layers], axis=0) for layers in stacks], float).T
         self.decodes: Array = share[:, None] * decode_scale * np.array([track.decode_s for track in catalog.tracks])
         self.least_bytes: Array = self.sizes.min(axis=1)
         self.per_byte = float((self.decodes / self.sizes).max())
         self.prices: Array = np.concatenate([[0.0], _grid(self._dearest_second(), _PRICE_COUNT, _PRICE_RANGE)])
-        """Of a decoder second, nats per token; the first is zero."""
+        """Prices of a decoder second, nats per token; the first is zero."""
         scale = self.sizes.sum() / max(float(self.decodes.sum()), 1e-12)
         angles = np.linspace(0.0, math.pi / 2, _WEIGHTINGS)
         self._mixes: Array = np.stack([np.cos(angles), scale * np.sin(angles)], axis=1)

@@ -33,10 +33,10 @@ Measured over real plays on aioquic: of 1,228 bytes, 28 are UDP and IPv4, about 
 INITIAL_WINDOW = 10 * 1164
 """Payload in flight at the start of a connection: ten packets (RFC 9002, section 7.2)."""
 HANDSHAKE_BYTES = 2_000
-"""Of certificate and SETUP from the origin; they open the window, too."""
+"""Bytes of certificate and SETUP from the origin; they open the window, too."""
 WINDOW_GROWTH = 1.85
-"""Per round trip of slow start. Without pacing it is 2; with pacing, the first acknowledgements arrive while the rest
-of the window waits to be sent, so it is at least 1.76.
+"""Growth per round trip of slow start. Without pacing it is 2; with pacing, the first acknowledgements arrive while the
+rest of the window waits to be sent, so it is at least 1.76.
 """
 FIRST_BYTE_S = 0.004
 """Processing time of a request at both ends, measured on aioquic with two processes on one shared core each."""

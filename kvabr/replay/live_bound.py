@@ -30,7 +30,7 @@ class Producer:
     """Publication times of the groups of a cache."""
 
     seconds: float
-    """Of the whole prefill, at the pace of the catalog's prefill cost."""
+    """Seconds of the whole prefill, at the pace of the catalog's prefill cost."""
     begins_s: float = 0.0
     """Start of the prefill, seconds after the play began; may be negative."""
     surprise: float = 1.0
@@ -38,9 +38,9 @@ class Producer:
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:
-            raise UsageError(f"a prefill of {self.seconds} s; it must take a positive number of seconds")
+            raise UsageError(f"the prefill must take a positive number of seconds, got {self.seconds}")
         if not (math.isfinite(self.begins_s) and 0 < self.surprise < math.inf):
-            raise UsageError("when a prefill begins must be a finite number, its surprise a positive one")
+            raise UsageError("the start of a prefill must be finite, and its surprise positive")
 
     def expected_s(self, catalog: Catalog) -> list[float]:
         """Return the expected time of each group, seconds after the play began."""

@@ -16,7 +16,7 @@ from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.events import PlayEvent
 
 NO_CACHE_LOSS = 1.0
-"""Of an abandoned play, nats per token: about the loss of the whole prompt, measured on a real model."""
+"""Loss of an abandoned play, nats per token: about that of the whole prompt, measured on a real model."""
 
 
 @dataclass(slots=True)

@@ -41,16 +41,18 @@ def prompt_of(
             them can be joined.
     """
     if exact < 1:
-        raise UsageError("a prompt of passages begins with a text of its own: give --exact at least 1")
+        raise UsageError(f"--exact must be at least 1: a prompt of passages begins with its own text; got {exact}")
     if not catalogs:
         raise UsageError("give at least one passage")
     found: dict[Passage, Catalog] = {}
     for number, catalog in enumerate(catalogs, 1):
         if catalog.passage is None:
             title = f"{catalog.namespace.model}/{catalog.namespace.prompt[:12]}..."
-            raise UsageError(f"{title} is no passage; `kvabr encode --passage` publishes one")
+            raise UsageError(f"{title} is not a passage; `kvabr encode --passage` publishes one")
         if catalog.spec.digest() != catalogs[0].spec.digest():
-            raise UsageError(f"passages of {catalogs[0].spec.model} and {catalog.spec.model} are not one prompt")
+            raise UsageError(
+                f"passages of one prompt must be of one model, got {catalogs[0].spec.model} and {catalog.spec.model}"
+            )
         found[Passage(tuple(range(number * _ID_DISTANCE, number * _ID_DISTANCE + catalog.tokens)))] = catalog
     order = list(found)
     reasons: dict[str, None] = {}
@@ -75,7 +77,7 @@ class BlendClairvoyant:
 
     options: tuple[tuple[BlendOption, Clairvoyant], ...]
     gpu_price: float
-    """Of a second of engine time, nats per generated token."""
+    """Price of a second of engine time, nats per generated token."""
 
     @classmethod
     def of(

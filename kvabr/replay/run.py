@@ -45,11 +45,11 @@ class Matrix:
 
     def __post_init__(self) -> None:
         if not self.traces:
-            raise UsageError("no traces to play over")
+            raise UsageError("traces must not be empty")
         if self.timelines < -1:
-            raise UsageError(f"{self.timelines} timelines; give a number from 0, or -1 for all")
+            raise UsageError(f"timelines must be 0 or more, or -1 for all, got {self.timelines}")
         if not 1 <= self.starts <= MAX_STARTS:
-            raise UsageError(f"{self.starts:,} starts of each trace; give 1 to {MAX_STARTS:,}")
+            raise UsageError(f"starts must be 1 to {MAX_STARTS:,} per trace, got {self.starts:,}")
         for policy in self.policies:
             load_policy(policy)()  # find a bad name or file before hours of work
         if self.options.estimator is not None:

@@ -62,7 +62,7 @@ def in_processes(
     died, or the first exception of ``work``.
     """
     if processes < 1:
-        raise UsageError(f"{processes} processes; at least one is needed")
+        raise UsageError(f"processes must be at least 1, got {processes}")
     if processes == 1 or len(todo) < 2:
         yield from enumerate(map(work, todo))
         return

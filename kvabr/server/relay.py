@@ -223,7 +223,7 @@ class Relay(Source):
         self._notify()
 
     def _store_failed(self, why: str) -> None:
-        self._client_metrics.unkept_total.labels("groups").inc()
+        self._client_metrics.failed_writes_total.labels("groups").inc()
         self._log.warning("groups are kept in memory only for a while", error=why)
 
     def _show(self) -> None:

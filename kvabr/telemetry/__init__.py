@@ -11,8 +11,8 @@ If a listener is too slow, events are dropped and counted; its exceptions are co
 
 from kvabr.telemetry.hub import Telemetry
 from kvabr.telemetry.jsonl import JsonLines
-from kvabr.telemetry.listener import Heard, Listener
+from kvabr.telemetry.listener import EventRecord, Listener
 from kvabr.telemetry.otel import OpenTelemetry
 from kvabr.telemetry.prometheus import PlayerMetrics
 
-__all__ = ["Heard", "JsonLines", "Listener", "OpenTelemetry", "PlayerMetrics", "Telemetry"]
+__all__ = ["EventRecord", "JsonLines", "Listener", "OpenTelemetry", "PlayerMetrics", "Telemetry"]

@@ -52,8 +52,8 @@ class ClientMetrics(MetricSet):
         self.store_damaged_total = self.counter(
             "kvabr_client_store_damaged_total", "Stored groups found damaged, by tier.", "tier"
         )
-        self.unkept_total = self.counter(
-            "kvabr_client_unkept_total", "Failed writes of groups or profiles to disk.", "what"
+        self.failed_writes_total = self.counter(
+            "kvabr_client_failed_writes_total", "Failed writes of groups or profiles to disk.", "what"
         )
         self.store_kept_bytes = self.gauge(
             "kvabr_client_store_kept_bytes", "Bytes of groups protected from eviction by hints, by tier.", "tier"

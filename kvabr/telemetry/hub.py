@@ -13,7 +13,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Self
 
-from kvabr.telemetry.listener import Heard, Listener
+from kvabr.telemetry.listener import EventRecord, Listener
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayCalled, PlayEnded, PlayEvent
 from kvabr.types.home import HomeProcess
@@ -28,7 +28,7 @@ _CLOSE_S = 5.0
 class ListenerCounts:
     """Counts of one listener's events."""
 
-    heard: int = 0
+    delivered: int = 0
     dropped: int = 0
     errors: int = 0
 
@@ -54,7 +54,7 @@ class Telemetry:
 
     @property
     def counts(self) -> dict[str, ListenerCounts]:
-        """By listener name; a second listener of the same name is ``name-2``."""
+        """Counts by listener name; a second listener of the same name is ``name-2``."""
         found: dict[str, ListenerCounts] = {}
         for queue in self._queues:
             name, number = queue.listener.name, 2
@@ -117,19 +117,19 @@ class _ListenerQueue:
         self.listener, self._limit = listener, limit
         self.counts = ListenerCounts()
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Context, Heard]] = deque()
+        self._queue: deque[tuple[Context, EventRecord]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"kvabr-telemetry-{listener.name}", daemon=True)
         self._queued = self._taken = 0
         self._closed = self._warned = False
 
-    def put(self, context: Context, heard: Heard) -> None:
+    def put(self, context: Context, delivered: EventRecord) -> None:
         """Queue an event without waiting, or drop it."""
-        limit = self._limit + (_ENDS_RESERVE if isinstance(heard.event, PlayEnded) else 0)
+        limit = self._limit + (_ENDS_RESERVE if isinstance(delivered.event, PlayEnded) else 0)
         with self._changed:
             if self._closed or len(self._queue) >= limit:
                 self.counts.dropped += 1
                 return
-            self._queue.append((context, heard))
+            self._queue.append((context, delivered))
             self._queued += 1
             self._wake()
 
@@ -160,10 +160,10 @@ class _ListenerQueue:
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     break
-                context, heard = self._queue.popleft()
-            self.counts.heard += 1
+                context, delivered = self._queue.popleft()
+            self.counts.delivered += 1
             try:
-                context.run(self.listener.hear, heard)
+                context.run(self.listener.receive, delivered)
             except BaseException as error:  # noqa: BLE001  # the listener must receive the next event
                 self.counts.errors += 1
                 self._warn(f"raised {error!r}")
@@ -194,10 +194,10 @@ class _Tap:
     def put(self, event: PlayEvent, wall_s: float) -> None:
         if self._over:
             return  # upgrades may continue, but listeners have seen the play end
-        heard = Heard(self.sid, wall_s, event)
+        delivered = EventRecord(self.sid, wall_s, event)
         self.last_s = event.t
         for queue, context in self._queues:
-            queue.put(context, heard)
+            queue.put(context, delivered)
 
     def end(self, wall_s: float, error: BaseException | None = None) -> None:
         name, reason = (None, None) if error is None else (type(error).__name__, str(error))

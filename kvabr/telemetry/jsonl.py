@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from kvabr.store.files import PRIVATE
-from kvabr.telemetry.listener import Heard, Listener, PlayStates
+from kvabr.telemetry.listener import EventRecord, Listener, PlayStates
 from kvabr.types import events
 from kvabr.types.errors import AssetError
 
@@ -56,11 +56,11 @@ class JsonLines(Listener):
             raise AssetError(f"{path}: cannot be written ({error.strerror}); name another file") from error
         self._plays = PlayStates(Cmcd)
 
-    def hear(self, heard: Heard) -> None:
+    def receive(self, record: EventRecord) -> None:
         """Write the records of an event; flush the file when a play ends."""
-        play = self._plays.of(heard)
-        self._file.writelines(json.dumps(record) + "\n" for record in play.records(heard.wall_s, heard.event))
-        if isinstance(heard.event, events.PlayEnded):
+        play = self._plays.of(record)
+        self._file.writelines(json.dumps(line) + "\n" for line in play.records(record.wall_s, record.event))
+        if isinstance(record.event, events.PlayEnded):
             self._file.flush()
 
     def close(self) -> None:

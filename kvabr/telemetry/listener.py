@@ -15,7 +15,7 @@ MAX_PLAYS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class EventRecord:
     """One event of one play."""
 
     play: str
@@ -32,7 +32,7 @@ class Listener(ABC):
     name: ClassVar[str] = "listener"
 
     @abstractmethod
-    def hear(self, heard: Heard) -> None:
+    def receive(self, record: EventRecord) -> None:
         """Handle one event; may block or raise.
 
         When the listener's queue is full, events are dropped, `PlayEnded` last, so any event may be a play's first.
@@ -52,13 +52,13 @@ class PlayStates(Generic[S]):
     def __len__(self) -> int:
         return len(self._states)
 
-    def of(self, heard: Heard) -> S:
+    def of(self, record: EventRecord) -> S:
         """Return the state of an event's play; `PlayEnded` removes it."""
-        found = self._states.pop(heard.play, None)
+        found = self._states.pop(record.play, None)
         if found is None:
-            found = self._make(heard.play)
-        if not isinstance(heard.event, PlayEnded):
-            self._states[heard.play] = found
+            found = self._make(record.play)
+        if not isinstance(record.event, PlayEnded):
+            self._states[record.play] = found
             if len(self._states) > MAX_PLAYS:
                 del self._states[next(iter(self._states))]
         return found

@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvabr.telemetry.listener import Heard, Listener, PlayStates
+from kvabr.telemetry.listener import EventRecord, Listener, PlayStates
 from kvabr.types import events
 from kvabr.types.errors import UsageError
 from kvabr.types.installing import WHERE, extra
 
 _MAX_SPANS = 2000
-"""Per play; the rest are counted in ``kvabr.spans_left_out``."""
+"""Spans per play; the rest are counted in ``kvabr.spans_left_out``."""
 _MAX_EVENTS = 100
-"""Per kind on the span of a play (a live cache has one per group); the rest are counted in ``kvabr.events_left_out``.
-"""
+"""Events per kind on a play's span (live: one per group); the rest are counted in ``kvabr.events_left_out``."""
 _STARTED = ("policy", "estimator", "deadline_s", "engine_mode", "groups", "fp16_bytes", "asset", "rtt_s")
 _REQUESTED = ("group", "track", "bytes")
 _DECIDED = ("kind", "reason", "rate", "lower", "slack_s")
@@ -45,9 +44,9 @@ class OpenTelemetry(Listener):
         self._tracer = trace.get_tracer("kvabr", __version__, tracer_provider)
         self._plays: PlayStates[_Spans] = PlayStates(lambda sid: _Spans(trace, self._tracer, sid))
 
-    def hear(self, heard: Heard) -> None:
+    def receive(self, record: EventRecord) -> None:
         """Start, end or annotate a span."""
-        self._plays.of(heard).hear(round(1e9 * heard.wall_s), heard.event)
+        self._plays.of(record).receive(round(1e9 * record.wall_s), record.event)
 
 
 class _Spans:
@@ -61,7 +60,7 @@ class _Spans:
         self._event_counts: Counter[str] = Counter()
         self._decision: events.DecisionMade | None = None
 
-    def hear(self, now: int, event: events.PlayEvent) -> None:
+    def receive(self, now: int, event: events.PlayEvent) -> None:
         if self._root is None:
             self._root = self._tracer.start_span("kvabr.play", start_time=now, attributes={"kvabr.sid": self._sid})
             self._below = self._trace.set_span_in_context(self._root)

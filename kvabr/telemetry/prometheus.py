@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Count
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvabr.telemetry.listener import Heard, Listener, PlayStates
+from kvabr.telemetry.listener import EventRecord, Listener, PlayStates
 from kvabr.types import events
 from kvabr.types.errors import TransportError
 from kvabr.types.home import HomeProcess
@@ -137,9 +137,9 @@ class PlayerMetrics(Listener, MetricSet):
         self.lower_bound = self.gauge("kvabr_play_rate_lower_bytes_per_second", "Lower bound of that rate.")
         self._plays = PlayStates(_PlayState)
 
-    def hear(self, heard: Heard) -> None:
+    def receive(self, record: EventRecord) -> None:
         """Count one event."""
-        play, event = self._plays.of(heard), heard.event
+        play, event = self._plays.of(record), record.event
         self.plays_in_progress.set(len(self._plays))
         match event:
             case events.PlayStarted():

@@ -13,16 +13,16 @@ def scattered(seconds: float) -> float:
 class Backoff:
     """Doubling pauses for repeated attempts."""
 
-    __slots__ = ("_first_s", "_most_s", "pause_s")
+    __slots__ = ("_first_s", "_max_s", "pause_s")
 
-    def __init__(self, first_s: float, most_s: float) -> None:
-        """Begin with no pause; the first is ``first_s`` seconds, the longest ``most_s``."""
-        self._first_s, self._most_s = first_s, most_s
+    def __init__(self, first_s: float, max_s: float) -> None:
+        """Begin with no pause; the first is ``first_s`` seconds, the longest ``max_s``."""
+        self._first_s, self._max_s = first_s, max_s
         self.pause_s = 0.0
 
     def longer(self) -> float:
         """Return the next pause in seconds."""
-        self.pause_s = min(self._most_s, max(self._first_s, 2 * self.pause_s))
+        self.pause_s = min(self._max_s, max(self._first_s, 2 * self.pause_s))
         return self.pause_s
 
     def reset(self) -> None:

@@ -45,9 +45,9 @@ from kvabr.types.tails import (
     Loss,
     Tails,
     check_tails,
-    losses_behind,
-    share_behind,
-    tails_behind,
+    losses_with_tail,
+    share_after_tail,
+    tails_after,
 )
 from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
@@ -128,7 +128,7 @@ class Track(Level):
     loss: tuple[Loss, ...]
     """Expected loss of each group, with the layers below."""
     digests: tuple[Annotated[str, Meta(max_length=80)], ...]
-    """Of each group's frame, all of one kind (`kvabr.types.digests`)."""
+    """Digest of each group's frame, all of one kind (`kvabr.types.digests`)."""
     measured: Quality | None = field(default=None, kw_only=True)
 
     @cached_property  # policies read it at every decision
@@ -147,7 +147,7 @@ class Mix:
     """A cache of groups from several tracks, with predicted and measured loss."""
 
     tracks: tuple[Annotated[str, Meta(max_length=64)], ...]
-    """By group; may be ``recomputed``."""
+    """Track of each group; may be ``recomputed``."""
     predicted: Number
     measured: Number
 
@@ -249,7 +249,7 @@ class Catalog(CommonFacts):
     offset: int = field(default=0, metadata=IN_MEMORY)
     """Published groups before this catalog's first: group ``g`` is published as ``offset + g``."""
     chosen: tuple[Unit, ...] | None = field(default=None, metadata=IN_MEMORY)
-    """Its units, if it lacks some that a play does not need."""
+    """Units of the catalog, if it leaves some out that a play does not need."""
     sources: tuple[Catalog, ...] = field(default=(), metadata=IN_MEMORY)
     """Passages of a joined catalog (`kvabr.types.joined`). Its groups are the units in `chosen`, of any length, each
     with a chunk; text between passages is a unit too.
@@ -317,7 +317,7 @@ class Catalog(CommonFacts):
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Of each group; prefer `unit` if groups are `even`."""
+        """Unit of each group; prefer `unit` if groups are `even`."""
         return units_of(self.spec, self.tokens) if self.chosen is None else self.chosen
 
     def unit(self, group: int) -> Unit:
@@ -494,19 +494,21 @@ class Catalog(CommonFacts):
         """
         size = self.spec.group_tokens
         if self.passage is not None:
-            raise UsageError(f"{self.namespace.prompt[:12]}... is a passage, which is played as a part of a prompt")
+            raise UsageError(f"{self.namespace.prompt[:12]}... is a passage: play it whole, as a part of a prompt")
         if not 1 <= groups <= len(self.chunks):
             raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {len(self.chunks)}")
         tokens = self.tokens_before(groups) if self.every_token else min(groups * size, self.tokens)
         if end is not None and not tokens - size < end <= tokens:
-            raise UsageError(f"a prefix of {groups} groups does not end at token {end}")
+            raise UsageError(
+                f"a prefix of {groups} groups must end after token {tokens - size} and at most at {tokens}, got {end}"
+            )
         if groups == len(self.chunks) and (self.every_token or (self.chosen is not None and end is None)):
             return self
         if self.every_token:
             shorter = self._slice(0, groups)
             if not (self.even and any(track.tails for track in self.tracks)):
                 return shorter
-            laid = (losses_behind(track.loss, track.tails, groups, 0, size) for track in self.tracks)
+            laid = (losses_with_tail(track.loss, track.tails, groups, 0, size) for track in self.tracks)
             return replace(shorter, tracks=tuple(map(_with_losses, shorter.tracks, laid)))
         if self.whole is not None:
             skipped = self.first_token
@@ -526,7 +528,7 @@ class Catalog(CommonFacts):
         units, chunks = tuple(self.units[index] for index in picked), self.chunks[:groups]
         return replace(self, tokens=tokens, chunks=chunks, tracks=tracks, mixes=(), asked=(), chosen=units, whole=self)
 
-    def behind(self, groups: int, tail: int) -> Catalog:
+    def with_tail(self, groups: int, tail: int) -> Catalog:
         """Return the catalog of a prefix, followed by ``tail`` tokens that the engine computes.
 
         Generation begins after the tail; losses apply then, see `kvabr.types.tails`. Raises as `prefix`.
@@ -537,11 +539,11 @@ class Catalog(CommonFacts):
         tracks = []
         for track, whole in zip(shorter.tracks, self.tracks, strict=True):
             if self.even:
-                losses = losses_behind(whole.loss, whole.tails, groups, tail, self.spec.group_tokens, self.asked)
+                losses = losses_with_tail(whole.loss, whole.tails, groups, tail, self.spec.group_tokens, self.asked)
             else:
-                scale = share_behind(whole.tails, tail)
+                scale = share_after_tail(whole.tails, tail)
                 losses = tuple(min(MAX_LOSS, scale * loss) for loss in track.loss)
-            tracks.append(replace(track, loss=losses, measured=None, tails=tails_behind(whole.tails, tail)))
+            tracks.append(replace(track, loss=losses, measured=None, tails=tails_after(whole.tails, tail)))
         return replace(shorter, tracks=tuple(tracks), mixes=(), asked=(), tail=self.tail + tail)
 
     @cached_property
@@ -555,7 +557,7 @@ class Catalog(CommonFacts):
         Groups are renumbered from 0, `offset` counts the skipped ones, and measurements of the whole cache are dropped.
         """
         if not 0 <= groups < len(self.chunks):
-            raise UsageError(f"skipping {groups} of {len(self.chunks)} groups leaves nothing to play")
+            raise UsageError(f"groups to skip must be 0 to {len(self.chunks) - 1}, got {groups}")
         if not groups:
             return self
         if self.every_token:

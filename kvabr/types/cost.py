@@ -75,13 +75,13 @@ class PrefillCost:
     """Seconds to compute the KV of new tokens; see this module's formula."""
 
     constant_s: _Constant
-    """Per call."""
+    """Seconds per call."""
     per_token_s: _Constant
-    """Per new token."""
+    """Seconds per new token."""
     attention_s: _Constant = 0.0
-    """Per pair of a new token and a token it attends to, times 2."""
+    """Half the seconds per pair of a new token and a token it attends to."""
     before_s: _Constant = 0.0
-    """Per cached token before the new ones."""
+    """Seconds per cached token before the new ones."""
     floor_s: _Constant = 0.0
     """Minimum per call."""
 
@@ -109,7 +109,7 @@ class PrefillCost:
         added = self.per_token_s * new + self.attention_s * (2.0 * first * new + new * new)
         return np.where(new > 0, np.maximum(self.floor_s, self.constant_s + self.before_s * first + added), 0.0)
 
-    def behind(self, tokens: int) -> PrefillCost:
+    def after(self, tokens: int) -> PrefillCost:
         """Return the cost of a prompt after ``tokens`` uncounted tokens in place."""
         return replace(
             self,
@@ -121,19 +121,19 @@ class PrefillCost:
         """Return the cost of an engine that is slower by ``factor``."""
         return PrefillCost(*(factor * each for each in astuple(self)))
 
-    def in_steps(self, most: int) -> PrefillCost:
-        """Return the approximate total cost for an engine that computes at most ``most`` tokens per call.
+    def in_steps(self, limit: int) -> PrefillCost:
+        """Return the approximate total cost for an engine that computes at most ``limit`` tokens per call.
 
         This cost is that of one call. Fitting takes about 10 ms.
         """
         sizes = [1 << power for power in range(7, 17)]
         return PrefillCost.fit(
-            (before, new, self._calls_s(before, new, most)) for before in _CACHED_TOKENS for new in sizes
+            (before, new, self._calls_s(before, new, limit)) for before in _CACHED_TOKENS for new in sizes
         )
 
-    def _calls_s(self, before: int, tokens: int, most: int) -> float:
-        steps = range(before, before + tokens, most)
-        return sum(self.seconds(step, min(most, before + tokens - step)) for step in steps)
+    def _calls_s(self, before: int, tokens: int, limit: int) -> float:
+        steps = range(before, before + tokens, limit)
+        return sum(self.seconds(step, min(limit, before + tokens - step)) for step in steps)
 
     @classmethod
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:

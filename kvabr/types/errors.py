@@ -80,7 +80,7 @@ class TraceQuestionError(TraceError, UsageError):
     def __init__(self, problem: str, option: str = "") -> None:
         super().__init__(problem)
         self.option = option
-        """Of ``kvabr traces``, to resolve the ambiguity."""
+        """Option of ``kvabr traces`` that resolves the ambiguity."""
 
 
 class HoleError(KvabrError):
@@ -189,7 +189,7 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
 
 
 @contextmanager
-def told_if_exhausted(relieve: Callable[[], object] = lambda: None) -> Iterator[None]:
+def exhaustion_as_error(relieve: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Raise `ExhaustedError` for errors that report an exhausted resource, after calling ``relieve``."""
     try:
         yield

@@ -55,7 +55,7 @@ class PlayStarted(PlayEvent):
     policy: str
     estimator: str
     deadline_s: float
-    """From ``t`` = 0."""
+    """Seconds after ``t`` = 0."""
     engine_mode: str
     groups: int
     asset: str
@@ -64,7 +64,7 @@ class PlayStarted(PlayEvent):
     worth_playing: tuple[str, ...]
     """On the Pareto front of bytes against loss."""
     fp16_bytes: int
-    """Of the exact cache at 16 bits per element."""
+    """Size of the exact cache at 16 bits per element."""
     rtt_s: float | None
     """Round trip; None if unknown."""
     lookup_s: float | None = None

@@ -70,13 +70,13 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OptionGroup:
     """Marks a field that is a dataclass of options, in an `Annotated` type."""
 
     title: str = ""
     """Title of its help group. Default: the surrounding group."""
     prefix: str = ""
-    """Of its names, such as ``upstream-``."""
+    """Prefix of its names, such as ``upstream-``."""
     only: tuple[str, ...] = ()
     """Fields that are options here. Default: all."""
     defaults: tuple[tuple[str, Any], ...] = ()
@@ -88,17 +88,17 @@ class OptionField:
 
     name: str
     kind: Any
-    """Type of one value without None: float, int, str, bool, Path, or a dataclass for a `Part`."""
+    """Type of one value without None: float, int, str, bool, Path, or a dataclass for a `OptionGroup`."""
     count: int | None
     """Values of a tuple, None for any; 1 for other types."""
     choices: tuple[str, ...]
-    """Of a `Literal`; empty: any."""
+    """Choices of a `Literal`; empty: any."""
     default: Any
     """`dataclasses.MISSING` for required fields."""
     bounds: tuple[Bound, ...]
     shown: Shown | None
     """None for fields outside the command line."""
-    part: Part | None
+    group: OptionGroup | None
     heading: Heading | None
 
     def check(self, value: Any) -> None:
@@ -162,7 +162,7 @@ def check_fields(options: Any) -> None:
 
 def _described(field: dataclasses.Field[Any], hint: Any, heading: Heading | None) -> OptionField:
     bounds: list[Bound] = []
-    shown = part = None
+    shown = group = None
     choices: tuple[str, ...] = ()
     count: int | None = 1
     while True:
@@ -170,8 +170,8 @@ def _described(field: dataclasses.Field[Any], hint: Any, heading: Heading | None
             for one in hint.__metadata__:
                 if isinstance(one, Shown):
                     shown, choices = one, one.choices
-                elif isinstance(one, Part):
-                    part = one
+                elif isinstance(one, OptionGroup):
+                    group = one
                 elif type(one) in _BOUNDS:
                     bounds.append(one)
             hint = hint.__origin__
@@ -185,7 +185,7 @@ def _described(field: dataclasses.Field[Any], hint: Any, heading: Heading | None
         else:
             break
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return OptionField(field.name, hint, count, choices, default, tuple(bounds), shown, part, heading)
+    return OptionField(field.name, hint, count, choices, default, tuple(bounds), shown, group, heading)
 
 
 @functools.cache

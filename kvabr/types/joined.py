@@ -27,11 +27,11 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage, PassageNotes
 from kvabr.types.records import fields_of
-from kvabr.types.tails import losses_behind
+from kvabr.types.tails import losses_with_tail
 from kvabr.types.units import COMPUTED, Unit
 
 _NO_BYTES = 1
-"""Of a group without frames: sizes must be positive."""
+"""Size of a group without frames: sizes must be positive."""
 _NO_COMMON_TRACK = (
     "it has no track, or another codec profile, in common with most of this prompt's passages; publish it as they are"
 )
@@ -119,11 +119,11 @@ def last_groups(catalog: Catalog) -> range:
     return passages[-1].groups if passages and passages[-1].groups.stop == catalog.groups else range(0)
 
 
-def joined_behind(catalog: Catalog, groups: int, tail: int) -> Catalog:
+def joined_with_tail(catalog: Catalog, groups: int, tail: int) -> Catalog:
     """Return the catalog of a joined catalog's first groups, followed by ``tail`` computed tokens.
 
     They end in the last passage (`last_groups`); only its losses change, since tails were measured per passage. See
-    `Catalog.behind`.
+    `Catalog.with_tail`.
     """
     made = catalog.prefix(groups)
     if not tail or not last_groups(catalog):
@@ -131,7 +131,7 @@ def joined_behind(catalog: Catalog, groups: int, tail: int) -> Catalog:
     end = made.unit(groups - 1)
     source, size, tracks = catalog.sources[end.source], catalog.spec.group_tokens, []
     for track in source.tracks:
-        losses = losses_behind(track.loss, track.tails, end.group + 1, tail, size, source.asked)
+        losses = losses_with_tail(track.loss, track.tails, end.group + 1, tail, size, source.asked)
         tracks.append(replace(track, loss=losses + (0.0,) * (len(track.loss) - len(losses))))
     sources = list(catalog.sources)
     sources[end.source] = replace(source, tracks=tuple(tracks))

@@ -124,11 +124,11 @@ class LayerClass:
     layers: tuple[int, ...]
     heads: int
     k_dim: int
-    """Of a key or latent; rows of a state."""
+    """Dims of a key or latent; rows of a state."""
     v_dim: int
-    """Of a value: 0 with one vector per token (K = V, or a latent). Columns of a state."""
+    """Dims of a value, 0 with one vector per token (K = V, or a latent); columns of a state."""
     dtype: str
-    """From `DTYPES` or `QUANTISED`."""
+    """Element type, of `DTYPES` or `QUANTISED`."""
     rope: RopeSpec | None = None
     """Rotation of the keys; None if there is none, or it differs between layers."""
     window: int | None = None
@@ -227,7 +227,7 @@ class LayerClass:
 
     @property
     def vectors(self) -> int:
-        """Per token and head: a key and a value, or only one."""
+        """Vectors per token and head: a key and a value, or only one."""
         return 2 if all(self.split) else 1
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
@@ -293,10 +293,10 @@ def _counted(count: int, word: str) -> str:
     return f"{count} {word}" + ("" if count == 1 else "s")
 
 
-def check_whole(name: str, value: object, least: int, most: int) -> None:
+def check_whole(name: str, value: object, least: int, limit: int) -> None:
     """Raise `FormatError` unless a field is a whole number within bounds."""
-    if type(value) is not int or not least <= value <= most:
-        raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from {least} to {most}")
+    if type(value) is not int or not least <= value <= limit:
+        raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from {least} to {limit}")
 
 
 @dataclass(frozen=True)

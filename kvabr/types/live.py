@@ -21,15 +21,15 @@ from kvabr.types.digests import DIGEST, kind_of, unknown
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.records import Positive, check, convert, decode, read_schema
-from kvabr.types.tails import losses_behind
+from kvabr.types.tails import losses_with_tail
 from kvabr.types.units import Unit, prefix_units, units_by_chunk, units_of
 
 LIVE_SCHEMA = "kvabr.live/1"
 MAX_EDGE_BYTES = 256 << 10
-"""Of an edge message, which lists at most a thousand tracks."""
+"""Size of an edge message, which lists at most a thousand tracks."""
 MAX_LIVE_BYTES = MAX_CATALOG_BYTES
 UNKNOWN = unknown()
-_SPARE_VALUES = 64
+_BASE_VALUES = 64
 """Values in a live catalog's first line other than times."""
 _NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
 """Maximum size of news without frames, and per frame."""
@@ -59,9 +59,11 @@ class LiveCatalog:
     def __post_init__(self) -> None:
         check(self, "live catalog")
         if self.catalog.passage is not None:
-            raise FormatError("live catalog: a passage is published when it is complete")
+            raise FormatError("live catalog: must not be of a passage, which is published when complete")
         if len(self.seconds) != len(self.catalog.chunks):
-            raise FormatError(f"live catalog: {len(self.seconds)} times for {len(self.catalog.chunks)} groups")
+            raise FormatError(
+                f"live catalog: must have a time for each of {len(self.catalog.chunks)} groups, got {len(self.seconds)}"
+            )
         if any(later < sooner for sooner, later in pairwise(self.seconds)):
             raise FormatError("live catalog: the times of the groups must ascend")
 
@@ -80,7 +82,7 @@ class LiveCatalog:
         if not newline:
             raise FormatError("live catalog: it has no second line")
         catalog = Catalog.loads(rest)
-        if head.count(b",") > len(catalog.chunks) + _SPARE_VALUES:
+        if head.count(b",") > len(catalog.chunks) + _BASE_VALUES:
             raise FormatError(f"live catalog: more times than its {len(catalog.chunks)} groups")
         read_schema(head, "live catalog", LIVE_SCHEMA)
         found = decode(head, _Head, "live catalog")
@@ -197,7 +199,7 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
         if len(frames) == len(units) and (track.refines is None or track.refines in tracks):
             sizes, digests = zip(*frames, strict=True)
             if catalog.even:
-                loss = losses_behind(track.loss, track.tails, groups, 0, spec.group_tokens)
+                loss = losses_with_tail(track.loss, track.tails, groups, 0, spec.group_tokens)
             else:
                 loss = tuple(track.loss[alike.get(index, index)] for index in own)
             tracks[track.name] = replace(track, bytes=sizes, digests=digests, loss=loss, measured=None)
@@ -253,11 +255,11 @@ class NewsOrder:
         elif group in self.coming:
             due = self.coming[group]
             if not news.frames and news.rest_s is not None:
-                raise FormatError(f"news of group {group} adds no frame")
+                raise FormatError(f"edge message: group {group} has no new frame")
         else:
             raise FormatError(f"received group {group}, expected {self.groups}")
         if wrong := news.frames.keys() - due:
-            what = "the live catalog lacks" if new else "no longer were to come"
+            what = "the live catalog lacks" if new else "were listed as complete or left out"
             raise FormatError(f"group {group} has tracks that {what}: {min(wrong)[:80]}")
         self.coming.pop(group, None)
         rest = set[str]() if news.rest_s is None else due - news.frames.keys()
@@ -278,13 +280,13 @@ class NewsOrder:
 class GrowingCatalog:
     """The catalog of one play of a live asset, updated group by group."""
 
-    def __init__(self, live: LiveCatalog, wanted: Catalog, most_bytes: int = _MAX_FRAME) -> None:
+    def __init__(self, live: LiveCatalog, wanted: Catalog, max_bytes: int = _MAX_FRAME) -> None:
         """Begin with no group published.
 
         ``wanted`` is the played part of the catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`); larger
-        frames than ``most_bytes`` are refused.
+        frames than ``max_bytes`` are refused.
         """
-        self.key, self._most_bytes = live.key, most_bytes
+        self.key, self._max_bytes = live.key, max_bytes
         self.order = NewsOrder(live)
         self.seconds = live.seconds[wanted.offset : wanted.offset + len(wanted.chunks)]
         """Expected publication time of each played group of tokens, seconds after the producer began."""
@@ -380,7 +382,7 @@ class GrowingCatalog:
             if not self.known[name][number]:
                 self.left_out.add((group, track))
             return False
-        if frame[0] > self._most_bytes:
+        if frame[0] > self._max_bytes:
             raise FormatError(f"edge message: a group of {name} with {frame[0]} bytes, more than a cache can need")
         self._sizes[track][group], self._digests[track][group] = frame
         self.known[name][number] = frame[1]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError
-from kvabr.types.tails import even_share, losses_behind, share_points
+from kvabr.types.tails import even_share, losses_with_tail, share_points
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +40,7 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
     ``tracks`` has each group's highest track, or `RECOMPUTED`.
     """
     if len(tracks) != catalog.groups:
-        raise FormatError(f"{len(tracks)} tracks for an asset of {catalog.groups} groups")
+        raise FormatError(f"tracks must name one for each of {catalog.groups} groups, got {len(tracks)}")
     inherited: dict[int, float] = {}
     lossy = _LossyGroups(catalog)
     for group, name in enumerate(tracks[: _tail(catalog, tracks)]):
@@ -66,7 +66,7 @@ def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -
     for kind, where, what in steps:
         last = what if isinstance(what, int) else where + 1
         if kind not in {"fetch", "compute"} or not 0 <= where < last <= len(tracks):
-            raise FormatError(f"invalid step {(kind, where, what)!r} in a play of {catalog.groups} groups")
+            raise FormatError(f"steps must fetch or compute groups below {catalog.groups}, got {(kind, where, what)!r}")
         if kind == "fetch":
             outdated.update(fresh)
             fresh.clear()
@@ -105,7 +105,7 @@ def _losses(catalog: Catalog, names: Iterable[str], tail: int, groups: int) -> d
     if tail == groups:
         return {track.name: track.loss for track in tracks}
     behind, size = catalog.tokens - catalog.tokens_before(tail), catalog.spec.group_tokens
-    return {track.name: losses_behind(track.loss, track.tails, tail, behind, size) for track in tracks}
+    return {track.name: losses_with_tail(track.loss, track.tails, tail, behind, size) for track in tracks}
 
 
 def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> float:
@@ -138,11 +138,11 @@ def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> floa
     return max(0.0, added - (1.0 - ALONE) * float(own @ rest))
 
 
-def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def factors_if_rest_computed(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return the loss of each of the first n groups if the engine computes all later ones, for n from 0 to all.
 
     The groups are on one track. The first array is a factor on their usual loss, the second is added: see
-    `losses_behind`, or without tails the loss inherited by computed groups.
+    `losses_with_tail`, or without tails the loss inherited by computed groups.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -150,7 +150,7 @@ def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64]
     sums: npt.NDArray[np.float64] = np.append(0.0, np.cumsum(track.loss))
     factors = np.ones(sums.shape)
     if not (catalog.even and track.tails):
-        return factors, inherited_behind(catalog, name) / np.maximum(1, np.arange(len(sums)))
+        return factors, inherited_if_rest_computed(catalog, name) / np.maximum(1, np.arange(len(sums)))
     behind = catalog.tokens - np.array([catalog.tokens_before(count) for count in range(catalog.groups + 1)])
     left = sums[-1] * np.exp(np.interp(np.log1p(behind), *share_points(track.tails)))
     longest = track.tails[-1].tokens
@@ -165,7 +165,7 @@ def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64]
     return (1.0 - even) * factors, even * factors * sums / np.maximum(1, np.arange(len(sums)))
 
 
-def inherited_behind(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
+def inherited_if_rest_computed(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
     """Return the loss inherited by all groups after the first n, if those are on one track, for n from 0 to all.
 
     0.0 if groups do not attend to all earlier ones, as the loss is then unknown.

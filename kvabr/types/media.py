@@ -27,7 +27,7 @@ class Medium:
     """Position of its first placeholder token; negative in a piece of a prompt that begins inside it."""
     tokens: int
     digest: str
-    """Of the model's input after cropping and scaling, 64 hex digits."""
+    """Digest of the model's input after cropping and scaling, 64 hex digits."""
 
 
 class MediaTokens(Sequence[int]):
@@ -42,13 +42,17 @@ class MediaTokens(Sequence[int]):
         try:
             self.ids, self.media = tuple(map(index, ids)), tuple(media)
         except TypeError as error:
-            raise UsageError(f"a prompt with media is whole numbers, and `Medium`s: {error}") from error
+            raise UsageError(
+                f"a prompt with media must have whole numbers as ids and `Medium`s as media: {error}"
+            ) from error
         place = -_MAX_TOKENS
         for each in self.media:
             if not (isinstance(each, Medium) and _whole(each.first) and _whole(each.tokens)):
-                raise UsageError(f"a medium is Medium(first, tokens, digest), with whole numbers, not {str(each)[:80]}")
+                raise UsageError(
+                    f"a medium must be Medium(first, tokens, digest) with whole numbers, got {str(each)[:80]}"
+                )
             if not isinstance(each.digest, str) or not _DIGEST.fullmatch(each.digest):
-                raise UsageError(f"the digest of a medium has 64 hex digits, not {str(each.digest)[:80]!r}")
+                raise UsageError(f"the digest of a medium must have 64 hex digits, got {str(each.digest)[:80]!r}")
             end = each.first + each.tokens
             if not place <= each.first < end <= _MAX_TOKENS or end <= 0 or each.first >= len(self.ids):
                 raise UsageError(
@@ -69,7 +73,7 @@ class MediaTokens(Sequence[int]):
             return self.ids[at]
         first, end, step = at.indices(len(self.ids))
         if step != 1:
-            raise UsageError("a prompt with media is cut into pieces without gaps")
+            raise UsageError("a prompt with media cannot be sliced with a step")
         found = [
             replace(each, first=each.first - first)
             for each in self.media

@@ -38,15 +38,15 @@ PROFILE_TRACK = "profile"
 MAX_FULL_TRACK_NAME = 4096
 """Bytes of namespace fields and track name together (moq-transport, section 2.4.1)."""
 PREFIX_TRACK = "prefix."
-"""Of a lookup's track name, see `prefix_track`."""
+"""Prefix of a lookup's track name, see `prefix_track`."""
 LIVE_TRACK = "kvabr.live"
 """Track with one group: the live catalog of a cache during prefill, see `kvabr.types.live`."""
 EDGE_TRACK = "kvabr.edge"
 """Track of its edge messages, one per group."""
 LIVE_PREFIX_TRACK = "live."
-"""Of a lookup among caches during prefill; the rest is as in `prefix_track`."""
+"""Prefix of a lookup among caches during prefill; the rest is as in `prefix_track`."""
 MAX_PREFIX_DIGESTS = 320
-"""In one lookup's name; leaves 584 bytes for the model's name."""
+"""Maximum digests in a lookup's name; leaves 584 bytes for the model's name."""
 LOOKUP_RUN = 16
 """Groups per page in a store. Lookups of long prompts name the last group of each page."""
 PROPERTY_GROUP_BYTES = 0x38
@@ -54,7 +54,7 @@ PROPERTY_GROUP_BYTES = 0x38
 PROPERTY_GROUP_DIGEST = 0x39
 """Object property of a group's first object: SHA-256 of the whole group."""
 PROPERTY_GROUP_BLAKE3 = 0x3B
-"""The same for BLAKE3."""
+"""Object property of a group's first object: BLAKE3 of the whole group."""
 PROPERTY_RATE = 0x3A
 """Object property of a catalog's first object: the rate that recent transfers to the client's block of addresses
 reached, kbit/s. It describes one connection, so relays must not pass it on."""
@@ -125,7 +125,7 @@ MODELS_TRACK = "kvabr.models"
 """Track with one group: the specs of the models readable by a player, JSON ``{"models": [...]}``."""
 
 MODELS_NAMESPACE = TrackNamespace("kvabr", "0" * 64)
-"""Of `MODELS_TRACK` and `CHANGES_TRACK`; no prompt has this digest."""
+"""Namespace of `MODELS_TRACK` and `CHANGES_TRACK`; no prompt has this digest."""
 
 CHANGES_TRACK = "kvabr.changes."
 """Prefix, before a position, of a track that answers once there are withdrawn assets. Relays keep such a request open,
@@ -204,14 +204,14 @@ def prefix_positions(first: int, end: int, *, evenly: bool = False) -> Sequence[
 def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None, *, evenly: bool = False) -> str:
     """Return the track name of the lookup for the longest cached prefix of a prompt, given its chained digests.
 
-    The track is in ``TrackNamespace(model, digests[0])``. Its group 0 is the catalog of the visible asset that contains
-    the latest named digest; of several, the newest, or for recurrent states the one with the longest playable prefix.
-    The asset shares at least the groups up to that digest; the client counts the matching groups.
+    The track is in ``TrackNamespace(model, digests[0])``. Its group 0 is the catalog of the readable asset with the
+    longest named prefix: among several the newest, or for recurrent states the one with the longest playable prefix.
+    The client counts the groups that match.
 
-    A name fits `MAX_PREFIX_DIGESTS`. Digests of longer prompts are thinned (`prefix_positions`), and a second lookup,
-    ``prefix_track(digests, gap.start, gap.stop)``, settles the groups between two named ones (`prefix_gap`). One round
-    trip serves prompts of up to 321 groups, two up to 102,400 (4,880 over object stores). For recurrent states they are
-    thinned ``evenly``: a longer match may lack a playable snapshot.
+    A name has at most `MAX_PREFIX_DIGESTS` digests. For a longer prompt it has some of them (`prefix_positions`), and a
+    second lookup, ``prefix_track(digests, gap.start, gap.stop)``, has those between two named ones (`prefix_gap`). One
+    round trip suffices for up to 321 groups, two for up to 102,400 (4,880 over object stores). For recurrent states the
+    named digests are spaced ``evenly``, since a longer match may lack a playable snapshot.
     """
     end = len(digests) if end is None else end
     keys = b"".join(prefix_key(digests[group]) for group in prefix_positions(first, end, evenly=evenly))
@@ -219,7 +219,7 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None,
 
 
 def prefix_gap(shared: int, groups: int, *, evenly: bool = False) -> range:
-    """Return the groups left open by a first lookup, given how many (at least 1) the returned asset shares.
+    """Return the groups for a second lookup, after the first found an asset that shares ``shared`` groups, at least 1.
 
     They follow the last shared group, so a second answer is never worse. Empty if no longer prefix is possible.
     """

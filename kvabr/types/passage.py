@@ -52,7 +52,7 @@ class Passage:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", _ids(self.ids))
         if len(self.ids) > MAX_PASSAGE_TOKENS:
-            raise UsageError(f"a passage of {len(self.ids)} tokens; cut it, at most {MAX_PASSAGE_TOKENS} are allowed")
+            raise UsageError(f"a passage must have at most {MAX_PASSAGE_TOKENS} tokens, got {len(self.ids)}; cut it")
 
     def name(self, spec: KVSpec, salt: bytes = b"") -> TrackNamespace:
         """Return the namespace of the passage published for a model."""
@@ -122,9 +122,9 @@ class PassageNotes:
         """Raise `FormatError` if these notes do not fit an asset."""
         check_movable(spec)
         if tokens > MAX_PASSAGE_TOKENS:
-            raise FormatError(f"passage: {tokens} tokens, at most {MAX_PASSAGE_TOKENS} are allowed")
+            raise FormatError(f"passage: must have at most {MAX_PASSAGE_TOKENS} tokens, got {tokens}")
         if len(self.order) not in (0, tokens):
-            raise FormatError(f"passage: an order of {len(self.order)} tokens for {tokens}")
+            raise FormatError(f"passage: order must have {tokens} tokens, got {len(self.order)}")
 
     def fusion_loss(self, share: float) -> float | None:
         """Return the expected fusion loss if a share of the tokens is recomputed; None if not measured.

@@ -100,7 +100,7 @@ def read_token(path: Path) -> str:
 def check_token(token: str, where: str) -> str:
     """Return a token; `UsageError` if it cannot be one."""
     if len(token) > MAX_TOKEN_BYTES or not token.isprintable():
-        raise UsageError(f"{where} has more than {MAX_TOKEN_BYTES} characters, or some that cannot be printed")
+        raise UsageError(f"{where} must have at most {MAX_TOKEN_BYTES} characters, all printable")
     return token
 
 

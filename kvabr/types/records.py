@@ -34,7 +34,7 @@ MAX_SKIPPED_BYTES = 32 << 10
 """Unknown members, white space and names in a record."""
 _VALUE_BYTES = 8
 """Minimum average bytes per value; tokens, sizes, losses, digests and track names are longer."""
-_SPARE_VALUES, MAX_OBJECTS = 4096, 4096
+_BASE_VALUES, MAX_OBJECTS = 4096, 4096
 """Values that may be smaller; objects per text."""
 _SMALL_BYTES = 1 << 20
 MAX_FLOAT = sys.float_info.max
@@ -241,7 +241,7 @@ def _check_dense(data: bytes, what: str) -> None:
         import numpy as np  # noqa: PLC0415  # counts five times as fast as bytes, but loads slowly
 
         values = int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord(",")))
-    if values > _SPARE_VALUES + len(data) // _VALUE_BYTES or objects > MAX_OBJECTS:
+    if values > _BASE_VALUES + len(data) // _VALUE_BYTES or objects > MAX_OBJECTS:
         raise FormatError(f"{what}: {len(data)} bytes with too many small values or objects; is this a {what}?")
 
 

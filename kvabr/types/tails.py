@@ -43,13 +43,13 @@ Tails = Annotated[tuple[TailLoss, ...], Meta(max_length=16)]
 def check_tails(tails: Sequence[TailLoss], what: str) -> None:
     """Raise `FormatError` about ``what`` unless tail lengths ascend.
 
-    Measured losses may grow with the tail; `share_behind` uses the minimum over the shorter tails.
+    Measured losses may grow with the tail; `share_after_tail` uses the minimum over the shorter tails.
     """
     if any(one.tokens >= other.tokens for one, other in pairwise(tails)):
-        raise FormatError(f"{what} has losses behind tails that do not ascend")
+        raise FormatError(f"{what}: tail lengths must ascend")
 
 
-def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:
+def share_after_tail(tails: Sequence[TailLoss], tokens: int) -> float:
     """Return the share of a track's loss left after a tail of ``tokens`` tokens; 1.0 if not measured."""
     if not tails or tokens <= 0:
         return 1.0
@@ -67,12 +67,12 @@ def share_points(tails: Sequence[TailLoss]) -> tuple[list[float], list[float]]:
     return places, [0.0, *accumulate((math.log(max(_MIN_SHARE, tail.share)) for tail in tails), min)]
 
 
-def tails_behind(tails: Sequence[TailLoss], tokens: int) -> tuple[TailLoss, ...]:
+def tails_after(tails: Sequence[TailLoss], tokens: int) -> tuple[TailLoss, ...]:
     """Return the tails of a cache that already has a tail of ``tokens`` tokens."""
     if tokens <= 0:
         return tuple(tails)
-    left = share_behind(tails, tokens)
-    return tuple(tail._replace(share=share_behind(tails, tokens + tail.tokens) / left) for tail in tails)
+    left = share_after_tail(tails, tokens)
+    return tuple(tail._replace(share=share_after_tail(tails, tokens + tail.tokens) / left) for tail in tails)
 
 
 def even_share(tail: float, even: float = _EVEN_SHARE) -> float:
@@ -94,7 +94,7 @@ def spread_out(losses: Sequence[float], tail: float, asked: Sequence[float] = ()
     )
 
 
-def losses_behind(
+def losses_with_tail(
     losses: Sequence[float],
     tails: Sequence[TailLoss],
     groups: int,
@@ -118,7 +118,7 @@ def losses_behind(
     moved = list(losses[last : last + groups])
     if groups > 1:
         moved[0] = losses[0]
-    whole, wanted = sum(moved), sum(losses) * share_behind(tails, tail)
+    whole, wanted = sum(moved), sum(losses) * share_after_tail(tails, tail)
     if tail > (known := tails[-1].tokens):  # beyond the measured tails, only groups that far from the end count
         far, farther = (sum(losses[: max(1, len(losses) - each // group_tokens)]) for each in (known, tail))
         wanted *= farther / far if far > 0 else 1.0

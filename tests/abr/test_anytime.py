@@ -47,7 +47,7 @@ def simulate(
 def test_where_not_all_come_in_time_the_earliest_do(price):
     """They are the part of an incomplete cache that can be used."""
     offer = catalog(32, layered=True)
-    config = PlayerConfig(give_up_after=1.0, time_price=price, least_ahead_bytes=1)
+    config = PlayerConfig(give_up_after=1.0, time_price=price, min_ahead_bytes=1)
     play = Session(Ladder(offer), 2.0, load_policy("anytime")(), HarmonicMean(), config=config)
     link = Capacity(world("slow", [0.6 * sum(offer.track("base").bytes) / 2.0]), 0.0, 0.05, slow_start=False)
     record = Simulator(play, offer, link, rtt_s=0.05).run()

@@ -54,7 +54,7 @@ def test_a_rate_that_has_held_is_known_and_turns_faster_less_and_less_likely():
             early = link.surprise(seen, 0.2)
     assert (belief.state, belief.rates, belief.learns_s) == ("known", (5e6,), 0.0)
     assert 0 < link.surprise(seen, 0.2) < early < link.surprise(seen, 1e3) < 1
-    assert link.surprise(view(2.0, 5e6, told_rate=5e6), 0.2) < link.surprise(seen, 0.2)
+    assert link.surprise(view(2.0, 5e6, prior_rate=5e6), 0.2) < link.surprise(seen, 0.2)
 
 
 def test_a_link_that_was_faster_may_recover():

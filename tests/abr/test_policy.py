@@ -94,7 +94,7 @@ def test_a_policy_from_a_file(tmp_path):
         ("nosuch", "unknown policy 'nosuch'.*cheapfirst"),
         ("{dir}/absent.py:Mine", "no such file"),
         ("{dir}/good.py:Absent", "found: Mine, Other"),
-        ("{dir}/good.py:Other", "lacks decide"),
+        ("{dir}/good.py:Other", "must define decide"),
         ("{dir}/good.py", "found: Mine, Other"),
         ("{dir}/syntax.py:Mine", r"syntax\.py:2: invalid syntax: class Mine"),
         ("{dir}/raises.py:Mine", r"raises\.py, line 1"),

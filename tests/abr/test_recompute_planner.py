@@ -24,8 +24,8 @@ def view(rate, *, now=0.0, deadline=1.0, in_flight=()):
     return made
 
 
-def plan(seen, cost, mode, absent, lane_free_s, *, dead=False):
-    return Rest(seen, cost, GroupSet(seen.groups, absent), lane_free_s, dead=dead).plan(mode)
+def plan(seen, cost, mode, absent, engine_free_s, *, dead=False):
+    return Rest(seen, cost, GroupSet(seen.groups, absent), engine_free_s, dead=dead).plan(mode)
 
 
 def per_group(seconds):

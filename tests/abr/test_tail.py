@@ -39,9 +39,9 @@ def test_offers_are_whole_groups_up_to_the_limit(catalog):
         assert offer.catalog.tail == 20 + offer.tokens
         assert offer.engine_s == pytest.approx(2e-5 * offer.tokens)
         assert offer.catalog.tokens + offer.tokens == catalog.tokens
-    assert [offer.tokens for offer in tail_offers(catalog, GPU, following=20, most=last)] == [0, last]
+    assert [offer.tokens for offer in tail_offers(catalog, GPU, following=20, limit=last)] == [0, last]
     assert [offer.tokens for offer in tail_offers(catalog, GPU, following=0)] == [0]  # there is no call for it
-    many = tail_offers(catalog, GPU, following=20, most=1 << 20)
+    many = tail_offers(catalog, GPU, following=20, limit=1 << 20)
     assert (len(many) <= 9, many[-1].catalog.groups <= 2) == (True, True)
 
 
@@ -50,11 +50,11 @@ def test_one_group_is_fetched_at_least_and_what_is_skipped_is_not(catalog):
     assert [offer.catalog.groups for offer in tail_offers(few, GPU, following=1)] == [3, 2, 1]
     assert [offer.catalog.groups for offer in tail_offers(few, GPU, following=1, skip=1)] == [2, 1]
     assert all(offer.catalog.offset == 1 for offer in tail_offers(few, GPU, following=1, skip=1))
-    with pytest.raises(UsageError, match="leaves nothing"):
+    with pytest.raises(UsageError, match="groups to skip must be"):
         tail_offers(few, GPU, following=1, skip=3)
 
 
-@pytest.mark.parametrize("arguments", [{"following": -1}, {"following": 1, "most": -1}, {"following": 1 << 40}])
+@pytest.mark.parametrize("arguments", [{"following": -1}, {"following": 1, "limit": -1}, {"following": 1 << 40}])
 def test_absurd_tails_are_refused(catalog, arguments):
     with pytest.raises(UsageError, match="tokens; give 0 to"):
         tail_offers(catalog, GPU, **arguments)
@@ -99,7 +99,7 @@ def test_a_policy_chooses_for_itself(catalog, answer, monkeypatch):
     if answer is None:
         assert choose_tail(name, offers, tail_costs(offers, 2.0, **prices())) is offers[-1]
         return
-    with pytest.raises(PolicyError, match="chose tail"):
+    with pytest.raises(PolicyError, match="must choose a tail"):
         choose_tail(name, offers, tail_costs(offers, 2.0, **prices()))
 
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.packet_schedule import Conditions
 from tests.chaos.facts import Order
 from tests.chaos.published import BEHIND, KINDS
 

@@ -19,7 +19,7 @@ from kvabr.server import certificates
 from kvabr.server.certificates import ServerTls
 from kvabr.store.group_cache import StoreTier
 from kvabr.store.names import GROUPS
-from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.packet_schedule import Conditions
 from kvabr_lab.live.shaper import Shaper
 from tests.chaos.liar import Liar
 from tests.chaos.nodes import Node, free_port, replace_text, write_grants

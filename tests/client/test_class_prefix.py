@@ -65,7 +65,7 @@ async def test_all_of_it(library, spec, skip):
     asked = []
     played = await prefix(library, spec, faults=lambda ask: asked.append((ask.track, ask.group)), skip=skip)
     check(played, spec)
-    assert (played.first, played.tokens, played.wanted, played.cut) == (
+    assert (played.first, played.tokens, played.requested, played.cut) == (
         16 * skip,
         150 - 16 * skip,
         150 - 16 * skip,
@@ -91,7 +91,7 @@ async def test_a_late_prefix_is_waited_for_while_an_engine_would_take_longer(lib
 async def test_an_engine_that_is_quick_is_left_the_rest_early(library, spec):
     """The 100 tokens behind the cache take a tenth of a second."""
     total = library.assets[0].catalog.to_play.track("FP16").total_bytes
-    played = await prefix(library, spec, rate=total / 10, cost=PrefillCost.from_rate(1000.0), behind=100)
+    played = await prefix(library, spec, rate=total / 10, cost=PrefillCost.from_rate(1000.0), uncached=100)
     assert played.cut is not None
     assert played.seconds < 2.0 - 0.1
 
@@ -108,7 +108,7 @@ async def test_a_peer_that_falls_silent(library, spec):
 async def test_nonsense_is_refused(library, spec):
     with pytest.raises(UsageError, match="blocks of 0 tokens"):
         await prefix(library, spec, block=0)
-    with pytest.raises(UsageError, match="leaves nothing to play"):
+    with pytest.raises(UsageError, match="groups to skip must be"):
         await prefix(library, spec, skip=10)
     played = await prefix(library, spec)
     if len(spec.classes) > 1:
@@ -203,7 +203,7 @@ async def test_a_play_after_a_slow_one_leaves_more_to_the_engine(libraries, slid
             client._memory.history.heard(peer.peer, rate, 0.02)
             if prefix:
                 played = await client.play_prefix(found, deadline=2.0, cost=COST)
-                assert played.wanted == 160
+                assert played.requested == 160
                 assert played.cut == "the rest is sooner computed than fetched"
             else:
                 played = await client.play(LONGER, deadline=2.0)

@@ -219,7 +219,7 @@ def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys)
         weights = next(model.glob("*.safetensors"))
         weights.write_bytes(b"damaged" + weights.read_bytes())
         assert kvabr("fetch", *how, *prompt_of) == 1
-        assert "nothing of this prompt is cached" in capsys.readouterr().err
+        assert "no part of this prompt is cached" in capsys.readouterr().err
         assert kvabr("fetch", *how, *prompt_of, "--recompute", model) == 1
         assert "cannot load this model" in capsys.readouterr().err
         assert kvabr("fetch", origin.url, *prompt_of, "--recompute", model) == 1
@@ -409,7 +409,7 @@ async def test_a_profile_that_cannot_be_kept_is_told_and_counted(origin, long, t
     async with origin(folder="long", rate=1e9) as link, AsyncClient(link, cache=tmp_path) as client:
         with pytest.warns(RuntimeWarning, match="codec profile is not kept: "):
             await client.fetch_profile(long)
-        assert client.metrics.value("kvabr_client_unkept_total", what="profile") == 1
+        assert client.metrics.value("kvabr_client_failed_writes_total", what="profile") == 1
 
 
 def test_the_end_may_be_left_to_the_call_that_computes_a_question(served, short, tmp_path, capsys):

@@ -96,7 +96,7 @@ async def test_an_engine_computes_the_rest_soon_after_the_origin_is_gone(origin,
                 found = await client.find(TOKENS, within_s=60)
                 played = await client.play_prefix(found, deadline=30.0, cost=SLOW)
             took_s = played.seconds
-            assert 0 < played.tokens < played.wanted
+            assert 0 < played.tokens < played.requested
             assert "connection lost" in played.cut
         else:
             lines = []

@@ -63,7 +63,7 @@ async def test_a_prompt_that_goes_on_behind_an_asset_with_a_short_last_group(ori
     async with origin() as link:
         played = await play(link, tokens, deadline=2.0, spec=SPEC)
     assert played.tokens == 70
-    assert played.catalog == short.behind(short.groups, 90)
+    assert played.catalog == short.with_tail(short.groups, 90)
 
 
 @virtual
@@ -214,7 +214,7 @@ async def test_a_client_that_does_not_play_knows_what_others_have_heard(origin, 
     options = PlayOptions(time_price=0.0, gpu_price=0.0)
     async with origin() as link, AsyncClient(link, cache=tmp_path, options=options) as client:
         link.peer = "moqt://origin.example/"
-        ask = partial(client.tail_of, short, deadline=10.0, cost=PrefillCost(0.0, 0.05), behind=3)
+        ask = partial(client.tail_of, short, deadline=10.0, cost=PrefillCost(0.0, 0.05), uncached=3)
         assert await ask() == 0  # more than a little of the time left
         other = PeerHistory(tmp_path / "peers.json")
         other.heard(link.peer, short.track("Int4").total_bytes / 8.0, 0.02)

@@ -304,7 +304,7 @@ def test_a_wrong_profile_is_refused():
         views = [memoryview(payload) for payload in payloads]
         with pytest.raises(ForeignError, match="calibrated for"):
             codec(track).decode(views[-1], context, torch.empty(SHAPE.shape(64)), views[:-1])
-    with pytest.raises(FormatError, match="without one"):
+    with pytest.raises(FormatError, match="asset has none"):
         codec("AC-L0").encode(kv, GroupContext(SHAPE, 0, 64))
 
 

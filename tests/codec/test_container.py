@@ -73,7 +73,7 @@ def test_a_header_that_no_encoder_writes_is_refused(at, size, value):
     frame = bytearray(pack(b"", FrameHeader(**FIELDS)))
     frame[at : at + size] = value.to_bytes(size, "little")
     frame[-4:] = zlib.crc32(frame[:-4]).to_bytes(4, "little")
-    with pytest.raises(FormatError, match="no encoder writes"):
+    with pytest.raises(FormatError, match="must have at least 1 token"):
         unpack(frame)
 
 

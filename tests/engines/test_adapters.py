@@ -23,7 +23,7 @@ from kvabr.types.errors import UsageError
     ],
 )  # fmt: skip
 def test_tested_ranges(version, known):
-    assert TRANSFORMERS.knows(version) == known
+    assert TRANSFORMERS.is_tested(version) == known
 
 
 def test_a_version_that_was_not_tested_is_told_once(caplog):
@@ -42,8 +42,8 @@ def test_every_adapter_is_where_it_says():
     for name, each in adapters().items():
         assert name == each.name
         assert find_spec(each.module) is not None
-        assert each.knows(each.tested[0])
-        assert not each.knows(each.tested[1])
+        assert each.is_tested(each.tested[0])
+        assert not each.is_tested(each.tested[1])
 
 
 def installed(monkeypatch, folder, value):
@@ -82,7 +82,7 @@ def test_the_command(capsys, tmp_path):
         assert name in shown
         known = adapters()[name]
         assert line["installed"] == known.installed
-        assert line["known"] == (line["installed"] is not None and known.knows(line["installed"]))
+        assert line["known"] == (line["installed"] is not None and known.is_tested(line["installed"]))
 
 
 def test_listing_adapters_loads_no_engine_and_no_settings():

@@ -63,15 +63,15 @@ def test_keys_and_values_of_unlike_dims(split):
     if split[1]:
         with pytest.raises(FormatError, match="keys and values alike"):
             paged_blocks([cache], [0], BlockLayout.TRANSPOSED, split).write(kv[:1, :, :, :SIZE])
-    with pytest.raises(FormatError, match="not the shape"):
+    with pytest.raises(FormatError, match="the shape must be"):
         paged_blocks([cache], [4, 1], BlockLayout.PLAIN, split).write(kv)
 
 
 def test_shapes_that_do_not_fit():
     cache = paged()
-    with pytest.raises(FormatError, match="not the shape"):
+    with pytest.raises(FormatError, match="the shape must be"):
         paged_blocks([cache], [0, 1], BlockLayout.PLAIN).write(numbers(1)[None])
-    with pytest.raises(FormatError, match="not the shape"):
+    with pytest.raises(FormatError, match="the shape must be"):
         paged_blocks([cache], [0], BlockLayout.PLAIN).read(numbers(2)[None])
     with pytest.raises(FormatError, match="paged cache"):
         keys_and_values(cache[..., 1:], BlockLayout.PLAIN)

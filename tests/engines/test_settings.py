@@ -116,15 +116,15 @@ def test_the_documentation_has_every_key():
 def test_trouble_is_logged_at_once_and_then_summed_up(caplog):
     trouble = TroubleLog(logging.getLogger("kvabr.engines"), every_s=3600.0)
     with caplog.at_level(logging.WARNING):
-        trouble.tell("a play failed", "gone")
+        trouble.warn("a play failed", "gone")
         for number in range(1, 61):
-            trouble.tell("a play failed", f"gone {number}")
-        trouble.tell("a cache is not published", ValueError())
+            trouble.warn("a play failed", f"gone {number}")
+        trouble.warn("a cache is not published", ValueError())
         trouble.flush()
-        trouble.tell("a play failed", "gone again")
+        trouble.warn("a play failed", "gone again")
         trouble.flush()
         trouble.flush()
-        trouble.tell("a play failed", "much later")
+        trouble.warn("a play failed", "much later")
     assert caplog.messages == [
         "kvabr: a play failed: gone",
         "kvabr: a cache is not published: ValueError()",

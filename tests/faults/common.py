@@ -24,7 +24,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.events import PlayEvent
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain
 from kvabr.types.peer import PeerOptions
-from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.packet_schedule import Conditions
 from kvabr_lab.live.shaper import Shaper
 from tests import kvdata
 from tests.lab.live.links import trace

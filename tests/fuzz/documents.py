@@ -48,7 +48,7 @@ def _catalog(data: bytes) -> bool:
         assert predicted_loss(found, [track.name] * found.groups) >= 0
         assert predicted_loss(found, [*[track.name] * (found.groups - 1), RECOMPUTED]) >= 0
         if found.passage is None:
-            assert found.behind(len(found.chunks), 20).track(track.name).total_loss >= 0
+            assert found.with_tail(len(found.chunks), 20).track(track.name).total_loss >= 0
     # What a client, an origin and a relay do next.
     refused(lambda: lookup.playable(lookup._parse(data).catalog, profile=True), FormatError)
     refused(lambda: check_names(found), FormatError)

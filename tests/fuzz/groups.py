@@ -15,7 +15,7 @@ from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.centred import CENTRED
 from kvabr.codec.container import FrameHeader, object_spans, pack, unpack
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import DTYPES, CoderModel, most_streams
+from kvabr.codec.native.coder_model import DTYPES, CoderModel, max_streams
 from kvabr.codec.native.references import pack_references, references_size
 from kvabr.codec.native.streams import gathered_places
 from kvabr.codec.profile import ClassProfile, Depth, Profile
@@ -204,7 +204,7 @@ def _streamed() -> tuple[CoderModel, tuple[bytes, ...]]:
     dice = np.random.default_rng(11)
     model = coder_model(dice, _STREAM_ROWS, refines=False)
     index = base_indices(dice, _STREAM_ROWS, _STREAM_TOKENS)
-    most = most_streams(_STREAM_ROWS)
+    most = max_streams(_STREAM_ROWS)
     return model, tuple(coder.encode_indices(model, index, streams=streams) for streams in range(1, most + 1))
 
 

@@ -158,7 +158,7 @@ def check(play: Session) -> None:
     assert set(view.in_flight.groups) == flying
     receiving = sum(one.first_byte_s is not None for one in view.in_flight.values())
     assert sum(view.in_flight.receiving.values()) == receiving
-    assert sum(view.in_flight.asked.values()) == len(view.in_flight)
+    assert sum(view.in_flight.requests_by_source.values()) == len(view.in_flight)
     counted = [track for tops in play._decoders._counted for track in tops]
     assert abs(view.decode_backlog_s * view.decoders - sum(map(view.decode_s, counted))) < 1e-9
     for group in range(view.groups):

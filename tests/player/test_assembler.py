@@ -250,7 +250,7 @@ def test_into_the_callers_tensor_of_any_strides():
 
 def test_what_the_engine_returns_is_checked():
     play = fresh()
-    with pytest.raises(UsageError, match="is not"):
+    with pytest.raises(UsageError, match="must have the shapes"):
         play.put_computed(0, 1, KV[:, :, :, :100])
     with pytest.raises(UsageError, match="NaN"):
         play.put_computed(0, 1, KV[:, :, :, :128] * float("nan"))

@@ -170,14 +170,14 @@ def test_an_idle_engine_gets_work_although_there_is_no_room_for_requests_and_not
             )
 
     # The link brings one group, and then the other requests fill all the room that there is.
-    config = PlayerConfig(ahead=0.0, least_ahead_bytes=1)
+    config = PlayerConfig(ahead=0.0, min_ahead_bytes=1)
     policy = Divider()
     play = session(6, policy, cost=PrefillCost(0.0, 0.05 / 128), config=config, deadline=10.0)
     play.start(0.0)
     (first,) = of(play.actions(), FetchGroup)
     started = of(bring(play, first, 0.1), Recompute)
     assert [(one.first, one.last) for one in started] == [(0, 1)]
-    assert not play.has_room()
+    assert not play.may_request()
     flying = len(play.view.in_flight)
     play.computed(0, 1, 0.15)
     actions = play.actions()

@@ -112,7 +112,7 @@ def test_a_prefix_is_cut_when_no_track_of_a_group_can_be_had():
 
 
 def test_a_prefix_needs_the_cost_of_what_it_protects():
-    with pytest.raises(UsageError, match="prefill costs"):
+    with pytest.raises(UsageError, match="prefill cost"):
         session(goal=PrefixGoal())
 
 

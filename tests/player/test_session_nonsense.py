@@ -82,19 +82,19 @@ class Nonsense(Policy):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (None, "not a Decision"),
-        ("Int4", "not a Decision"),
-        (Decision.fetch(0, "MP3", "x"), "unknown track 'MP3'"),
-        (Decision.fetch(99, "Int4", "x"), "group 99"),
-        (Decision.fetch(-1, "Int4", "x"), "group -1"),
-        (Decision.fetch("0", "Int4", "x"), "group '0'"),
+        (None, "must return a Decision"),
+        ("Int4", "must return a Decision"),
+        (Decision.fetch(0, "MP3", "x"), "a track of .*, got 'MP3'"),
+        (Decision.fetch(99, "Int4", "x"), "got 99"),
+        (Decision.fetch(-1, "Int4", "x"), "got -1"),
+        (Decision.fetch("0", "Int4", "x"), "got '0'"),
         (Decision.upgrade(0, "FP8", "x"), "upgrade group 0"),
-        (Decision.finish("x"), "finish while"),
-        (Decision.wait("x"), "waits while"),
-        (Decision.recompute(0, "x"), "not possible"),
-        (Decision("dance", "x"), "unknown kind"),
-        (Decision([], "x"), "unknown kind"),
-        (Decision.fetch(0, [], "x"), "unknown track"),
+        (Decision.finish("x"), "cannot finish"),
+        (Decision.wait("x"), "must request a group"),
+        (Decision.recompute(0, "x"), "cannot recompute group 0"),
+        (Decision("dance", "x"), "decision of kind"),
+        (Decision([], "x"), "decision of kind"),
+        (Decision.fetch(0, [], "x"), "must name a track"),
         (Decision.fetch(0, "Int4", 7), "its reason"),
         (Decision.fetch(0, "Int4", "x", 5), "alternatives"),
         (Decision.fetch(0, "Int4", "x", {"Int4": float("nan")}), "alternatives"),
@@ -117,7 +117,7 @@ def test_a_division_that_is_none_is_refused():
         def division(self):
             return 0.5
 
-    with pytest.raises(PolicyError, match=r"gave 0.5 as its division.*test_session_nonsense\.py"):
+    with pytest.raises(PolicyError, match=r"division, got 0.5.*test_session_nonsense\.py"):
         session(2, Divides(Decision.wait("x"))).start(0.0)
 
 

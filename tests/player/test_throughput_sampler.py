@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.player.builder import new_session
-from kvabr.player.decode_queue import DecodeRates, DecodeShare, family
+from kvabr.player.decode_queue import DecodeRates, SharedDecodeRate, family
 from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
@@ -164,7 +164,7 @@ def test_two_groups_correct_a_family_and_others_until_they_are_seen():
 
 def test_plays_that_decode_at_once_have_equal_parts_of_the_decoders():
     rates, plays = DecodeRates(catalog(), latencies={"Int8": 0.01}), 3
-    share = DecodeShare(rates, lambda: plays)
+    share = SharedDecodeRate(rates, lambda: plays)
     assert share.seconds("Int8") == pytest.approx(3 * 0.002)
     assert share.latency("Int8") == 0.01
     share.observe("Int8", 1.0, 0.002)  # what a thread was at it is not longer for that

@@ -100,7 +100,7 @@ def test_a_disk_that_fills_is_named_and_leaves_no_profile(tmp_path, monkeypatch,
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_a_disk_that_is_too_small_is_refused_before_the_work(tmp_path, monkeypatch, by_layer):
     loaded = load_model(str(tinymodels.save(tmp_path)), by_layer=by_layer)
-    wanted = collect.room_needed(loaded.engine, [100] * 3)
+    wanted = collect.disk_bytes_needed(loaded.engine, [100] * 3)
     monkeypatch.setattr(collect.shutil, "disk_usage", lambda _: SimpleNamespace(free=wanted - 1))
     with pytest.raises(AssetError, match="set TMPDIR to a folder with more space"):
         calibrate(loaded, TEXT, contexts=3, tokens=100)
@@ -170,7 +170,7 @@ def test_a_calibration_says_what_it_found(tmp_path):
     told, seen = [], []
     (profile,) = calibrate(
         loaded, {"a": "what it says and means " * 60}, contexts=3, tokens=200, gain=True,
-        tell=told.append, progress=lambda *at: seen.append(at),
+        notify=told.append, progress=lambda *at: seen.append(at),
     )  # fmt: skip
     gains = profile.depths["AC-L0"].gains
     assert [at for at in seen if at[0] == GAINS] == [(GAINS, step, 4) for step in range(1, 5)]

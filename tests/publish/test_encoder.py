@@ -117,7 +117,7 @@ def test_a_cache_that_is_not_finite_is_refused_before_anything_is_written(value)
 def test_tracks_that_cannot_hold_a_number_are_left_out():
     model, told = Wild(), []
     model.value = 1e9
-    catalog = publish(model, prompt(), ("FP16", "BF16", "Int8", "AC-L0"), None, MemoryFrames(), tell=told.append)
+    catalog = publish(model, prompt(), ("FP16", "BF16", "Int8", "AC-L0"), None, MemoryFrames(), notify=told.append)
     assert [track.name for track in catalog.tracks] == ["BF16"]
     assert any("FP16, Int8, AC-L0" in line for line in told)
     with pytest.raises(FormatError):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvabr.publish import encoding_threads
-from kvabr.publish.encoding_threads import EncodingBudget, encoding_thread, hurry, yield_priority
+from kvabr.publish.encoding_threads import EncodingBudget, encoding_thread, restore_priority, yield_priority
 from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot
 from kvabr.store.files import NameClaim
 from kvabr.store.live import LiveFollower
@@ -438,12 +438,12 @@ def test_a_thread_that_is_calm_can_be_hurried():
     thread.start()
     go_on[0].wait()
     ((number, policy),) = found
-    hurry(number)
+    restore_priority(number)
     after = os.sched_getscheduler(number)
     go_on[1].set()
     thread.join()
-    hurry(number)  # it has ended
-    assert policy == (os.SCHED_IDLE if encoding_threads._may_hurry() else os.sched_getscheduler(0))
+    restore_priority(number)  # it has ended
+    assert policy == (os.SCHED_IDLE if encoding_threads._can_leave_idle_priority() else os.sched_getscheduler(0))
     assert after != os.SCHED_IDLE or os.sched_getscheduler(0) == os.SCHED_IDLE
 
 

@@ -234,9 +234,9 @@ def nothing(_name):
 def test_answers_are_passed_on_and_what_is_there_is_touched():
     touched = threading.Event()
     lookup = PublishedLookup({"a": True, "b": False}.__getitem__, lambda _name: touched.set(), wait_s=LONG_S)
-    assert lookup.ask("b") is False
+    assert lookup.exists("b") is False
     assert not touched.is_set()
-    assert lookup.ask("a") is True
+    assert lookup.exists("a") is True
     assert touched.wait(LONG_S)
 
 
@@ -249,13 +249,13 @@ def test_a_silent_store_is_left_alone_until_it_has_answered():
         return True
 
     lookup = PublishedLookup(published, nothing, wait_s=0.01, pause_s=0.0)
-    assert [lookup.ask(name) for name in "abc"] == [None, None, None]
+    assert [lookup.exists(name) for name in "abc"] == [None, None, None]
     assert asked == ["a"]
     answers.set()
     for thread in threading.enumerate():
         if thread.name == "kvabr-lookup":
             thread.join(LONG_S)
-    lookup.ask("d")  # in time or not
+    lookup.exists("d")  # in time or not
     assert "d" in asked
 
 
@@ -267,7 +267,7 @@ def test_a_store_that_fails_is_left_alone_for_a_while():
         raise AssetError("no")
 
     lookup = PublishedLookup(published, nothing, wait_s=LONG_S, pause_s=LONG_S)
-    assert [lookup.ask(name) for name in "abc"] == [None, None, None]
+    assert [lookup.exists(name) for name in "abc"] == [None, None, None]
     assert asked == ["a"]
 
 

@@ -82,7 +82,7 @@ def test_the_catalog_says_what_is_left_on_every_track():
         assert [tail.tokens for tail in track.tails] == [4, 23, 43]
         assert all(tail.spread > 0 for tail in track.tails)
     int4 = catalog.track("Int4")
-    assert catalog.behind(5, 4).track("Int4").total_loss == pytest.approx(int4.tails[0].share * int4.total_loss)
+    assert catalog.with_tail(5, 4).track("Int4").total_loss == pytest.approx(int4.tails[0].share * int4.total_loss)
 
 
 def test_the_catalog_says_which_groups_questions_are_about():

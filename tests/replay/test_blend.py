@@ -181,7 +181,7 @@ def test_the_command_replays_a_prompt_of_passages(passages, trace, tmp_path, cap
     for wrong, words in (
         ([*how, "--asset", names[0]], "replaces --asset"),
         ([*how, "--exact", "0"], "at least 1"),
-        ([*how, "--share", "2"], "give 0 to 1"),
+        ([*how, "--share", "2"], "0 to 1"),
         ([*how, "--recompute-mode", "suffix"], "mode 'hole'"),
         ([*how[:-4], "--no-recompute"], "needs an engine"),
         ([*how, "--live"], "--passages is for simulations"),

@@ -68,7 +68,7 @@ def test_a_bad_policy_is_found_before_the_work_and_one_that_fails_late_fails_it_
     path = tmp_path / "late.py"
     path.write_text("from kvabr.abr import Policy\nclass Late(Policy):\n    def decide(self, view): return 7\n")
     for jobs in (1, 2):
-        with pytest.raises(PolicyError, match=r"7, not a Decision.*late\.py, line 3"):
+        with pytest.raises(PolicyError, match=r"must return a Decision, got 7.*late\.py, line 3"):
             replay(matrix(policies=("cheapfirst", f"{path}:Late")), jobs=jobs)
 
 

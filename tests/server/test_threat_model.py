@@ -69,12 +69,12 @@ ROWS = {
     "`handshake-s`, `idle-s`": [f"{DEFAULTS.handshake_s:g}, {DEFAULTS.idle_s:g} s"],
     "handshakes before addresses": [f"{servers._HALF_OPEN}"],
     "`requests-per-connection`, `requests`": [f"{DEFAULTS.requests_per_connection:,}, {DEFAULTS.requests:,}"],
-    "streams that a peer may have open": [f"{tcp.STREAMS}, 100 with qh3"],  # see `test_streams`
+    "open streams of a peer": [f"{tcp.STREAMS}, 100 with qh3"],  # see `test_streams`
     "over TCP": [size(frames.MAX_FRAME_BYTES), f"{tcp.RECORD_BYTES:,} bytes"],
-    "origin: assets that grow": [f"{live_assets.MAX_LIVE}; {live_assets.MAX_LIVE}, for {live_assets.LINGER_S:g} s"],
-    "origin: news of one asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
-    "groups of one subscription": [f"{subscriptions.MAX_STREAMS}"],
-    "streams of a subscription": [sizes(requester.MAX_EARLY_OBJECTS_BYTES), sizes(requester.MAX_PARTIAL_BYTES)],
+    "origin: live assets": [f"{live_assets.MAX_LIVE}; {live_assets.MAX_LIVE}, for {live_assets.LINGER_S:g} s"],
+    "origin: messages of a live asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
+    "groups sent at a time": [f"{subscriptions.MAX_STREAMS}"],
+    "streams before the answer": [sizes(requester.MAX_EARLY_OBJECTS_BYTES), sizes(requester.MAX_PARTIAL_BYTES)],
     "`requests-per-s`": [f"{DEFAULTS.requests_per_s:,.0f}"],
     "`memory-per-connection`": [
         sizes(DEFAULTS.memory_per_connection, DEFAULTS.memory_per_address, DEFAULTS.memory),
@@ -84,11 +84,11 @@ ROWS = {
         sizes(DEFAULTS.in_flight_per_connection, DEFAULTS.in_flight_per_address, DEFAULTS.in_flight),
         f"at least {size(budgets.MIN_IN_FLIGHT_BYTES)}",
     ],
-    "received of a connection": [
+    "unread data of a connection": [
         size(backend.REQUESTS_CONNECTION_WINDOW), f"{size(backend.REQUESTS_STREAM_WINDOW)} a stream",
     ],
-    "answers of one control stream": [size(endpoint.Endpoint.most_unread)],
-    "streams of ours that wait": [f"{endpoint._MAX_HELD:,}"],
+    "unread answers": [size(endpoint.Endpoint.most_unread)],
+    "own streams": [f"{endpoint._MAX_HELD:,}"],
     "a message, an object's header": [size(messages.MAX_MESSAGE_BYTES + 1), f"{wire.MAX_NAME_BYTES:,} bytes"],
     "bytes before SETUP": [size(session._MAX_EARLY_BYTES), size(session._MAX_PARTIAL_BYTES)],
     "digests in the name of a lookup": [f"{naming.MAX_PREFIX_DIGESTS}"],
@@ -97,28 +97,28 @@ ROWS = {
         f"{grants._MAX_PATTERNS:,} patterns of {grants._MAX_PATTERN:,} characters",
     ],
     "a token": [f"{peer.MAX_TOKEN_BYTES:,} bytes"],
-    "what was taken back": [f"{changes._MAX_MARKS:,}", size(changes.MAX_CHANGES_BYTES)],
+    "removed digests": [f"{changes._MAX_MARKS:,}", size(changes.MAX_CHANGES_BYTES)],
     "relay: catalogs and lookups": [
         f"{share(relay._CATALOGS_SHARE)} of `--memory`, at least {size(relay_catalogs.MIN_BYTES)}",
     ],
     "relay: groups kept": [size(relay.MEMORY_BYTES)],
-    "relay: assets that grow": [f"{relay_live.MAX_LIVE}; after {relay_live.IDLE_S:g} s"],
-    "relay: groups that it waits for": [
+    "relay: live assets": [f"{relay_live.MAX_LIVE}; after {relay_live.IDLE_S:g} s"],
+    "relay: unpublished groups": [
         f"{relay_live._AHEAD_GROUPS}; {relay_groups.MAX_EXPECTED}, {size(relay_groups.MAX_EXPECTED_BYTES)}",
     ],
-    "relay: lookups asked": [f"{relay_catalogs._MAX_REQUESTS:,}"],
-    "relay: a group that does not come": [f"{relay_groups.PATIENCE_S:g} s"],
-    "relay: names that do not exist": ["nothing is kept"],
+    "relay: concurrent lookups": [f"{relay_catalogs._MAX_REQUESTS:,}"],
+    "relay: wait for a group": [f"{relay_groups.PATIENCE_S:g} s"],
+    "relay: missing names": ["not stored"],
     "origin: catalogs and profiles": [size(published_assets.MAX_CACHED_BYTES)],
     "origin: stores below": [f"{store_tree.MAX_DEPTH} deep; {store_tree.MAX_FOLDERS:,}"],
-    "origin: frames that are read at once": [size(asset.LOADED_BYTES)],
-    "catalog asked for with a prompt": [
+    "origin: frames read at once": [size(asset.LOADED_BYTES)],
+    "catalog for a prompt": [
         size(lookup._HEAD_BYTES), f"{(lookup.MAX_TRACKS + 1) * lookup._ENTRY_BYTES:,} bytes x groups",
         f"counted as {lookup._MIN_GROUPS:,} at least",
     ],
     "every catalog": [size(catalog.MAX_CATALOG_BYTES), f"{catalog.MAX_TRACKS} tracks", "2^20 groups"],
     "of a catalog": [
-        f"{records._SPARE_VALUES:,} and 1 per {records._VALUE_BYTES} bytes", f"{records.MAX_OBJECTS:,}",
+        f"{records._BASE_VALUES:,} and 1 per {records._VALUE_BYTES} bytes", f"{records.MAX_OBJECTS:,}",
         size(records.MAX_SKIPPED_BYTES),
     ],
     "list of models": [size(kv.MAX_MODELS_BYTES), "4,096 models"],
@@ -126,11 +126,11 @@ ROWS = {
     "announced rates": [f"{announced_rates._MAX_BLOCKS:,}; {announced_rates._MAX_SITES}; a day"],
     "announced rate, from a server": [f"10^{len(str(naming.MAX_RATE_KBPS * 1000)) - 1} bit/s"],
     "token ids of a prompt": [size(prompt.MAX_PROMPT_BYTES)],
-    "KV events: batches kept": [
+    "KV events: batches stored": [
         f"{REPLAYS['max_batches'].default:,}, {size(REPLAYS['max_bytes'].default)}; {publisher._MAX_WAITING:,}",
         f"{size(publisher._MAX_REQUEST_BYTES)}; {1 / publisher._REPLAY_EVERY_S:g} a second",
     ],
-    "KV events heard": [
+    "KV events received": [
         f"{size(events.MAX_MESSAGE_BYTES)}; {feed.MAX_WAITING:,}, {size(feed.MAX_WAITING_BYTES)}",
         f"{subscriber.REPLAY_S:g} s; 2^{HELD['max_blocks'].default.bit_length() - 1}",
     ],
@@ -142,7 +142,7 @@ ROWS = {
     "store: page": [size(pages.MAX_PAGE_BYTES), size(pages._MAX_JSON_BYTES), f"{names.PAGE_GROUPS} groups"],
     "store: a frame": [size(pages._MAX_FRAME_BYTES), f"{size(names.PACK_BYTES)}, {names.PAGE_GROUPS} groups"],
     "live catalog": [size(live.MAX_LIVE_BYTES), size(live.MAX_EDGE_BYTES)],
-    "store: assets that a server looks at": [f"{asset_store.MAX_LISTED:,}"],
+    "store: assets per server": [f"{asset_store.MAX_LISTED:,}"],
     "object store: tries of a request": [f"{cloud._TRIES}, {cloud.WAIT_S} s"],
     "object store: groups of relays and clients": [
         f"{size(group_cache._MAX_GROUP_BYTES)} each; read {group_cache._READ_S:g} s",
@@ -150,9 +150,9 @@ ROWS = {
         f"left alone for {group_cache._PAUSE_S:g} s",
     ],
     "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
-    "client: received and not read yet": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
+    "client: unread data": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
     "client: requests in flight": [f"{requests.MAX_IN_FLIGHT}"],
-    "client: base of a group whose size": [
+    "client: base of a group": [
         f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}",
         f"{live_feed._MAX_AHEAD} groups of a play",
     ],

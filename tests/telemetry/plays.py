@@ -25,11 +25,11 @@ class Ear(Listener):
     name = "ear"
 
     def __init__(self):
-        self.heard = []
+        self.records = []
         self.closed = 0
 
-    def hear(self, heard):
-        self.heard.append(heard)
+    def receive(self, record):
+        self.records.append(record)
 
     def close(self):
         self.closed += 1

@@ -20,12 +20,12 @@ def test_a_play_is_told_of_from_its_call_to_its_end_and_its_own_log_too():
         log(progress(3.0))  # the play is over
         with pytest.raises(ValueError, match="gone"), telemetry.play() as log:
             raise ValueError("gone")
-    events = [(heard.event.t, heard.event.name) for heard in ear.heard]
+    events = [(record.event.t, record.event.name) for record in ear.records]
     assert events[:4] == [(0.0, "called"), (0.5, "progress"), (0.75, "deliver"), (0.75, "ended")]
     assert [event.name for event in mine] == ["progress", "deliver", "progress"]
     assert events[4:] == [(0.0, "called"), (0.0, "ended")]
-    assert (ear.heard[-1].event.error, ear.heard[-1].event.reason) == ("ValueError", "gone")
-    assert ear.heard[0].play != ear.heard[-1].play
+    assert (ear.records[-1].event.error, ear.records[-1].event.reason) == ("ValueError", "gone")
+    assert ear.records[0].play != ear.records[-1].play
 
 
 class Slow(Ear):
@@ -35,10 +35,10 @@ class Slow(Ear):
         super().__init__()
         self.go, self.begun = threading.Event(), threading.Event()
 
-    def hear(self, heard):
+    def receive(self, record):
         self.begun.set()
         self.go.wait(300.0)
-        super().hear(heard)
+        super().receive(record)
 
 
 def test_what_comes_faster_than_it_is_heard_is_dropped_and_counted_but_not_the_ends_of_plays():
@@ -52,8 +52,8 @@ def test_what_comes_faster_than_it_is_heard_is_dropped_and_counted_but_not_the_e
         slow.go.set()
         assert telemetry.flush(300.0)
         counts = telemetry.counts
-    assert [heard.event.name for heard in slow.heard] == ["called", *["progress"] * 4, "ended"]
-    assert len(quick.heard) == 102
+    assert [record.event.name for record in slow.records] == ["called", *["progress"] * 4, "ended"]
+    assert len(quick.records) == 102
     assert (counts["ear"].dropped, counts["ear-2"].dropped) == (96, 0)
 
 
@@ -61,8 +61,8 @@ def test_a_listener_that_raises_is_counted_and_told_of_once(caplog):
     class Bad(Listener):
         name = "bad"
 
-        def hear(self, heard):
-            raise SystemExit(f"no room for {heard.event.name}")
+        def receive(self, record):
+            raise SystemExit(f"no room for {record.event.name}")
 
         def close(self):
             raise OSError("disk full")
@@ -72,7 +72,7 @@ def test_a_listener_that_raises_is_counted_and_told_of_once(caplog):
         telemetry.feed(simulated())
         telemetry.feed(simulated())
     counts = telemetry.counts["bad"]
-    assert counts.errors == counts.heard == len(ear.heard) == 2 * (len(simulated()) + 2)
+    assert counts.errors == counts.delivered == len(ear.records) == 2 * (len(simulated()) + 2)
     (record,) = [each for each in caplog.records if each.name == "kvabr.telemetry"]
     assert "bad raised SystemExit('no room for called')" in record.getMessage()
 
@@ -97,7 +97,7 @@ def test_listeners_hear_in_the_context_of_the_call():
     asked = []
 
     class Asks(Ear):
-        def hear(self, heard):
+        def receive(self, record):
             asked.append((who.get(), threading.current_thread().name))
 
     with Telemetry(Asks(), Asks()) as telemetry:
@@ -125,8 +125,8 @@ def test_plays_in_many_threads_are_kept_apart():
         for thread in threads:
             thread.join()
     by_play = {}
-    for heard in ear.heard:
-        by_play.setdefault(heard.play, []).append(heard.event)
+    for record in ear.records:
+        by_play.setdefault(record.play, []).append(record.event)
     assert len(by_play) == 8
     for events in by_play.values():
         assert len({event.received for event in events[1:-1]}) == 1

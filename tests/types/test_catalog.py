@@ -160,7 +160,7 @@ def test_a_suffix_knows_where_its_groups_are_published():
     assert part.prefix(2).offset == 2
     assert part.group_tokens(3) == whole.group_tokens(5)
     for groups in (-1, 6):
-        with pytest.raises(UsageError, match="leaves nothing"):
+        with pytest.raises(UsageError, match="groups to skip must be"):
             whole.suffix(groups)
 
 

@@ -52,7 +52,7 @@ def test_the_objective_adds_loss_time_engine_and_lateness():
 )
 def test_the_cost_behind_tokens_that_are_in_place(constant, linear, attention, uploads, floor, skipped, before, new):
     cost = PrefillCost(constant, linear, attention, uploads, floor)
-    assert cost.behind(skipped).seconds(before, new) == pytest.approx(cost.seconds(skipped + before, new))
+    assert cost.after(skipped).seconds(before, new) == pytest.approx(cost.seconds(skipped + before, new))
 
 
 GPU = [

@@ -47,7 +47,7 @@ def growing_of(groups):
     [
         (lambda text: text.replace("kvabr.live/1", "kvabr.live/9"), "schema"),
         (lambda text: text.replace(KEY, "xyz"), "key"),
-        (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "[0.5,1.0,1.5]"), "3 times for 4"),
+        (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "[0.5,1.0,1.5]"), "4 groups, got 3"),
         (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "[0.5,1.0,1.5,1.0]"), "ascend"),
         (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "[-1,1.0,1.5,2.0]"), r">= 0.0, at seconds\[0\]"),
         (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "[0.5,1.0,1.5,1e999]"), "live catalog"),
@@ -156,7 +156,7 @@ def test_news_that_do_not_fit_are_refused(before, message):
 
 def test_a_frame_that_no_cache_needs_is_refused():
     made = live()
-    growing = GrowingCatalog(made, made.catalog, most_bytes=999)
+    growing = GrowingCatalog(made, made.catalog, max_bytes=999)
     with pytest.raises(FormatError, match="1000 bytes, more than a cache can need"):
         growing.publish(news(0, NAMES))
     assert growing.edge == 0

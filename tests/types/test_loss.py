@@ -9,8 +9,8 @@ import pytest
 from kvabr.data import default_catalog
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError
-from kvabr.types.loss import INHERITED, factors_behind, played_loss, predicted_loss, promised_loss
-from kvabr.types.tails import TailLoss, losses_behind, share_behind
+from kvabr.types.loss import INHERITED, factors_if_rest_computed, played_loss, predicted_loss, promised_loss
+from kvabr.types.tails import TailLoss, losses_with_tail, share_after_tail
 from tests.catalogs import catalog
 from tests.counting import lines
 
@@ -85,8 +85,8 @@ def test_groups_computed_at_the_end_are_a_tail():
     for name in ("Int4", "AC-5x"):
         whole = made.track(name).total_loss
         mix = [name] * 6 + [RECOMPUTED] * 2
-        assert predicted_loss(made, mix) == pytest.approx(share_behind(TAILS, 256) * whole)
-        assert predicted_loss(made, mix) == pytest.approx(made.behind(6, 256).track(name).total_loss)
+        assert predicted_loss(made, mix) == pytest.approx(share_after_tail(TAILS, 256) * whole)
+        assert predicted_loss(made, mix) == pytest.approx(made.with_tail(6, 256).track(name).total_loss)
         steps = [("fetch", group, name) for group in range(6)]
         assert played_loss(made, [*steps, ("compute", 6, 7), ("compute", 7, 8)]) == pytest.approx(
             predicted_loss(made, mix)
@@ -102,7 +102,7 @@ def test_groups_computed_at_the_end_are_a_tail():
     [(tailed(8), ("Int4", "AC-5x")), (tailed(4, short=100), ("Int4", "AC-5x")), (catalog(6), ("FP4",))],
 )
 def test_what_a_prefix_loses_in_front_of_what_is_computed_is_known_for_every_length(made, names):
-    groups, behind = made.groups, {name: factors_behind(made, name) for name in names}
+    groups, behind = made.groups, {name: factors_if_rest_computed(made, name) for name in names}
     for count in range(groups + 1):
         played = [names[group % 3 == 1 and len(names) > 1] for group in range(count)]  # a mixture
         expected = predicted_loss(made, [*played, *[RECOMPUTED] * (groups - count)])
@@ -156,41 +156,41 @@ LONG_TAILS = (TailLoss(16, 0.5), TailLoss(128, 0.2, 0.7), TailLoss(512, 0.06))
 
 
 def test_shares_are_those_listed_and_fall_between_them():
-    assert share_behind(LONG_TAILS, 0) == 1.0
-    assert share_behind((), 128) == 1.0
+    assert share_after_tail(LONG_TAILS, 0) == 1.0
+    assert share_after_tail((), 128) == 1.0
     for tail in LONG_TAILS:
-        assert share_behind(LONG_TAILS, tail.tokens) == pytest.approx(tail.share)
-    between = [share_behind(LONG_TAILS, tokens) for tokens in (0, 1, 8, 16, 20, 128, 300, 512)]
+        assert share_after_tail(LONG_TAILS, tail.tokens) == pytest.approx(tail.share)
+    between = [share_after_tail(LONG_TAILS, tokens) for tokens in (0, 1, 8, 16, 20, 128, 300, 512)]
     assert between == sorted(between, reverse=True)
-    assert share_behind(LONG_TAILS, 5000) == pytest.approx(0.06)
+    assert share_after_tail(LONG_TAILS, 5000) == pytest.approx(0.06)
 
 
 def test_groups_lose_by_their_distance_from_the_reader():
     losses = (0.02, 0.005, 0.005, 0.01, 0.02, 0.14)
     whole = sum(losses)
-    assert losses_behind(losses, LONG_TAILS, 6, 0, 128) == losses
-    behind = losses_behind(losses, LONG_TAILS, 5, 128, 128)
+    assert losses_with_tail(losses, LONG_TAILS, 6, 0, 128) == losses
+    behind = losses_with_tail(losses, LONG_TAILS, 5, 128, 128)
     assert sum(behind) == pytest.approx(0.2 * whole)
     # Some of it is spread evenly: which groups a question is about is not known.
     assert behind == pytest.approx([0.04 * (0.85 * loss / 0.06 + 0.15 / 5) for loss in losses[:5]])
     # A shorter prefix of the same cache ends as the whole does.
-    shorter = losses_behind(losses, LONG_TAILS, 3, 0, 128)
+    shorter = losses_with_tail(losses, LONG_TAILS, 3, 0, 128)
     assert sum(shorter) == pytest.approx(whole)
     assert shorter == pytest.approx((0.02, 0.02, 0.16))
     # A question is a tail, too.
-    asked = losses_behind(losses, LONG_TAILS, 6, 16, 128)
+    asked = losses_with_tail(losses, LONG_TAILS, 6, 16, 128)
     assert sum(asked) == pytest.approx(0.5 * whole)
     assert sorted(range(6), key=asked.__getitem__) == sorted(range(6), key=losses.__getitem__)
     # Of older assets nothing is known but the groups' own losses.
-    assert losses_behind(losses, (), 5, 128, 128) == losses[:5]
+    assert losses_with_tail(losses, (), 5, 128, 128) == losses[:5]
 
 
 @pytest.mark.parametrize("asked", [(0.0,) * 6, (5e-324, 0, 0, 0, 0, 0), (1e6,) * 6, (0, 0, 0, 0, 0, 1.0)])
 def test_whatever_a_catalog_says_of_questions_the_whole_loss_stays(asked):
     losses = (0.02, 0.005, 0.005, 0.01, 0.02, 0.14)
     for groups in (5, 6):
-        behind = losses_behind(losses, LONG_TAILS, groups, 144, 128, asked)
-        assert sum(behind) == pytest.approx(share_behind(LONG_TAILS, 144) * sum(losses))
+        behind = losses_with_tail(losses, LONG_TAILS, groups, 144, 128, asked)
+        assert sum(behind) == pytest.approx(share_after_tail(LONG_TAILS, 144) * sum(losses))
         assert min(behind) > 0
 
 
@@ -201,12 +201,12 @@ def _tailed() -> Catalog:
 
 def test_what_a_play_fetches_before_a_tail():
     catalog = _tailed()
-    fetched = catalog.behind(catalog.groups - 1, 148)
+    fetched = catalog.with_tail(catalog.groups - 1, 148)
     assert (fetched.groups, fetched.tail) == (catalog.groups - 1, 148)
     for track, whole in zip(fetched.tracks, catalog.tracks, strict=True):
-        assert track.total_loss == pytest.approx(whole.total_loss * share_behind(LONG_TAILS, 148))
+        assert track.total_loss == pytest.approx(whole.total_loss * share_after_tail(LONG_TAILS, 148))
         assert track.bytes == whole.bytes[:-1]
-    assert catalog.behind(catalog.groups, 0) is catalog
+    assert catalog.with_tail(catalog.groups, 0) is catalog
 
 
 def test_a_part_of_a_catalog_keeps_its_part_of_what_questions_are_about():
@@ -216,9 +216,9 @@ def test_a_part_of_a_catalog_keeps_its_part_of_what_questions_are_about():
     assert Catalog.loads(known.dumps()) == known
     assert known.prefix(3).asked == asked[:3]
     assert known.suffix(2).asked == asked[2:]
-    behind = known.behind(catalog.groups, 16)
+    behind = known.with_tail(catalog.groups, 16)
     assert behind.asked == ()  # its losses are those behind a question already
-    for track, without in zip(behind.tracks, catalog.behind(catalog.groups, 16).tracks, strict=True):
+    for track, without in zip(behind.tracks, catalog.with_tail(catalog.groups, 16).tracks, strict=True):
         assert track.total_loss == pytest.approx(without.total_loss)
         assert track.loss != without.loss
     with pytest.raises(FormatError, match="shares of"):

@@ -204,8 +204,8 @@ def test_a_piece_of_a_prompt_has_the_names_of_the_whole(prompt, cut):
 @pytest.mark.parametrize(
     ("media", "why"),
     [
-        ([Medium(0, 2, "x" * 64)], "64 hex digits, not 'xxx"),
-        ([Medium(0, 2, 5)], "64 hex digits, not '5'"),
+        ([Medium(0, 2, "x" * 64)], "64 hex digits, got 'xxx"),
+        ([Medium(0, 2, 5)], "64 hex digits, got '5'"),
         ([Medium(0, 0, ONE)], "at least one token"),
         ([Medium(9, 2, ONE)], "lie in the prompt"),
         ([Medium(-4, 4, ONE)], "lie in the prompt"),
@@ -213,8 +213,8 @@ def test_a_piece_of_a_prompt_has_the_names_of_the_whole(prompt, cut):
         ([Medium(0, 1 << 64, ONE)], "lie in the prompt"),
         ([Medium(0.5, 2, ONE)], "whole numbers"),
         ([Medium(0, "2", ONE)], "whole numbers"),
-        ([(0, 2, ONE)], r"a medium is Medium\(first"),
-        (None, "whole numbers, and `Medium`s"),
+        ([(0, 2, ONE)], r"a medium must be Medium\(first"),
+        (None, "`Medium`s as media"),
     ],
 )
 def test_media_that_cannot_be(media, why):

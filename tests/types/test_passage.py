@@ -14,7 +14,7 @@ from kvabr.client.lookup import check_tokens, shared_groups
 from kvabr.server.relay_catalogs import check_small
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.joined import at_share, fusion_loss, is_joined, join, joined_behind, last_groups
+from kvabr.types.joined import at_share, fusion_loss, is_joined, join, joined_with_tail, last_groups
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.live import LiveCatalog
 from kvabr.types.loss import played_loss, predicted_loss
@@ -28,7 +28,7 @@ from kvabr.types.passage import (
     check_parts,
     passage_chain,
 )
-from kvabr.types.tails import TailLoss, losses_behind
+from kvabr.types.tails import TailLoss, losses_with_tail
 from tests.catalogs import SPEC, catalog
 
 NOTES = PassageNotes("mean", 4, b"", ((0.0, 0.152), (0.15, 0.08), (0.3, 0.048)), "held-out contexts")
@@ -94,7 +94,7 @@ def test_hostile_notes_are_refused(change):
 
 
 def test_a_passage_is_as_long_as_one_may_be():
-    with pytest.raises(FormatError, match="131073 tokens"):
+    with pytest.raises(FormatError, match="got 131073"):
         passage(MAX_PASSAGE_TOKENS // 128 + 1, short=127)
     with pytest.raises(UsageError, match="cut it"):
         Passage((1,) * (MAX_PASSAGE_TOKENS + 1))
@@ -322,21 +322,21 @@ def test_a_tail_behind_the_last_passage_lessens_what_its_codec_costs():
     joined = join(PARTS, known, SPEC)
     assert last_groups(joined) == range(6, 9)
     assert last_groups(joined.prefix(6)) == range(0)  # a text ends it
-    assert joined_behind(joined, 9, 0) is joined
-    asked, shorter = joined_behind(joined, 9, 20), joined_behind(joined, 7, 20 + 172)
+    assert joined_with_tail(joined, 9, 0) is joined
+    asked, shorter = joined_with_tail(joined, 9, 20), joined_with_tail(joined, 7, 20 + 172)
     assert (asked.tail, shorter.tail) == (20, 192)
     assert (asked.groups, shorter.groups, shorter.tokens) == (9, 7, 361 + 128)
     for track in joined.tracks:
         for made in (asked, shorter):
             assert made.track(track.name).loss[:6] == pytest.approx(track.loss[:6])
         whole = known[ONE].track(track.name)
-        own = losses_behind(whole.loss, tails, 1, 192, SPEC.group_tokens)
+        own = losses_with_tail(whole.loss, tails, 1, 192, SPEC.group_tokens)
         part = 300 / (300 + 40 + 300)
         assert shorter.track(track.name).loss[6] == pytest.approx(own[0] * part + 0.1 * 128 / 300)
         assert sum(asked.track(track.name).loss) <= track.total_loss + 1e-12
     every = [""] * 7
     assert fusion_loss(shorter, every) == pytest.approx(0.1 + 0.1 + 0.1 * 128 / 300)
     left = replace(joined, tracks=tuple(track for track in joined.tracks if track.name == "Int4"))
-    assert [track.name for track in joined_behind(left, 7, 192).tracks] == ["Int4"]
+    assert [track.name for track in joined_with_tail(left, 7, 192).tracks] == ["Int4"]
     # The losses of a share that is computed again are those behind the tail, too.
     assert at_share(shorter, 0.0).tracks == shorter.tracks

@@ -41,8 +41,8 @@ from kvabr.engines.transformers.model_loader import load_model  # noqa: E402
 from kvabr.publish.texts import measuring_texts  # noqa: E402
 from kvabr.types.naming import LAYERS  # noqa: E402
 from kvabr_lab.day.synth import synthesise  # noqa: E402
-from kvabr_lab.live.lane import Conditions  # noqa: E402
 from kvabr_lab.live.origin import LiveOrigin  # noqa: E402
+from kvabr_lab.live.packet_schedule import Conditions  # noqa: E402
 from kvabr_lab.live.shaper import Shaper  # noqa: E402
 from tests.engines.smollm2_folder import smollm2_folder  # noqa: E402
 

@@ -40,7 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools/lab"), str(ROOT / "tools/engines")]
 
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace  # noqa: E402  # after the path is known
 from kvabr.server.certificates import check, development  # noqa: E402
-from kvabr_lab.live.lane import Conditions  # noqa: E402
+from kvabr_lab.live.packet_schedule import Conditions  # noqa: E402
 from kvabr_lab.live.tun import FAR, TunShaper  # noqa: E402
 
 SYSTEMS = ("computed", "lmcache", "lmcache+cachegen", "kvabr", "kvabr:fixed:FP16")

@@ -31,7 +31,7 @@ class MergedSamples(Estimator):
         self._bytes += nbytes
         self._seconds += seconds
         if self._seconds >= self._span_s:
-            self._take(self._bytes, self._seconds)
+            self._add(self._bytes, self._seconds)
             self._bytes = self._seconds = 0.0
 
     @abstractmethod
@@ -39,7 +39,7 @@ class MergedSamples(Estimator):
         """Forget all merged samples."""
 
     @abstractmethod
-    def _take(self, nbytes: float, seconds: float) -> None:
+    def _add(self, nbytes: float, seconds: float) -> None:
         """Update the estimate with a merged sample."""
 
     def _so_far(self) -> float:
@@ -83,7 +83,7 @@ class HarmonicMean(MergedSamples):
         self._costs: deque[float] = deque(maxlen=self._window)
         self._errors: deque[float] = deque(maxlen=self._window)
 
-    def _take(self, nbytes: float, seconds: float) -> None:
+    def _add(self, nbytes: float, seconds: float) -> None:
         measured = max(nbytes, 1.0) / seconds
         if self._costs:
             self._errors.append(abs(self.rate() - measured) / measured)

@@ -82,14 +82,14 @@ class Tracking(MergedSamples):
         self._usual, self._square = 0.0, _MIN_DEVIATION**2
         """Mean and mean square of a sample's logarithm relative to the mean rate."""
         self._sum = self._since_bytes = self._since_s = 0.0
-        self._share_sure: float | None = None
+        self._sure_share: float | None = None
         self._taken_s: float | None = None
-        self._fresh = False
+        self._prior_only = False
         """True if the rate of earlier plays is known and no sample has arrived."""
         if (prior := self._prior) is not None:
             rounds = math.log2(max(1.0, prior.rate * prior.ttfb_s / WINDOW))
-            self._fresh = rounds * prior.ttfb_s <= _MAX_SLOW_START_SHARE * horizon_s
-            if self._fresh:
+            self._prior_only = rounds * prior.ttfb_s <= _MAX_SLOW_START_SHARE * horizon_s
+            if self._prior_only:
                 self._restart(prior.rate, _PRIOR_SHARE * prior.weight * horizon_s)
 
     def prime(self, prior: Prior) -> None:
@@ -117,18 +117,18 @@ class Tracking(MergedSamples):
 
     def lower_bound(self) -> float:
         """Return the share of the estimate that nine stretches out of ten carried."""
-        if self._share_sure is None:
-            self._share_sure = self._quantile()
-        return self._share_sure * self.rate()
+        if self._sure_share is None:
+            self._sure_share = self._quantile()
+        return self._sure_share * self.rate()
 
     def _restart(self, rate: float, seconds: float) -> None:
         self._fast.restart(rate, seconds)
         self._slow.restart(rate, seconds)
 
-    def _take(self, nbytes: float, seconds: float) -> None:
+    def _add(self, nbytes: float, seconds: float) -> None:
         rate = nbytes / seconds
-        if self._fresh:
-            self._fresh = False
+        if self._prior_only:
+            self._prior_only = False
             if rate < self._slow.value():
                 return
         if self._slow.weight:
@@ -171,7 +171,7 @@ class Tracking(MergedSamples):
                 self._ranked.remove(self._recent[0])
             self._recent.append(carried)
             insort(self._ranked, carried)
-        self._share_sure = None
+        self._sure_share = None
 
     def _quantile(self) -> float:
         others = _BORROWED_WEIGHT * len(_BORROWED)

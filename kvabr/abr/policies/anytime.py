@@ -163,7 +163,7 @@ class Anytime(Policy):
             self._plan, self._planned, self._over = plan, case, False
             self._planned_rate, self._planned_s = view.rate, view.now
             self._followed, self._settled = 0, settled
-            arrivals, sure = self._link.arrivals(view, rate), self._sure(view, plan)
+            arrivals, sure = self._link.arrivals(view, rate), self._link_is_safe(view, plan)
             self._ranked = self._times.rank(view, plan, arrivals, computed, sure=sure)
         return plan
 
@@ -200,8 +200,8 @@ class Anytime(Policy):
         base = plan.byte_price * self._base.total_bytes / view.groups
         base += plan.decode_price * view.decode_s(self._base.name)
         window = WINDOW * 2.0 ** min(64.0, view.now / max(view.ttfb_s, 1e-3))
-        ramps = view.told_rate > 0 and window < view.rate * view.ttfb_s
-        sure = self._sure(view, plan)
+        ramps = view.prior_rate > 0 and window < view.rate * view.ttfb_s
+        sure = self._link_is_safe(view, plan)
         if base * left <= _MAX_BASE_SHARE * plan.second_price * plan.ends_s and not (ramps or sure):
             return None
         group = self._next_group(view, least=True)
@@ -214,10 +214,10 @@ class Anytime(Policy):
         return Decision.fetch(group, track, f"cheapest in the end; everything takes {plan.ends_s:.2f} s more")
 
     @staticmethod
-    def _sure(view: View, plan: TimePlan) -> bool:
+    def _link_is_safe(view: View, plan: TimePlan) -> bool:
         """Return whether the link is as fast as in earlier plays, with time left for a long outage."""
-        told = view.told_own and 0.5 * view.told_rate <= view.rate <= 2.0 * view.told_rate
-        return told and _MIN_SPARE_FACTOR * plan.ends_s < view.time_left
+        near_prior = view.prior_own and 0.5 * view.prior_rate <= view.rate <= 2.0 * view.prior_rate
+        return near_prior and _MIN_SPARE_FACTOR * plan.ends_s < view.time_left
 
     def _next_group(self, view: View, *, least: bool = False) -> int:
         """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.

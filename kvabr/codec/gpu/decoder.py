@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.gpu import kernels
 from kvabr.codec.gpu.destinations import WriteTarget, check_blocks
-from kvabr.codec.gpu.staging import Staged, Staging, await_streams, lie_apart, scratch_room, sent_apart, settled
+from kvabr.codec.gpu.staging import Staged, Staging, await_streams, lie_apart, scratch_bytes, sent_apart, settled
 from kvabr.codec.gpu.tables import (
     COARSE,
     COMPONENTS,
@@ -131,7 +131,7 @@ def _at_once(batch: Sequence[_Task]) -> int:
     rows = job.transform.structure.rows
     # int16 indices, three planes, lists of rows, flags.
     each = stride * (2 * rows + 3 * tables.width) + rows * (4 + stride // TILE)
-    return max(1, min(scratch_room(into.device) // each, 1 << 15))
+    return max(1, min(scratch_bytes(into.device) // each, 1 << 15))
 
 
 class _Verdict(NamedTuple):
@@ -206,17 +206,17 @@ class _Level(NamedTuple):
         loaded = []
         for some in by_model.values():
             gathered = _Gathered([tasks[group].job for group in some], depth, some, rows)
-            loaded.append((gathered, staging.add(gathered.parts), gathered.room(staging)))
-        for gathered, _, room in loaded:
-            if room is not None:
-                gathered.copy(staging.here(room))
+            loaded.append((gathered, staging.add(gathered.parts), gathered.reserve(staging)))
+        for gathered, _, staged in loaded:
+            if staged is not None:
+                gathered.copy(staging.here(staged))
         staging.send(first=order is None)
         if order is None:
             tokens, refers, lanes = map(staging.view, ordered)
             order = _Order(tokens, refers, lanes, any(task.job.references is not None for task in tasks))
         readings = [
-            gathered.reading(gathered.apart(device) if room is None else staging.view(room), staging.view(parts))
-            for gathered, parts, room in loaded
+            gathered.reading(gathered.apart(device) if staged is None else staging.view(staged), staging.view(parts))
+            for gathered, parts, staged in loaded
         ]
         return cls(readings, order)
 
@@ -231,9 +231,9 @@ class _Gathered:
         if int(self.parts[:, 4:6].max()) > _MAX_WORDS:
             raise FormatError("entropy coded part: more words than a group can have; the payload is corrupt")
 
-    def room(self, staging: Staging) -> Staged | None:
+    def reserve(self, staging: Staging) -> Staged | None:
         """Return memory to gather them in; None if a direct copy is better."""
-        return None if lie_apart(self._payloads) else staging.room(self._places[-1])
+        return None if lie_apart(self._payloads) else staging.reserve(self._places[-1])
 
     def copy(self, here: NDArray[np.uint8]) -> None:
         coder.gather(self._payloads, self._tokens, self._groups, self._rows, here)
@@ -520,7 +520,7 @@ def _synthesise(
             COMPONENTS=COMPONENTS,
             WRAPS=wraps,
             num_warps=_UNSTACK.warps,
-            num_stages=min(_UNSTACK.stages, tables.most_tiles),
+            num_stages=min(_UNSTACK.stages, tables.max_tiles),
             enable_fp_fusion=False,
         )
     pairs = min(_FINISH.rows, max(32, 1 << (-(-structure.dim // 2) - 1).bit_length()))

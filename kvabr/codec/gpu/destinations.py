@@ -25,7 +25,7 @@ class WriteTarget:
     offsets: NDArray[np.int64]
     """[token]: in elements; negative: not written."""
     strides: tuple[int, int]
-    """Of heads and dims, in elements."""
+    """Strides of heads and dims, in elements."""
     dtype: torch.dtype
     device: torch.device
 
@@ -57,4 +57,4 @@ def _grid(rows: int, by_row: int, columns: int, by_column: int) -> NDArray[np.in
 def check_blocks(shape: Sequence[int], blocks: BlockSlots) -> None:
     """Raise `FormatError` unless kernels can write a group of this shape to these blocks."""
     if not blocks.fits(shape) or blocks.dtype not in DTYPES or blocks.direct is None:
-        raise FormatError(f"{tuple(shape)} cannot be decoded to blocks {tuple(blocks.first.shape)}")
+        raise FormatError(f"blocks {tuple(blocks.first.shape)} cannot hold a group {tuple(shape)}")

@@ -20,7 +20,7 @@ _CHANNELS, _OUTPUTS, _TOKENS, _COMPONENTS = 32, 64, 64, 64
 _FEW_TOKENS = 16
 _WARPS = 8
 Inverses = tuple[Sequence[Inverse], Sequence[Inverse]]
-"""Of all blocks, none if components are channels, and of all stacks."""
+"""Inverses of all blocks (none if components are channels), and of all stacks."""
 
 
 class Analysed(NamedTuple):

@@ -21,7 +21,7 @@ ROW_BITS: tl.constexpr = tl.constexpr(22)
 """A row and its class share an int32 (`kvabr.codec.transform.MAX_ROWS`)."""
 ROW_MASK: tl.constexpr = tl.constexpr((1 << 22) - 1)
 ESCAPED: tl.constexpr = tl.constexpr(255)
-"""In the low byte of a table's entry; other symbols are stored plus 128."""
+"""Low byte of a table's entry for escaped indices; other symbols are stored plus 128."""
 
 _RANKS: tl.constexpr = tl.constexpr(
     """{

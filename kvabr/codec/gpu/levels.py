@@ -123,10 +123,10 @@ def _expand(tasks: Sequence[_Task]) -> torch.Tensor:
             data = sent_apart(payloads, places, device)
             staging.send()
         else:
-            room = staging.room(places[-1])
-            coder.copy(payloads, staging.here(room))
+            staged = staging.reserve(places[-1])
+            coder.copy(payloads, staging.here(staged))
             staging.send()
-            data = staging.view(room)
+            data = staging.view(staged)
         status = torch.zeros(len(tasks), dtype=torch.int32, device=device)
         blocks = max(1, head_blocks(spec.kv_heads, values))
         parts = 2 if keys and values else 0 if keys else 1

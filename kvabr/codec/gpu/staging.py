@@ -33,7 +33,7 @@ SCRATCH_BYTES = 4 << 30
 
 
 @cache
-def scratch_room(device: torch.device) -> int:
+def scratch_bytes(device: torch.device) -> int:
     """Return the scratch memory: up to a quarter of the free memory at the first call."""
     if device.type != "cuda":
         return SCRATCH_BYTES
@@ -64,7 +64,7 @@ class Staging:
         self._size += -(-array.nbytes // _ALIGN) * _ALIGN
         return piece
 
-    def room(self, size: int) -> Staged:
+    def reserve(self, size: int) -> Staged:
         """Reserve bytes, to be written `here`."""
         piece = Staged(self._size, torch.uint8, (size,))
         self._size += -(-size // _ALIGN) * _ALIGN

@@ -82,7 +82,7 @@ class TransformTables(NamedTuple):
     row_gain: torch.Tensor
     """uint8 [row]: of its first matrix."""
     row_place: torch.Tensor
-    most_tiles: int
+    max_tiles: int
     tiles: torch.Tensor
     """int64 [tile, 5]: see `kernels.unstack`."""
     stack_mantissa: torch.Tensor

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.gpu import writer_kernels as kernels
-from kvabr.codec.gpu.staging import Staging, scratch_room
+from kvabr.codec.gpu.staging import Staging, scratch_bytes
 from kvabr.codec.native.coder_model import BUCKETS, CoderModel, Quantiser, derived, usual_streams
 from kvabr.codec.native.references import LANES, TILE, References
 from kvabr.codec.native.streams import payload_heads, rows_of_streams
@@ -42,12 +42,12 @@ class EncodeJob:
         rows = self.rows
         if rows.dim() != 2 or rows.shape[0] != self.model.rows or rows.dtype != torch.float32 or rows.stride(1) != 1:
             raise FormatError(
-                f"coefficients {tuple(rows.shape)} {rows.dtype}, must be [{self.model.rows}, tokens] float32"
+                f"coefficients must be float32 [{self.model.rows}, tokens], got {rows.dtype} {tuple(rows.shape)}"
             )
         tokens = rows.shape[1]
         places = tokens if self.references is None else len(self.references.place)
         if not tokens or self.keep.shape != (tokens,) or places != tokens:
-            raise FormatError(f"tokens to code, or references, of another group than one of {tokens} tokens")
+            raise FormatError(f"keep and references must be for the {tokens} tokens of the group, at least 1")
         if self.model.refines != (self.lower is not None):
             raise FormatError("this depth " + ("needs" if self.model.refines else "takes no") + " depth below")
 
@@ -84,7 +84,7 @@ def _stride(job: EncodeJob) -> int:
 def _at_once(job: EncodeJob) -> int:
     # Indices, those below, words and escapes, flags and lists.
     each = job.model.rows * (8 * _stride(job) + 16)
-    return max(1, min(scratch_room(job.rows.device) // each, 1 << 15))
+    return max(1, min(scratch_bytes(job.rows.device) // each, 1 << 15))
 
 
 def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:

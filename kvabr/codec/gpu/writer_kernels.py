@@ -14,7 +14,7 @@ MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds magnitudes below 2^22 to the nearest whole number, halves to even."""
 FARTHEST_BELOW: tl.constexpr = tl.constexpr(32767 // 3)
 ESCAPES: tl.constexpr = tl.constexpr(1 << 24)
-"""In an entry: escaped. Below are the start, 12 bits, and the frequency."""
+"""Bit of an entry for escaped indices; the lower bits are the start, 12 bits, and the frequency."""
 
 
 @triton.jit

@@ -72,7 +72,7 @@ static PyObject *encoded(const Path *path, const Depth *d, const Indices *from, 
 }
 
 /* Whether rows can be cut into as many streams. */
-static int cuts(const Depth *d, uint32_t streams) { return streams && streams <= most_streams(d->rows); }
+static int cuts(const Depth *d, uint32_t streams) { return streams && streams <= max_streams(d->rows); }
 
 /* Reads optional references, u8 [token] each; returns whether they are as `References` says. */
 static int references_of(const Py_buffer *place, const Py_buffer *lane, uint32_t tokens, References *to) {
@@ -295,8 +295,8 @@ static PyObject *alike(PyObject *self, PyObject *args) {
  * context, 2]), ...)): see count.h */
 static PyObject *count_symbols(PyObject *self, PyObject *args) {
     (void)self;
-    Py_buffer from = {0}, b[2 * MOST_DEPTHS] = {{0}};
-    CountedDepth depth[MOST_DEPTHS];
+    Py_buffer from = {0}, b[2 * MAX_DEPTHS] = {{0}};
+    CountedDepth depth[MAX_DEPTHS];
     const char *name;
     PyObject *tuple;
     unsigned rows;
@@ -306,7 +306,7 @@ static PyObject *count_symbols(PyObject *self, PyObject *args) {
     const Path *path = path_named(name);
     Py_ssize_t n = PyTuple_Size(tuple);
     size_t tokens = rows ? (size_t)from.len / 4 / rows : 0, symbols = 0;
-    int good = path && tokens && tokens < (1u << 24) && holds(&from, rows * tokens, 4) && n && n <= MOST_DEPTHS;
+    int good = path && tokens && tokens < (1u << 24) && holds(&from, rows * tokens, 4) && n && n <= MAX_DEPTHS;
     for (Py_ssize_t d = 0; good && d < n; d++) {
         CountedDepth *own = depth + d;
         Py_buffer *to = b + 2 * d;
@@ -324,7 +324,7 @@ static PyObject *count_symbols(PyObject *self, PyObject *args) {
         Py_END_ALLOW_THREADS
     }
     release(&from, 1);
-    release(b, 2 * MOST_DEPTHS);
+    release(b, 2 * MAX_DEPTHS);
     if (!good)
         return PyErr_Occurred() ? NULL : size_error();
     Py_RETURN_NONE;
@@ -388,7 +388,7 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     PyObject *capsule, *depths, *payloads, *tuple;
     Target target = {0};
     Chain chain = {0};
-    Py_buffer payload[MOST_DEPTHS] = {{0}};
+    Py_buffer payload[MAX_DEPTHS] = {{0}};
     Py_buffer b[3] = {{0}};
     unsigned threads;
     if (!PyArg_ParseTuple(args, "sOO!O!O!Iz*z*z*", &name, &capsule, &PyTuple_Type, &depths, &PyTuple_Type, &payloads, &PyTuple_Type,
@@ -401,7 +401,7 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     int good = t && read_target(tuple, &target) == 0;
     Py_ssize_t n = PyTuple_Size(depths);
     size_t means = t ? (size_t)t->layers * t->halves * t->blocks * t->width : 0;
-    if (good && (t->paired != path->paired || !fits(&target, t) || n < 1 || n > MOST_DEPTHS || PyTuple_Size(payloads) != n ||
+    if (good && (t->paired != path->paired || !fits(&target, t) || n < 1 || n > MAX_DEPTHS || PyTuple_Size(payloads) != n ||
                  !references_of(b, b + 1, target.group.tokens, &chain.references) ||
                  (b[2].buf && !holds(b + 2, means, 4)))) {
         size_error();
@@ -428,7 +428,7 @@ static PyObject *decode(PyObject *self, PyObject *args) {
             aligned_free(own.mean);
         Py_END_ALLOW_THREADS
     }
-    release(payload, n < MOST_DEPTHS ? (int)n : MOST_DEPTHS);
+    release(payload, n < MAX_DEPTHS ? (int)n : MAX_DEPTHS);
     release(target.buffer, 3);
     release(b, 3);
     if (!good)

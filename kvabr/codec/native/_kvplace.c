@@ -14,7 +14,7 @@ static int parse_cache(PyObject *from, Cache *c) {
         return 0;
     for (int i = 0; i < 5; i++)
         c->step[i] = step[i];
-    if (layers < 1 || halves < 1 || halves > 2 || heads < 1 || tokens < 1 || dim < 1 || dim > MOST_DIM || c->kind > BF16) {
+    if (layers < 1 || halves < 1 || halves > 2 || heads < 1 || tokens < 1 || dim < 1 || dim > MAX_DIM || c->kind > BF16) {
         PyErr_SetString(PyExc_ValueError, "no such cache");
         return 0;
     }

@@ -29,7 +29,7 @@ PyObject *depth(PyObject *self, PyObject *args) {
     for (size_t c = 0; good && c < classes; c++)
         good = 2u * ((const uint8_t *)b[1].buf)[c] + 2 <= width;
     if (near) {
-        good = good && near <= MOST_NEAR && holds(b + 6, classes * near * width, 2) && holds(b + 7, 16 * (size_t)contexts, 1);
+        good = good && near <= MAX_NEAR && holds(b + 6, classes * near * width, 2) && holds(b + 7, 16 * (size_t)contexts, 1);
         for (size_t i = 0; good && i < 16 * (size_t)contexts; i++)
             good = ((const uint8_t *)b[7].buf)[i] < near;
     }

@@ -97,8 +97,8 @@ def encode_indices(
 ) -> bytes:
     """Code the indices of one group, [row, token], 16-bit integers.
 
-    ``below`` has the indices one depth below if the model refines one, from which those above must be in reach;
-    ``references`` are those of the depth below. For ``streams`` see `most_streams` (None: `usual_streams`), for
+    If the model refines a depth, ``below`` has that depth's indices, and ``index`` must be within their range;
+    ``references`` are those of the depth below. For ``streams`` see `max_streams` (None: `usual_streams`), for
     ``threads`` `encode_rows`.
     """
     path = active_path()
@@ -127,7 +127,7 @@ def encode_rows(
 
     ``lower`` is the quantiser of the depth below, if refined; its payload was made from the same rows. ``keep`` is
     False for tokens with indices of 0 at both depths, [token]. At most ``threads`` threads run (None: as `encoding_on`
-    says, else one per core). For the rest see `encode_indices`.
+    says, else one per core). Other arguments as in `encode_indices`.
     """
     path = active_path()
     rows, mask = check_rows(model, rows, lower, keep)
@@ -161,18 +161,18 @@ def error_sums(
 
 
 def similarity(
-    rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
+    rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, limit: int = 0
 ) -> NDArray[np.int32]:
     """Return the similarity of tokens: sums over rows of the products of each two tokens' numbers.
 
     ``rows`` are coefficients, [row, token] float32; ``which`` has fewer than 2^20 rows, ``tokens`` up to `TILE`.
-    Numbers are indices limited to ``most``, at most 8, or with 0 the errors of rounding in sixteenths of ``step``. The
+    Numbers are indices limited to ``limit``, at most 8, or with 0 the errors of rounding in sixteenths of ``step``. The
     result, [token, token], is the same on every path.
     """
     path = active_path()
     sums = np.zeros((len(tokens), len(tokens)), np.int32)
     places = np.ascontiguousarray(which, np.uint32), np.ascontiguousarray(tokens, np.uint32)
-    _kvcoder.alike(path, np.ascontiguousarray(rows, np.float32), rows.shape[1], *places, step, most, sums)
+    _kvcoder.alike(path, np.ascontiguousarray(rows, np.float32), rows.shape[1], *places, step, limit, sums)
     return sums
 
 
@@ -183,7 +183,7 @@ def count_symbols(
 ) -> None:
     """Add coefficients times ``loud`` to a calibration's counts, as `kvabr.codec.quantiser.count`.
 
-    Each depth has a quantiser, whether it refines the one before, and counts of symbols and flags.
+    Each depth is a quantiser, True if it refines the previous depth, and counts of symbols and flags.
     """
     path = active_path()
     parts = tuple((own.step, own.dead, *rest) for own, *rest in depths)
@@ -243,7 +243,7 @@ def synthesise(
     check_cache(transform, out)
     wanted = (transform.structure.rows, out.shape[3])
     if z.shape != wanted or z.dtype != np.int16:
-        raise FormatError(f"coefficients: {z.dtype} of {z.shape}, must be int16 of {wanted}")
+        raise FormatError(f"coefficients must be int16 of {wanted}, got {z.dtype} of {z.shape}")
     with _target(transform, transform.scale(step, gains), first_token, out) as target:
         _kvcoder.synthesise(path, _transform(transform, path), np.ascontiguousarray(z), target)
 
@@ -268,7 +268,7 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
     """
     path = active_path()
     if len(job.models) > MAX_DEPTHS:
-        raise FormatError(f"{len(job.models)} depths, at most {MAX_DEPTHS}")
+        raise FormatError(f"at most {MAX_DEPTHS} depths are allowed, got {len(job.models)}")
     depths, transform, mean = tuple(map(_depth, job.models)), _transform(job.transform, path), mean_of(job)
     with (
         _target(job.transform, job.transform.scale(job.step, job.gains), job.first_token, job.out) as target,

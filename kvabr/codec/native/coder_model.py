@@ -145,7 +145,7 @@ class CoderModel:
         return self.contexts == 3
 
 
-def most_streams(rows: int) -> int:
+def max_streams(rows: int) -> int:
     """Return the maximum number of streams: each has at least a whole run of rows."""
     return max(1, min(rows // LANES, 0xFFFF))
 
@@ -157,11 +157,11 @@ def cut(order: NDArray[np.uint32], streams: int) -> list[NDArray[np.uint32]]:
 
 
 def usual_streams(model: CoderModel, tokens: int) -> int:
-    """Return the number of streams of a group that shortens the longest at a small cost in bytes."""
+    """Return the number of streams of a group: more shorten the longest, and take more bytes."""
     each = derived(model, "bytes", lambda: _expected_bytes(model))
     tiles = -(-tokens // TILE)
     affordable = 1 + int(_STREAM_SHARE * each * tokens / _STREAM_BYTES)
-    return max(1, min(affordable, -(-model.rows * tiles // _USUAL_ROWS), most_streams(model.rows)))
+    return max(1, min(affordable, -(-model.rows * tiles // _USUAL_ROWS), max_streams(model.rows)))
 
 
 def _expected_bytes(model: CoderModel) -> float:
@@ -209,9 +209,9 @@ def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | 
     """Return int16, contiguous indices for coders; raise `FormatError` if they do not fit the model."""
     _below_or_not(model, below)
     if index.ndim != 2 or index.shape[0] != model.rows or index.shape[1] < 1:
-        raise FormatError(f"indices of shape {index.shape}, must be [{model.rows}, tokens]")
+        raise FormatError(f"indices must have the shape [{model.rows}, tokens], got {index.shape}")
     if below is not None and below.shape != index.shape:
-        raise FormatError(f"indices below of shape {below.shape} for {index.shape}")
+        raise FormatError(f"indices below must have the shape {index.shape}, got {below.shape}")
     return _int16(index), None if below is None else _int16(below)
 
 
@@ -229,7 +229,7 @@ def check_rows(
     """Return coefficients for coders, and a mask: -1 for tokens to code; raise as `check_indices`."""
     _below_or_not(model, lower)
     if rows.ndim != 2 or rows.shape[0] != model.rows or rows.shape[1] < 1 or keep.shape != rows.shape[1:]:
-        raise FormatError(f"coefficients of shape {rows.shape}, must be [{model.rows}, tokens]")
+        raise FormatError(f"coefficients must have the shape [{model.rows}, tokens], got {rows.shape}")
     return np.ascontiguousarray(rows, dtype=np.float32), -keep.astype(np.int16)
 
 
@@ -237,9 +237,9 @@ def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> I
     """Return the indices below for a decoder; raise as `check_indices`."""
     _below_or_not(model, below)
     if tokens < 1:
-        raise FormatError(f"a group of {tokens} tokens")
+        raise FormatError(f"a group must have at least 1 token, got {tokens}")
     if below is not None and below.shape != (model.rows, tokens):
-        raise FormatError(f"indices below of shape {below.shape}, must be {(model.rows, tokens)}")
+        raise FormatError(f"indices below must have the shape {(model.rows, tokens)}, got {below.shape}")
     return None if below is None else _int16(below)
 
 
@@ -256,12 +256,12 @@ class DecodeJob:
     """A base and its chain of enhancements, to be decoded into a cache in one call."""
 
     models: Sequence[CoderModel]
-    """Per depth, base first."""
+    """One model per depth, base first."""
     payloads: Sequence[bytes | memoryview]
-    """Per depth; untrusted."""
+    """One payload per depth; untrusted."""
     transform: Transform
     step: float
-    """Of the last depth."""
+    """Step of the last depth."""
     first_token: int | None
     """Position for rotating keys; None: not rotated."""
     out: torch.Tensor
@@ -275,14 +275,14 @@ class DecodeJob:
     def __post_init__(self) -> None:
         models, rows = self.models, self.transform.structure.rows
         if not models or len(models) != len(self.payloads):
-            raise FormatError(f"{len(self.payloads)} payloads for {len(models)} depths")
+            raise FormatError(f"payloads must be one for each of {len(models)} depths, got {len(self.payloads)}")
         if [model.refines for model in models] != [False] + [True] * (len(models) - 1):
             raise FormatError("the first depth must stand alone, and all others refine the one below")
         if self.references is not None and len(self.references.place) != self.out.shape[-2]:
-            raise FormatError("the references are of another group")
+            raise FormatError("references must have a place for each token of the group")
         for model in models:
             if model.rows != rows:
-                raise FormatError(f"tables for {model.rows} coefficients, but the transform takes {rows}")
+                raise FormatError(f"tables must be for the {rows} coefficients of the transform, got {model.rows}")
         check_cache(self.transform, self.out)
         if isinstance(self.mean, np.ndarray):
             keep(self, "mean", np.float32, *self.transform.mean.shape)
@@ -292,7 +292,7 @@ def check_cache(transform: Transform, cache: torch.Tensor) -> None:
     """Raise `FormatError` unless a tensor can hold a cache of the transform's spec."""
     wanted = transform.structure.coded.shape(cache.shape[3] if cache.ndim == 5 else 0)
     if tuple(cache.shape) != wanted or not cache.shape[3] or not cache.is_floating_point():
-        raise FormatError(f"{tuple(cache.shape)} {cache.dtype} cannot hold a cache of {wanted}")
+        raise FormatError(f"the cache must be floats of {wanted}, got {cache.dtype} of {tuple(cache.shape)}")
 
 
 def _below_or_not(model: CoderModel, below: object | None) -> None:
@@ -303,6 +303,6 @@ def _below_or_not(model: CoderModel, below: object | None) -> None:
 def _int16(index: NDArray[Any]) -> Index:
     if index.dtype != np.int16:
         if index.size and (int(index.min()) < -32767 or int(index.max()) > 32767):
-            raise FormatError("an index is beyond 16 bits; keep such tokens exact")
+            raise FormatError("indices must fit 16 bits; keep larger tokens exact")
         index = index.astype(np.int16)
     return np.ascontiguousarray(index)

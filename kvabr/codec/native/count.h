@@ -48,8 +48,8 @@ static void count_tile(const int32_t *index, const int32_t *below, uint32_t toke
 
 static void count_row(const float *row, uint32_t tokens, float loud, const CountedDepth *depth, int depths, size_t number,
                       uint32_t most) {
-    Close close[MOST_DEPTHS];
-    int32_t index[MOST_DEPTHS][TILE];
+    Close close[MAX_DEPTHS];
+    int32_t index[MAX_DEPTHS][TILE];
     memset(close, 0, (size_t)depths * sizeof *close);
     for (uint32_t first = 0; first < tokens; first += TILE) {
         uint32_t n = at_most(TILE, tokens - first);

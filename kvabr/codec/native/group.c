@@ -7,7 +7,7 @@
 /* Of a tile that begins at a token. */
 static const uint8_t *from_token(const uint8_t *of_group, uint32_t first) { return of_group ? of_group + first : NULL; }
 
-/* Readers of all streams of a payload, at most as many as `most_streams` says. */
+/* Readers of all streams of a payload, at most as many as `max_streams` says. */
 static int open_payload(const uint8_t *payload, size_t size, uint32_t rows, uint32_t tokens, Reader **readers, uint32_t *streams) {
     size_t directory;
     *streams = streams_of(payload, size, rows, &directory);
@@ -81,9 +81,9 @@ typedef struct {
     const Transform *transform;
     const Chain *chain;
     const Output *out;
-    Scratch *scratch[MOST_THREADS]; /* of each thread; the first one's has the indices, and which rows are live */
-    Reader *readers[MOST_DEPTHS];   /* [stream] of each depth */
-    uint32_t streams[MOST_DEPTHS];
+    Scratch *scratch[MAX_THREADS]; /* of each thread; the first one's has the indices, and which rows are live */
+    Reader *readers[MAX_DEPTHS];   /* [stream] of each depth */
+    uint32_t streams[MAX_DEPTHS];
     size_t stride;
     Tile tile;
     int depth;
@@ -117,7 +117,7 @@ int decode_group(const Path *path, const Transform *t, const Chain *chain, const
         error = open_payload(chain->payload[d], chain->size[d], t->rows, group->tokens, &it.readers[d], &it.streams[d]);
         useful = it.streams[d] > useful ? it.streams[d] : useful;
     }
-    useful = at_most(at_most(useful, threads ? threads : 1), MOST_THREADS);
+    useful = at_most(at_most(useful, threads ? threads : 1), MAX_THREADS);
     while (!error && workers < useful && (it.scratch[workers] = scratch_new(t->rows, group->tokens, t, workers == 0)))
         workers++;
     Team *team = workers ? team_new(workers) : NULL;
@@ -139,7 +139,7 @@ int decode_group(const Path *path, const Transform *t, const Chain *chain, const
     team_free(team);
     for (int d = 0; d < chain->depths; d++)
         aligned_free(it.readers[d]);
-    for (int i = 0; i < MOST_THREADS; i++)
+    for (int i = 0; i < MAX_THREADS; i++)
         scratch_free(it.scratch[i]);
     return error;
 }

@@ -22,13 +22,13 @@
 #define TOTAL (1 << PROBABILITY_BITS)
 #define LOW (1u << 16)
 #define FARTHEST 2047
-#define MOST_DEPTHS 16
-#define MOST_THREADS 16 /* that work on one group */
+#define MAX_DEPTHS 16
+#define MAX_THREADS 16 /* that work on one group */
 #define ESCAPE (-128) /* instead of a value in a lookup entry */
 #define FLAT_BASE 32  /* most symbols of a table that is searched by comparing, without contexts ... */
 #define FLAT_CONTEXT 8 /* ... and with several contexts */
 #define CLOSE 32       /* magnitude below which a calibration counts values in four places in turn */
-#define MOST_NEAR 8    /* contexts of tokens that refer to another */
+#define MAX_NEAR 8    /* contexts of tokens that refer to another */
 
 /* Matrix products work on 8 tokens and 32 outputs at a time. */
 #define TOKENS 8
@@ -50,7 +50,7 @@ typedef struct {
 /* The same for tokens that refer to another, with all symbols, used or not. */
 typedef struct {
     uint16_t symbols;               /* 0: too many, use the lookup */
-    int16_t start[FLAT_CONTEXT - 1][MOST_NEAR]; /* [symbol][context]: of symbol 1, 2 ... */
+    int16_t start[FLAT_CONTEXT - 1][MAX_NEAR]; /* [symbol][context]: of symbol 1, 2 ... */
 } NearFlat;
 
 typedef struct {
@@ -156,7 +156,7 @@ static inline uint32_t cut_before(Cut cut, uint32_t position) {
 }
 
 /* Streams have at least a whole run each. */
-static inline uint32_t most_streams(uint32_t rows) { return rows < 2 * LANES ? 1 : at_most(rows / LANES, 0xFFFF); }
+static inline uint32_t max_streams(uint32_t rows) { return rows < 2 * LANES ? 1 : at_most(rows / LANES, 0xFFFF); }
 
 /* What an encoder made of one stream. */
 typedef struct {
@@ -233,9 +233,9 @@ void transform_free(Transform *);
 
 /* The payloads of a group, lowest depth first. */
 typedef struct {
-    const Depth *depth[MOST_DEPTHS];
-    const uint8_t *payload[MOST_DEPTHS];
-    size_t size[MOST_DEPTHS];
+    const Depth *depth[MAX_DEPTHS];
+    const uint8_t *payload[MAX_DEPTHS];
+    size_t size[MAX_DEPTHS];
     int depths;
     References references;
 } Chain;
@@ -273,7 +273,7 @@ int gather_copy(const Gathered *, uint32_t payloads, uint8_t *to, uint32_t threa
 /* team.c: threads that share work, item by item. One that cannot be started is done without. */
 typedef struct Team Team;
 typedef void (*Job)(void *context, uint32_t item, uint32_t worker);
-Team *team_new(uint32_t threads); /* at most MOST_THREADS; NULL: no memory */
+Team *team_new(uint32_t threads); /* at most MAX_THREADS; NULL: no memory */
 void team_run(Team *, Job, void *context, uint32_t items); /* returns when all items are done */
 void team_free(Team *);
 

@@ -205,7 +205,7 @@ static void PATH(dequantise_as)(const uint8_t *code, const float *scale, const f
 
 /* One row of `n` numbers into a cache. */
 static void PATH(store)(const float *restrict from, uint8_t *restrict to, uint32_t kind, ptrdiff_t step, size_t n) {
-    uint16_t small[MOST_DIM];
+    uint16_t small[MAX_DIM];
     if (kind == F32 && step == 1)
         memcpy(to, from, n * sizeof *from);
     else if (kind == F32)
@@ -224,7 +224,7 @@ static void PATH(store)(const float *restrict from, uint8_t *restrict to, uint32
  * low half is one of the first half of all. */
 static void PATH(place_codes)(const Cache *c, uint8_t *to, const uint8_t *code, size_t at, size_t all, size_t n,
                               const float *scale, const float *low, int form, int each) {
-    float row[MOST_DIM];
+    float row[MAX_DIM];
     const int two = form == INT4 || form == FP4, direct = c->step[4] == 1 && c->kind != F16;
     const size_t half = (all + 1) / 2;
     for (size_t size; n; n -= size, at += size) {
@@ -244,7 +244,7 @@ static void PATH(place_codes)(const Cache *c, uint8_t *to, const uint8_t *code, 
 
 /* Tokens one after another, of each [layer, K/V, head, dim]; those of E4M3 have a scale of each channel. */
 static int PATH(cast)(const Cache *c, const uint8_t *from, uint32_t kind, const float *scale) {
-    float row[MOST_DIM];
+    float row[MAX_DIM];
     const size_t rows = c->layers * c->halves * c->heads, width = c->dim * (kind == E4M3 ? 1 : 2);
     const int plain = c->step[4] == 1 && !((uintptr_t)c->data % (c->kind == F32 ? 4 : 2));
     int good = 1;
@@ -300,7 +300,7 @@ INLINE int PATH(alike)(const Cache *c, const uint8_t *from, const Units *u, cons
     const size_t block = each ? 0 : 2 * (l * u->blocks + h / (heads / u->blocks)), other = 2 * c->layers * u->blocks;
     const ptrdiff_t step = c->step[3] * (kind == F32 ? 4 : 2);
     uint8_t *to = row_of(c, l, !each, h, first);
-    float value[2], row[MOST_DIM];
+    float value[2], row[MAX_DIM];
     int good = 1;
     for (size_t t = first; t < last; t++, to += step) {
         const uint8_t *unit = from + t / tokens * size, *codes = unit + code + t % tokens * width;
@@ -342,7 +342,7 @@ static int PATH(alike_as)(const Cache *c, const uint8_t *from, const Units *u, c
 
 /* Units one after another. `low` and `scale` are those of the keys, [layer, head, dim]; FP4 has them in its units. */
 static int PATH(dequantised)(const Cache *c, const uint8_t *from, const Units *u, const float *low, const float *scale) {
-    float value[2], each[MOST_DIM];
+    float value[2], each[MAX_DIM];
     const size_t dims[2] = {u->keys, values_of(c, u)}, width = c->heads * u->keys;
     const size_t size = unit_bytes(c, u), own = scale_bytes(c, u), layer = code_bytes(c, u), all = codes_of(c, u);
     const size_t spans = spans_of(c, u), per_block = u->blocks ? c->heads / u->blocks : 1;

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#define MOST_DIM 8192 /* twice KVSpec's limit: keys and values may lie side by side */
+#define MAX_DIM 8192 /* twice KVSpec's limit: keys and values may lie side by side */
 #define BLOCK 8       /* tokens whose rows are written together: neighbours in most caches */
 #define SPAN 32       /* numbers of FP4 that share a scale */
 

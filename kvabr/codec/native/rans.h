@@ -58,7 +58,7 @@ static inline void reader_to_tail(Reader *r) {
 static inline uint32_t streams_of(const uint8_t *data, size_t size, uint32_t rows, size_t *directory) {
     uint32_t first = size < COUNT_BYTES ? 0 : little32(data), n = first & 0xFFFF;
     *directory = first < STREAMED ? 0 : sizeof first;
-    return first < STREAMED ? 1 : n > 1 && n <= most_streams(rows) ? n : 0;
+    return first < STREAMED ? 1 : n > 1 && n <= max_streams(rows) ? n : 0;
 }
 
 /* Opens a stream at its states, which has at most `symbols` symbols. */

@@ -163,7 +163,7 @@ int depth_near(Depth *d, uint32_t contexts, const uint16_t *freqs, const uint8_t
         if (symbols > FLAT_CONTEXT)
             continue;
         flat->symbols = (uint16_t)symbols;
-        for (uint32_t k = 0; k < MOST_NEAR; k++) {
+        for (uint32_t k = 0; k < MAX_NEAR; k++) {
             uint32_t start = 0;
             for (uint32_t s = 0; s + 1 < symbols; s++) {
                 start += k < contexts ? freqs[((size_t)c * contexts + k) * d->width + s] : TOTAL;

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 struct Team {
-    pthread_t thread[MOST_THREADS];
+    pthread_t thread[MAX_THREADS];
     uint32_t size;    /* with the one that made it */
     pthread_mutex_t lock;
     pthread_cond_t begun, ended;
@@ -61,7 +61,7 @@ Team *team_new(uint32_t threads) {
         goto no_begun;
     if (pthread_cond_init(&team->ended, NULL))
         goto no_ended;
-    while (team->size < at_most(threads, MOST_THREADS)) {
+    while (team->size < at_most(threads, MAX_THREADS)) {
         Member *given = malloc(sizeof *given);
         if (!given)
             break;

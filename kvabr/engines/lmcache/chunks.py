@@ -45,7 +45,9 @@ def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
     if halves == 1 and heads == 1:
         return keyed.spec_of(model, "lmcache", layers, 1, dim, dtype, latent=True)
     if halves != 2:
-        raise FormatError(f"a cache of shape {tuple(shape)} has neither keys and values nor one vector per token (MLA)")
+        raise FormatError(
+            f"a cache must have keys and values, or one vector per token (MLA), got the shape {tuple(shape)}"
+        )
     return keyed.spec_of(model, "lmcache", layers, heads, dim, dtype)
 
 
@@ -90,14 +92,14 @@ def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -
     Raise `FormatError` for several kinds of layers, and as `spec_of`.
     """
     if len(layout.shapes) != 1:
-        raise FormatError(f"an object of {len(layout.shapes)} kinds of layers; kvabr takes those of one")
+        raise FormatError(f"an object must have one kind of layers, got {len(layout.shapes)}")
     shape = layout.shapes[0] if len(layout.shapes[0]) != 3 else (1, *layout.shapes[0])
     if len(shape) != 4 or not all(shape):
-        raise FormatError(f"an object of the shape {shape}, which is not [K/V, layer, token, head x dim]")
+        raise FormatError(f"an object must be [K/V, layer, token, head x dim], got {shape}")
     halves, layers, tokens, width = shape
     dim = heads(width) if halves == 2 else width
     if not dim or width % dim:
-        raise FormatError(f"{width} numbers of a token are not a multiple of heads of {dim}")
+        raise FormatError(f"the numbers of a token must be a multiple of the heads' {dim}, got {width}")
     return spec_of(model, (layers, halves, tokens, width // dim, dim), layout.dtypes[0])
 
 
@@ -134,7 +136,7 @@ def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
     halves, layers, tokens, held = chunk.shape if chunk.dim() == 4 else (0, 0, 0, 0)
     if (halves, layers, held) != (sides, spec.layers, width):
         wanted = f"[{sides}, {spec.layers}, tokens, {width}]"
-        raise FormatError(f"a chunk has the shape {tuple(chunk.shape)}, not {wanted}")
+        raise FormatError(f"a chunk must have the shape {wanted}, got {tuple(chunk.shape)}")
     return chunk.view(sides, layers, tokens, only.heads, width // only.heads).permute(1, 0, 3, 2, 4)
 
 

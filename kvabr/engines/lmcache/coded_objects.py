@@ -118,16 +118,16 @@ class ObjectCoder:
             magnitude = largest(kv, plan.spec, position or 0)
             check_holds(self._plain, plan.spec, magnitude)
         except (NotFiniteError, FormatError) as error:
-            self._trouble.tell("an object is not stored", error)
+            self._trouble.warn("an object is not stored", error)
             raise
         limit = plan.size - _HEAD.size - _CRC.size
         if self._layers and position is None:
-            self._trouble.tell("objects are coded without layers", "the daemon did not hash their prompt's tokens")
+            self._trouble.warn("objects are coded without layers", "the daemon did not hash their prompt's tokens")
         elif self._layers and (profile := self._profile(plan.spec)) is not None:
             frames = _layers_within(limit, name, _contexts(profile.spec, kv, position or 0, profile))
             if frames:
                 return _filled(_TRACKS, frames, position, kv.shape[-1], plan.size)
-            self._trouble.tell("objects are coded without layers", f"not even the base fits {plan.size} bytes")
+            self._trouble.warn("objects are coded without layers", f"not even the base fits {plan.size} bytes")
         frames = [
             framed(
                 encode_payload(part, self._plain, context), self._plain, context, _chunk(name, group, context), group
@@ -188,7 +188,7 @@ class ObjectCoder:
         try:
             return profile_for(spec, self._engine)
         except ForeignError as error:
-            self._trouble.tell("objects are coded without layers", error)
+            self._trouble.warn("objects are coded without layers", error)
             return None
 
 

@@ -73,7 +73,9 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         """Prepare without dialling; LMCache allocates chunks in ``memory``."""
         super().__init__(config, metadata)
         if len(self.meta_shapes) != 1 or config.use_layerwise:
-            raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
+            raise IrrecoverableException(
+                "kvabr: needs one kind of layer, and chunks of all layers: set use_layerwise: false"
+            )
         if getattr(config, "enable_blending", False):
             raise IrrecoverableException(
                 "kvabr: with enable_blending LMCache uses chunks at places that they were not computed for, and "
@@ -131,7 +133,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         shape[2] = played.tokens
         chunk: MemoryObj | None = self._memory.allocate(torch.Size(shape), self.meta_dtypes[0], self.meta_fmt)
         if chunk is None or chunk.tensor is None:
-            self._store.trouble.tell("LMCache has no memory for a chunk", "see max_local_cpu_size")
+            self._store.trouble.warn("LMCache has no memory for a chunk", "see max_local_cpu_size")
             return None
         try:
             there = places(played, as_kv(chunk.tensor, self._store.spec))
@@ -147,7 +149,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             raise
         if (wrong := next(filter(None, errors), None)) is not None:
             chunk.ref_count_down()
-            self._store.trouble.tell("a chunk cannot be decoded", wrong)
+            self._store.trouble.warn("a chunk cannot be decoded", wrong)
             return None
         return chunk
 

@@ -211,7 +211,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         """Return the store of a kind of objects; log once and return None if unsupported."""
         if kind not in self._kinds:
             if len(self._kinds) >= _MAX_KINDS:
-                self._trouble.tell("objects are not stored", f"more than {_MAX_KINDS} kinds")
+                self._trouble.warn("objects are not stored", f"more than {_MAX_KINDS} kinds")
                 return None
             self._kinds[kind] = asyncio.get_running_loop().create_task(self._open(kind))
         return await asyncio.shield(self._kinds[kind])
@@ -235,7 +235,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
                 any_heads=True,
             )
         except KvabrError as error:
-            self._trouble.tell(f"objects of {kind.model} are neither stored nor loaded", error)
+            self._trouble.warn(f"objects of {kind.model} are neither stored nor loaded", error)
             return None
         return KindStore(store, asyncio.Semaphore(settings.queue))
 
@@ -272,7 +272,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         try:
             kind = await asyncio.wait_for(opening, self._settings.lookup_s)
         except TimeoutError:
-            self._trouble.tell("nothing is looked up yet", "the digest of the model's weights is being computed")
+            self._trouble.warn("nothing is looked up yet", "the digest of the model's weights is being computed")
             return []
         if kind is None:
             return []
@@ -296,7 +296,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         there = places(played, as_kv(chunk, played.spec))
         errors = await asyncio.get_running_loop().run_in_executor(None, expand_here, played.groups, there)
         if (wrong := next(filter(None, errors), None)) is not None:
-            self._trouble.tell("a chunk cannot be decoded", wrong)
+            self._trouble.warn("a chunk cannot be decoded", wrong)
         return wrong is None
 
     async def _all(self, failed: _R, works: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
@@ -304,7 +304,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         results = await asyncio.gather(*works, return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException):
-                self._trouble.tell("an object of LMCache is neither stored nor loaded", error)
+                self._trouble.warn("an object of LMCache is neither stored nor loaded", error)
         return [failed if isinstance(one, BaseException) else one for one in results]
 
     async def _close(self) -> None:
@@ -318,7 +318,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
 
 def _check_pairs(keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
     if len(keys) != len(objects):
-        raise ValueError(f"{len(keys)} keys and {len(objects)} objects")
+        raise ValueError(f"there must be one object for each of {len(keys)} keys, got {len(objects)}")
 
 
 def _kind_of(key: ObjectKey, held: MemoryObj) -> ObjectKind:
@@ -328,5 +328,5 @@ def _kind_of(key: ObjectKey, held: MemoryObj) -> ObjectKind:
 def _tensor(held: MemoryObj) -> torch.Tensor:
     chunk: torch.Tensor | None = held.tensor
     if chunk is None:
-        raise FormatError("an object without memory")
+        raise FormatError("LMCache passed an object without memory")
     return chunk

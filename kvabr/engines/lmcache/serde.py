@@ -80,7 +80,7 @@ def _chunk_of(held: MemoryObj, layout: ObjectLayout) -> torch.Tensor | None:
         return None
     chunk: torch.Tensor | None = held.tensor
     if chunk is None:
-        raise FormatError("an object without memory")
+        raise FormatError("LMCache passed an object without memory")
     return chunk
 
 

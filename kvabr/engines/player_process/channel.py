@@ -196,7 +196,7 @@ class _Catalogs:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Catalog, int]] = OrderedDict()
-        """With their pickled sizes; least recently used first."""
+        """Catalogs with their pickled sizes; least recently used first."""
         self._nbytes = 0
 
     def __contains__(self, digest: str) -> bool:

@@ -44,11 +44,11 @@ from kvabr.engines.player_process.messages import (
 )
 from kvabr.engines.player_process.sockets import own_socket, private_folder
 from kvabr.engines.settings import INSIDE, OWN
-from kvabr.player.decode_queue import DecodeShare
+from kvabr.player.decode_queue import SharedDecodeRate
 from kvabr.store.buffers import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
-from kvabr.types.errors import ConnectionLostError, TransportError, UsageError, told_if_exhausted
+from kvabr.types.errors import ConnectionLostError, TransportError, UsageError, exhaustion_as_error
 from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 
@@ -159,7 +159,7 @@ class RemoteClient:
         if how.device is not None and how.device.type == "cuda" and isinstance(args[0], Found):
             catalog = args[0].catalog.to_play
             if not self._speeds.lacks(catalog, how.device):
-                share = DecodeShare(self._speeds.rates(catalog, how.device), partial(int, self._playing))
+                share = SharedDecodeRate(self._speeds.rates(catalog, how.device), partial(int, self._playing))
         own = _from_here(how.policy), None if how.estimator is None else _from_here(how.estimator)
         return replace(how, device=None, decode_share=share, policy=own[0], estimator=own[1])
 
@@ -186,7 +186,7 @@ class RemoteClient:
         loop, started = asyncio.get_running_loop(), False
         until_s = loop.time() + _START_S
         while True:
-            with told_if_exhausted():
+            with exhaustion_as_error():
                 link = socket.socket(socket.AF_UNIX)
             try:
                 link.setblocking(False)  # a full backlog would block

@@ -43,7 +43,7 @@ _CALLS = frozenset(
 """Methods of `AsyncClient` that engines may call."""
 _KEEP_S = 60.0
 _ENGINES = 64
-_MAX_SPARE_BYTES = 512 << 20
+_MAX_IDLE_BYTES = 512 << 20
 _PAUSE_S = 1.0
 
 
@@ -137,7 +137,7 @@ class _Engine:
         self._arguments: ClientArguments | None = None
         self._client: AsyncClient | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._regions = Regions(_MAX_SPARE_BYTES, lambda region: self._channel.send(ForgetRegion(region)))
+        self._regions = Regions(_MAX_IDLE_BYTES, lambda region: self._channel.send(ForgetRegion(region)))
 
     def close(self) -> None:
         self._channel.close()

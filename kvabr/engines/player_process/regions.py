@@ -58,9 +58,9 @@ class Region:
 class Regions:
     """The regions of one connection."""
 
-    def __init__(self, most_spare_bytes: int, forget: Callable[[int], None]) -> None:
-        """Start with up to ``most_spare_bytes`` of unused regions; ``forget`` takes the numbers of freed ones."""
-        self._most, self._forget = most_spare_bytes, forget
+    def __init__(self, max_idle_bytes: int, forget: Callable[[int], None]) -> None:
+        """Start with up to ``max_idle_bytes`` of unused regions; ``forget`` takes the numbers of freed ones."""
+        self._max_idle_bytes, self._forget = max_idle_bytes, forget
         self._used: dict[int, Region] = {}
         self._spare: list[Region] = []
         self._made = 0
@@ -83,7 +83,7 @@ class Regions:
         if region is None:
             return
         self._spare.append(region)
-        while sum(one.size for one in self._spare) > self._most:
+        while sum(one.size for one in self._spare) > self._max_idle_bytes:
             self._end(self._spare.pop(0))
 
     def drop(self, number: int) -> None:

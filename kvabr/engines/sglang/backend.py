@@ -264,7 +264,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         for (page, _), wrong in zip(groups, expand_here([group for _, group in groups], into), strict=True):
             if wrong is not None:
                 lost.add(page)
-                pool.store.trouble.tell("a page cannot be decoded", wrong)
+                pool.store.trouble.warn("a page cannot be decoded", wrong)
         return [played is not None and page not in lost for page, played in enumerate(got)]
 
     def _publish(

@@ -57,12 +57,12 @@ class HostPages:
         """Raise `FormatError` for an unsupported pool."""
         buffer = getattr(pool, "kv_buffer", None)
         if not isinstance(buffer, torch.Tensor):
-            raise FormatError(f"a host pool {type(pool).__name__}, which holds no keys and values; kvabr has no tracks")
+            raise FormatError(f"the host pool {type(pool).__name__} holds no keys and values; kvabr has no tracks")
         self._pool, self._buffer = pool, buffer
         self.latent = hasattr(pool, "kv_cache_dim")
         dim = None if self.latent else pool.head_dim
         if getattr(pool, "v_head_dim", dim) != dim:
-            raise FormatError("keys and values of different widths; kvabr has tracks for equal ones")
+            raise FormatError("keys and values must have the same width")
         self.tokens: int = pool.page_size
         self.shards = int(getattr(pool, "dcp_size", 1) or 1)
         """Ranks of decode context parallelism, each with an equal part of a page's tokens."""

@@ -217,8 +217,8 @@ def _layer_class() -> Any:
 def _check_positions(tokens: Sequence[int], at: Sequence[int], cached: int) -> None:
     if not at or any(a >= b for a, b in pairwise(at)) or at[0] < 0 or at[-1] >= len(tokens):
         raise ModelError(f"positions to compute must increase from 0 to {len(tokens) - 1} at most, and be at least one")
-    behind = [place for place in at if place >= cached]
-    if behind and behind != list(range(cached, cached + len(behind))):
+    after = [place for place in at if place >= cached]
+    if after and after != list(range(cached, cached + len(after))):
         raise ModelError(f"tokens computed after the {cached} cached ones must follow them without a gap")
 
 

@@ -51,7 +51,7 @@ class TransformersEngine:
         self._state = state_of(model) if watched else None
         self.mode: EngineMode = "hole"
         self.cache_argument = cache_argument(model)
-        self._most_tokens = _GPU_CHUNK
+        self._max_tokens = _GPU_CHUNK
         self._takes_positions = "position_ids" in signature(model.base_model.forward).parameters
         warm_engine(spec, self.device, self.dtype)
 
@@ -118,7 +118,7 @@ class TransformersEngine:
             except torch.OutOfMemoryError:
                 if size <= CHUNK or not rewind(cache, self.spec, start + first):
                     raise
-                self._most_tokens = size // 2
+                self._max_tokens = size // 2
             else:
                 first += size
 
@@ -126,7 +126,7 @@ class TransformersEngine:
         """Return the tokens per pass for a prompt of ``seen`` tokens."""
         if self.device.type == "cpu":
             return CHUNK
-        return max(CHUNK, min(self._most_tokens, _MASK_ELEMENTS // seen))
+        return max(CHUNK, min(self._max_tokens, _MASK_ELEMENTS // seen))
 
     def _given(self, cache: Any, ids: torch.Tensor, start: int) -> dict[str, Any]:
         """Return a model's arguments for tokens after ``start`` others; not all models take positions from a cache."""

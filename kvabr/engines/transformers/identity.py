@@ -1,6 +1,6 @@
 """Facts about a loaded model for the names of its caches: adapters, quantisation, changes in memory.
 
-PEFT's adapters, recognised by attributes, count by their effect: those merged into a layer, else the active ones.
+PEFT's adapters are recognised by their attributes. The merged ones of a layer count, or else its active ones.
 """
 
 from __future__ import annotations

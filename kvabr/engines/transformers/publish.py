@@ -50,7 +50,7 @@ def cache_publisher(
     prior: Catalog | None = None,
     tracks: Sequence[str] | None = None,
     queue: int = 4,
-    most_bytes: int | None = None,
+    max_bytes: int | None = None,
     digest: str = SHA256,
     keep_tokens: bool = False,
 ) -> Publisher:
@@ -63,7 +63,7 @@ def cache_publisher(
         prior: catalog of the same model to estimate losses from (`kvabr encode`); None: SmolLM2-135M's.
         tracks: names; None: FP16, Int8, Int4, with a profile the AC layers, and for float32 states Raw.
         queue: maximum number of caches waiting or in work.
-        most_bytes: limit of engine assets in that folder, see `kvabr.store.quota`; None: no limit.
+        max_bytes: limit of engine assets in that folder, see `kvabr.store.quota`; None: no limit.
         digest: kind of the groups' digests, see `kvabr.types.digests`.
         keep_tokens: store the token ids, see `kvabr.publish.publisher.Publisher`.
 
@@ -78,7 +78,7 @@ def cache_publisher(
         tracks=tracks,
         profile=profile or find_profile(engine.spec),
         queue=queue,
-        max_bytes=most_bytes,
+        max_bytes=max_bytes,
         source="a prefill of transformers",
         digest=digest,
         keep_tokens=keep_tokens,
@@ -229,17 +229,17 @@ def prefill_live(
     return cache, done
 
 
-def runs(tokens: int, most: int, group_tokens: int, marks: Iterable[int] = ()) -> list[int]:
+def runs(tokens: int, max_tokens: int, group_tokens: int, marks: Iterable[int] = ()) -> list[int]:
     """Return the ends of the runs of a prompt's computation, shorter towards the end.
 
     Each run but the last ends with a group or at a mark.
     """
-    if most < 1:
-        raise UsageError(f"run_tokens must be at least 1, got {most}")
+    if max_tokens < 1:
+        raise UsageError(f"run_tokens must be at least 1, got {max_tokens}")
     ends, first = [], 0
     while first < tokens:
         half = -(-(tokens - first) // (2 * group_tokens)) * group_tokens
-        longest = max(group_tokens, most // group_tokens * group_tokens)
+        longest = max(group_tokens, max_tokens // group_tokens * group_tokens)
         limit = min(first + min(half, longest), tokens)
         first = min((mark for mark in marks if first < mark < limit), default=limit)
         ends.append(first)

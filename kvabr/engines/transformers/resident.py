@@ -58,10 +58,10 @@ def fits(spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device) ->
         or tuple(spec.only.layers) != tuple(range(len(spec.only.layers)))
     ):
         return False
-    nbytes, most = tokens * spec.elements_per_token * dtype.itemsize, float(_MAX_CPU_BYTES)
+    nbytes, limit = tokens * spec.elements_per_token * dtype.itemsize, float(_MAX_CPU_BYTES)
     if device.type == "cuda":
-        most = _MAX_GPU_SHARE * torch.cuda.mem_get_info(device)[0]
-    return nbytes <= most
+        limit = _MAX_GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+    return nbytes <= limit
 
 
 @cache

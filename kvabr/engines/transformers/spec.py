@@ -319,7 +319,7 @@ def _yarn(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
     rotary = plain.rotary_dim
 
     def pair(turns: float) -> float:
-        """Return the (fractional) pair that makes ``turns`` turns within the original context."""
+        """Return the (fractional) pair of dims that rotates ``turns`` times within the original context."""
         return rotary * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(plain.theta))
 
     first = pair(float(parameters.get("beta_fast") or 32))

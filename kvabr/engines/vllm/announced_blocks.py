@@ -22,9 +22,9 @@ _MAX_PENDING = 1024
 class AnnouncedBlocks:
     """Announced blocks and pending events; requests are vLLM's objects."""
 
-    def __init__(self, block: int, ranks: int = 1, most: int = MAX_BLOCKS) -> None:
+    def __init__(self, block: int, ranks: int = 1, limit: int = MAX_BLOCKS) -> None:
         """Start; a block has ``block`` tokens, and ``ranks`` workers publish a part each."""
-        self._block, self._ranks, self._most = block, ranks, most
+        self._block, self._ranks, self._limit = block, ranks, limit
         self._announced: OrderedDict[bytes, None] = OrderedDict()
         self._pending: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         self._events: list[KVEvent] = []
@@ -41,8 +41,8 @@ class AnnouncedBlocks:
             self._announced[name] = None
             self._announced.move_to_end(name)
         self._remove(names[count:])
-        if len(self._announced) > self._most:
-            self._remove(list(islice(self._announced, len(self._announced) - self._most)))
+        if len(self._announced) > self._limit:
+            self._remove(list(islice(self._announced, len(self._announced) - self._limit)))
 
     def publishing(self, request: Any) -> None:
         """Record a request that will be published."""
@@ -77,11 +77,11 @@ class AnnouncedBlocks:
         return self._block * next((at for at, name in enumerate(names) if name not in self._announced), len(names))
 
     def _remove(self, names: Iterable[bytes]) -> None:
-        gone = [name for name in names if name in self._announced]
-        for name in gone:
+        release_blocks = [name for name in names if name in self._announced]
+        for name in release_blocks:
             del self._announced[name]
-        if gone:
-            self._events.append(KVBlocksRemoved(list(gone), STORAGE))
+        if release_blocks:
+            self._events.append(KVBlocksRemoved(list(release_blocks), STORAGE))
 
     def _stored(self, request: Any, names: Sequence[bytes]) -> KVBlocksStored:
         salt = request.cache_salt

@@ -89,7 +89,7 @@ class EngineCaches:
     """The layer classes of a model or pipeline stage, and vLLM's pages for them."""
 
     classes: tuple[LayerClass, ...]
-    """In the order of `kvabr.engines.transformers.spec_of`, with all heads, without rotary embeddings."""
+    """Classes in the order of `kvabr.engines.transformers.spec_of`, with all heads, without rotary embeddings."""
     pages: tuple[Pages, ...]
 
     @property

@@ -25,7 +25,7 @@ from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Names
 from kvabr.engines.vllm.plays import find_cache
-from kvabr.engines.vllm.requests import params, wants_back
+from kvabr.engines.vllm.requests import expects_return, params
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.player.session_types import TIME_PRICE
 from kvabr.types.errors import KvabrError
@@ -71,7 +71,7 @@ class RequestHints:
     def seconds(self, request: Any) -> float:
         """Return the seconds to keep a request's cache; 0 without a valid hint."""
         given = params(request).get("keep_s")
-        if given is None and not wants_back(request):
+        if given is None and not expects_return(request):
             return 0.0
         what = f"keep_s is not a number of seconds up to {_MAX_KEEP_S:g}"
         if given is None:
@@ -81,7 +81,7 @@ class RequestHints:
             wrong, what = True, "nothing is kept for requests here: this engine does not play"
         if wrong:
             self._counts.add("params_ignored")
-            self._trouble.tell(f"kv_transfer_params: {what}", "the hint is ignored")
+            self._trouble.warn(f"kv_transfer_params: {what}", "the hint is ignored")
             return 0.0
         return float(min(given, _MAX_KEEP_S))
 
@@ -115,7 +115,7 @@ class RequestHints:
                 hinted = await client.hint_asset(found, within_s=_TIMEOUT_S, options=options)
                 self._counts.add("tokens_refined", hinted.tokens)
         except (KvabrError, TimeoutError) as error:  # it remains as played until next time
-            self._trouble.tell("a cache played with a loss could not be improved", error)
+            self._trouble.warn("a cache played with a loss could not be improved", error)
 
     def _options(self, salt: bytes) -> PlayOptions:
         return PlayOptions(policy=self._settings.policy, salt=salt)
@@ -149,7 +149,7 @@ class RequestHints:
                     tokens = await self._keep_of(client, replace(hint, tokens=0), model.specs)
         except (KvabrError, TimeoutError) as error:
             self._counts.add("hints_failed")
-            self._trouble.tell("a request's cache could not be kept", error)
+            self._trouble.warn("a request's cache could not be kept", error)
         except Exception:  # noqa: BLE001  # nobody waits for this
             self._counts.add("hints_failed")
             _log.exception("kvabr: a request's cache could not be kept")

@@ -15,9 +15,9 @@ from kvabr.types.naming import chain
 class LossyGroups:
     """The latest lossy groups in the engine's blocks."""
 
-    def __init__(self, spec: KVSpec, block: int, most: int) -> None:
-        """Remember the latest ``most`` groups of a model with blocks of ``block`` tokens."""
-        self._spec, self._block, self.most = spec, block, most
+    def __init__(self, spec: KVSpec, block: int, limit: int) -> None:
+        """Remember the latest ``limit`` groups of a model with blocks of ``block`` tokens."""
+        self._spec, self._block, self.limit = spec, block, limit
         self._groups: OrderedDict[str, None] = OrderedDict()
         self._blocks: OrderedDict[str, None] = OrderedDict()
 
@@ -38,7 +38,7 @@ class LossyGroups:
             for kept, digest in ((self._groups, groups[place // size]), (self._blocks, blocks[place // self._block])):
                 kept[digest] = None
                 kept.move_to_end(digest)
-                if len(kept) > self.most:
+                if len(kept) > self.limit:
                     kept.popitem(last=False)
 
     def before(self, tokens: Sequence[int], salt: bytes, model: str | None = None) -> bool:

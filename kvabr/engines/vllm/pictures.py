@@ -29,14 +29,14 @@ class Pictures:
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Start; a request waits at most ``patience_s`` seconds for its digests."""
         self._patience_s, self._clock = patience_s, clock
-        self._asked: dict[str, tuple[Future[list[Medium]], float]] = {}
+        self._pending: dict[str, tuple[Future[list[Medium]], float]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     def waits(self, request: Any) -> bool:
         """Return True while digests of a request's media are being computed."""
         if not getattr(request, "mm_features", None):
             return False
-        media, since_s = self._ask(request)
+        media, since_s = self._request_digests(request)
         return not media.done() and self._clock() < since_s + self._patience_s
 
     def tokens(self, request: Any) -> Sequence[int]:
@@ -44,7 +44,7 @@ class Pictures:
         ids = request.prompt_token_ids
         if not getattr(request, "mm_features", None):
             return tuple(ids)
-        media, _ = self._ask(request)
+        media, _ = self._request_digests(request)
         if not media.done():
             raise ModelError("their digests are still being computed")
         try:
@@ -54,18 +54,18 @@ class Pictures:
 
     def over(self, name: str) -> None:
         """Forget a request."""
-        media, _ = self._asked.pop(name, (None, 0.0))
+        media, _ = self._pending.pop(name, (None, 0.0))
         if media is not None:
             media.cancel()
 
-    def _ask(self, request: Any) -> tuple[Future[list[Medium]], float]:
+    def _request_digests(self, request: Any) -> tuple[Future[list[Medium]], float]:
         name = request.request_id
-        if name not in self._asked:
+        if name not in self._pending:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "kvabr-media")
             media = self._thread.submit(_media, tuple(request.mm_features))
-            self._asked[name] = media, self._clock()
-        return self._asked[name]
+            self._pending[name] = media, self._clock()
+        return self._pending[name]
 
 
 def _media(features: Features) -> list[Medium]:

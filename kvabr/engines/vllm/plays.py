@@ -34,7 +34,7 @@ class LoadRequest:
     """First token to load, after the engine's own whole blocks."""
     last: int
     """Token after the last to load, at the end of a block."""
-    behind: int
+    uncached: int
     """Tokens of the prompt from ``last`` on."""
     tail: int
     """Maximum tokens before ``last`` that the engine may compute instead."""
@@ -45,7 +45,7 @@ class LoadRequest:
     salt: bytes = b""
     adapter: str | None = None
     engine_price: float = GPU_PRICE
-    """In nats per generated token."""
+    """Price of a second of engine time, nats per generated token."""
     max_loss: float = math.inf
     """Maximum expected loss, nats per generated token."""
 
@@ -83,7 +83,7 @@ class KeepRequest:
 
     chunks: tuple[str, ...]
     blocks: tuple[tuple[int, ...], ...]
-    """By block table; empty without windows."""
+    """Blocks by block table; empty without windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SnapshotRequest:
     chunk: str
     """Chained digest of the last group before it."""
     blocks: dict[int, int]
-    """By table of states."""
+    """Block by table of states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class GrowRequest:
     last: int
     """Token after the last new one, at the end of a block."""
     blocks: tuple[tuple[int, ...], ...]
-    """By block table."""
+    """Blocks by block table."""
     salt: bytes
     adapter: str | None
     had: int
@@ -148,7 +148,7 @@ class Step:
     scheduled: int = 0
     prefill: tuple[int, int] | None = None
     """Equivalent prefill of one prompt: tokens before it, and new ones, if known."""
-    asking: bool = False
+    polling: bool = False
     """A lookup or digest is in progress; only polling notices its end."""
 
 
@@ -186,10 +186,10 @@ def sizes(catalog: Catalog, tracks: Sequence[Track]) -> tuple[int, ...]:
     return tuple(sorted({_with_lower(catalog, track) for track in tracks}, reverse=True))
 
 
-def within(found: Found, skip: int, most: int) -> Found:
-    """Exclude tracks of more than ``most`` bytes after the first ``skip`` groups."""
+def within(found: Found, skip: int, limit: int) -> Found:
+    """Exclude tracks of more than ``limit`` bytes after the first ``skip`` groups."""
     left = found.catalog.suffix(skip)
-    names = frozenset(track.name for track in left.tracks if _with_lower(left, track) <= most)
+    names = frozenset(track.name for track in left.tracks if _with_lower(left, track) <= limit)
     return found if len(names) == len(left.tracks) else replace(found, only=names)
 
 
@@ -244,7 +244,7 @@ async def _stay_connected(client: EngineClient, *, probes: bool) -> None:
             await client.round_trip(probe_s=within_s if probes else None)
         except KvabrError as error:
             within_s, away = _DIAL_S, True
-            _trouble.tell("the origin cannot be reached", error)
+            _trouble.warn("the origin cannot be reached", error)
         else:
             if not probes:
                 return

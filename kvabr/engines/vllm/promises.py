@@ -66,13 +66,13 @@ class _Waiting:
     first: int
     last: int
     due_s: float
-    asked_s: float
+    requested_s: float
     terms: Terms
 
     @property
     def last_s(self) -> float:
         """Latest start of its computation: one deadline late."""
-        return 2 * self.due_s - self.asked_s
+        return 2 * self.due_s - self.requested_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class _Held:
     load: Demand
     terms: Terms
     bytes: int
-    came: int = 0
+    arrived_bytes: int = 0
     ends: list[int] = field(default_factory=list)
     promised: int = 0
 
@@ -149,7 +149,7 @@ class Promises:
     def idle(self, now: float) -> None:
         self._engine_s = min(self._engine_s, now)
 
-    def ask(
+    def promised_tokens(
         self, request: str, computed: int, last: int, *, terms: Callable[[int], Terms], due_s: float, now: float
     ) -> int | None:
         """Return the number of promised tokens after the first ``computed``; None: ask again.
@@ -187,9 +187,9 @@ class Promises:
             return False
         held, self._changed = self._held[request], True
         held.ends.append(end)
-        held.came = max(nbytes, held.came)
+        held.arrived_bytes = max(nbytes, held.arrived_bytes)
         if len(held.ends) == self._ranks:
-            held.bytes = min(held.came, held.bytes)
+            held.bytes = min(held.arrived_bytes, held.bytes)
         return True
 
     def use(self, request: str, external: int, now: float) -> tuple[int, int] | None:
@@ -282,10 +282,10 @@ class Promises:
             late = [name for name in late if now >= self._waiting[name].last_s]
         self._compute(late, divided.played, now, late=True)
 
-    def _advance(self, came: float) -> list[Demand]:
+    def _advance(self, arrived_bytes: float) -> list[Demand]:
         loads = sorted((held.load for held in self._under_way()), key=lambda load: load.due_s)
         for load in loads:
-            came, load.bytes = max(0.0, came - load.bytes), max(0.0, load.bytes - came)
+            arrived_bytes, load.bytes = max(0.0, arrived_bytes - load.bytes), max(0.0, load.bytes - arrived_bytes)
         return loads
 
     def _loads(self, order: Sequence[str]) -> list[Demand]:
@@ -307,7 +307,7 @@ class Promises:
 
     def _yields(self, request: str, now: float) -> bool:
         waiting = self._waiting[request]
-        early = now < (waiting.asked_s + waiting.due_s) / 2
+        early = now < (waiting.requested_s + waiting.due_s) / 2
         return early and waiting.terms.sizes[-1] > self._max_bytes
 
     def _under_way(self) -> list[_Held]:

@@ -24,9 +24,9 @@ from kvabr.engines.vllm.config import ServedModel
 from kvabr.engines.vllm.copier import Copier
 from kvabr.engines.vllm.lossy import LossyGroups
 from kvabr.engines.vllm.plays import GrowRequest, KeepRequest, PublishRequest, SnapshotRequest, Step
-from kvabr.engines.vllm.snapshots import KeptStates
+from kvabr.engines.vllm.snapshots import StateCache
 from kvabr.engines.vllm.stats import ConnectorCounts
-from kvabr.engines.vllm.windows import KeptWindows
+from kvabr.engines.vllm.windows import WindowCache
 from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.cost import PrefillCost
@@ -54,7 +54,7 @@ class PublishingWorker(Protocol):
 
     lossy: LossyGroups
 
-    def gone(self, request: str) -> None:
+    def release_blocks(self, request: str) -> None:
         """Release the blocks of an ended request."""
 
 
@@ -64,7 +64,7 @@ class Publishers:
 
     ended: Publisher
     live: LivePublisher | None = None
-    """For requests during prefill, into the same store."""
+    """Publisher of requests during prefill, into the same store."""
 
     def close(self) -> None:
         """Publish waiting caches."""
@@ -80,7 +80,7 @@ class Publications:
         """Start, with ``kept`` bytes of memory for data that vLLM drops early."""
         self._engine, self._publishers, self._model, self._copier = engine, publishers, model, copier
         self._counts, self._trouble = engine.counts, TroubleLog(_log)
-        self._windows, self._states = KeptWindows(kept), KeptStates(kept)
+        self._windows, self._states = WindowCache(kept), StateCache(kept)
         self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing if pages.names))
         self._growing: dict[str, LiveSlot | None] = {}
         """Growing caches; None: not published."""
@@ -201,7 +201,7 @@ class Publications:
             if slot is not None:
                 slot.end()
             if not publication.alive:
-                self._engine.gone(publication.request)
+                self._engine.release_blocks(publication.request)
 
         if self.overlapped:
             self._copier.submit(end)
@@ -246,7 +246,7 @@ class Publications:
         try:
             slot = self._publishers.ended.reserve(publication.tokens, publication.salt, model.shard.model)
         except KvabrError as error:
-            self._trouble.tell("a cache is not published", error)
+            self._trouble.warn("a cache is not published", error)
         else:
             if not isinstance(slot, Slot):
                 why = f"dropped_{slot}"
@@ -263,7 +263,7 @@ class Publications:
                 return
         self._counts.add(f"publish_{why}")
         self._over(publication.request, len(publication.tokens) if why == "dropped_known" else 0)
-        self._engine.gone(publication.request)
+        self._engine.release_blocks(publication.request)
 
     def _reading(self, publication: PublishRequest, slot: Slot) -> _Read | None:
         kept = self._windows.take(publication.chunks) if self._passing else ()
@@ -312,7 +312,7 @@ class Publications:
             self._counts.add("copy_seconds", time.thread_time() - began_s)
             slot.fill(kv, partial(self._published, publication.request))
         finally:
-            self._engine.gone(publication.request)
+            self._engine.release_blocks(publication.request)
 
     def _count(self, by: int) -> None:
         with self._lock:
@@ -343,5 +343,5 @@ class Publications:
             self._counts.add("publish_dropped_known")
         elif not outcome.not_finite:
             self._counts.add("publish_dropped_failed")
-            self._trouble.tell("a cache could not be published", outcome.why)
+            self._trouble.warn("a cache could not be published", outcome.why)
         self._count(-1)

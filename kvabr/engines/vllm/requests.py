@@ -25,18 +25,18 @@ def params(request: Any) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
-def wants(request: Any, key: str) -> bool:
+def allows(request: Any, key: str) -> bool:
     """Return True unless a request disables ``play``, ``publish`` or ``live``."""
     given = params(request).get(key)
     return given is None or given is True
 
 
-def wants_back(request: Any) -> bool:
+def expects_return(request: Any) -> bool:
     """Return True if the session continues, see `kvabr.engines.vllm.hints`."""
     return params(request).get("back") is True
 
 
-def most_loss(request: Any) -> float | None:
+def requested_max_loss(request: Any) -> float | None:
     """Return a request's bound on its expected loss, infinite without one; None if invalid."""
     given = params(request).get("max_loss")
     if given is None:

@@ -29,10 +29,10 @@ from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.announced_blocks import AnnouncedBlocks
+from kvabr.engines.vllm.block_losses import BlockLosses
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Growth, Names
 from kvabr.engines.vllm.hints import RequestHints
-from kvabr.engines.vllm.kept_losses import KeptLosses
 from kvabr.engines.vllm.loras import Adapters
 from kvabr.engines.vllm.pictures import Pictures
 from kvabr.engines.vllm.plays import (
@@ -49,12 +49,12 @@ from kvabr.engines.vllm.plays import (
 )
 from kvabr.engines.vllm.promises import Promises, Terms
 from kvabr.engines.vllm.requests import (
+    allows,
     faults,
-    most_loss,
     params,
+    requested_max_loss,
     salt_of,
     unfit,
-    wants,
 )
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
@@ -165,8 +165,8 @@ class SchedulerHalf:
         self._arrived: set[str] = set()
         self.counts = ConnectorCounts()
         self.publishing = False
-        most = settings.keep_loss if model.prefix_caching else math.inf  # without prefix caching nothing is reused
-        self._kept = KeptLosses(most, model.caches.blocks, evict, self.counts, hashed)
+        limit = settings.keep_loss if model.prefix_caching else math.inf  # without prefix caching nothing is reused
+        self._kept = BlockLosses(limit, model.caches.blocks, evict, self.counts, hashed)
         self._cost: PrefillCost | None = None
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._rtt_s = 0.0
@@ -183,7 +183,7 @@ class SchedulerHalf:
         if request.request_id not in self._lookups and request.request_id not in self._arrived:
             for what, why in faults(request):
                 self.counts.add("params_ignored")
-                self._trouble.tell(f"kv_transfer_params: {what}", why)
+                self._trouble.warn(f"kv_transfer_params: {what}", why)
         if self._client is not None and request.request_id not in self._lookups:
             self._lookups[request.request_id] = self._ask(request)
         if self._produces and request.request_id not in self._old:
@@ -191,7 +191,7 @@ class SchedulerHalf:
             self._completed.arrived(request)
             if self._model.caches.states:
                 self._boundaries.arrived(request)
-            if self._growth is not None and self._published(request) and wants(request, "live"):
+            if self._growth is not None and self._published(request) and allows(request, "live"):
                 self._growth.arrived(request)
                 self._announce_later(request)
 
@@ -235,7 +235,7 @@ class SchedulerHalf:
         lookup.computed = computed
         if computed % self._model.block or lookup.found is None:
             return 0, False
-        if self._model.prefix_caching and time.monotonic() < lookup.due_s and self._comes(lookup.found, computed):
+        if self._model.prefix_caching and time.monotonic() < lookup.due_s and self._will_arrive(lookup.found, computed):
             return None, False
         promised = self._promised(request.request_id, lookup, lookup.found, computed)
         return promised, bool(promised)
@@ -245,13 +245,13 @@ class SchedulerHalf:
 
         0 tokens are checked too: some may have been shared a step ago.
         """
-        deadline_s, most = lookup.deadline_s if wants(request, "play") else math.inf, lookup.max_loss - lookup.loss
-        if not self._kept.may_share(request, computed, deadline_s, most):
+        deadline_s, limit = lookup.deadline_s if allows(request, "play") else math.inf, lookup.max_loss - lookup.loss
+        if not self._kept.may_share(request, computed, deadline_s, limit):
             return False
-        if math.isinf(most):
+        if math.isinf(limit):
             return True
         lookup.before = self._kept.loss_before(request, computed)
-        if lookup.before <= most + _ROUNDING or getattr(request, "skip_reading_prefix_cache", False):
+        if lookup.before <= limit + _ROUNDING or getattr(request, "skip_reading_prefix_cache", False):
             return True
         self._unshared.append(request)
         self.counts.add("requests_spared")
@@ -264,7 +264,7 @@ class SchedulerHalf:
         self._promises.drop(name)
         del self._lookups[name]
 
-    def _comes(self, found: Found, computed: int) -> bool:
+    def _will_arrive(self, found: Found, computed: int) -> bool:
         catalog = found.catalog
         at = 0 if computed < catalog.first_token else catalog.group_at(computed)
         return at < len(catalog.chunks) and any(catalog.chunks[at] in chunks for chunks in self._loading.values())
@@ -307,7 +307,7 @@ class SchedulerHalf:
         step.snapshots = self._boundaries.step(scheduled, tables, self._model.caches.states)
         if self._growth is not None:
             step.grown = self._growth.step(scheduled, tables)
-        step.asking = bool(self._digesting) or any(each.handle is not None for each in self._lookups.values())
+        step.polling = bool(self._digesting) or any(each.handle is not None for each in self._lookups.values())
         now = time.monotonic()
         self._look_at_link(now)
         self._promises.link(*self._link)
@@ -388,7 +388,7 @@ class SchedulerHalf:
             self._pending.publications.append(PublishRequest(name, (), (), b""))
             return True
         # vLLM itself frees the blocks of a load that never reached the worker.
-        if name in self._loading or not self._produces or not wants(request, "publish"):
+        if name in self._loading or not self._produces or not allows(request, "publish"):
             return False
         if old:
             self.counts.add("publish_skipped_old")
@@ -398,7 +398,7 @@ class SchedulerHalf:
         tokens = whole_blocks(min(tokens, len(self._name(request).tokens) or tokens), math.lcm(self._model.block, size))
         if states:
             tokens = min(tokens, self._boundaries.end(request))
-        if not tokens or not self._still(request):
+        if not tokens or not self._adapter_unchanged(request):
             self.counts.add("publish_skipped_short" if not tokens else "publish_skipped_unfit")
             return False
         ids, salt, adapter = self._name_of(request)
@@ -430,7 +430,9 @@ class SchedulerHalf:
                 lookup.terms[skip] = self._terms(lookup, found.catalog, first, skip)
             return lookup.terms[skip]
 
-        return self._promises.ask(request, computed, lookup.last, terms=terms, due_s=lookup.due_s, now=time.monotonic())
+        return self._promises.promised_tokens(
+            request, computed, lookup.last, terms=terms, due_s=lookup.due_s, now=time.monotonic()
+        )
 
     def _prefill_of(self, catalog: Catalog | None = None) -> PrefillCost:
         """Return the cost of a prefill: configured, measured, from the catalog, or a guess."""
@@ -456,9 +458,9 @@ class SchedulerHalf:
     def _look_at_link(self, now: float) -> None:
         if self._client is not None and self._promises.waiting and now >= self._link_s + _LINK_S:
             self._link_s = now
-            self._client.begin(self._ask_link)
+            self._client.begin(self._fetch_link)
 
-    async def _ask_link(self, client: EngineClient) -> None:
+    async def _fetch_link(self, client: EngineClient) -> None:
         self._link, _ = await client.known_link()
 
     def _load(
@@ -478,7 +480,7 @@ class SchedulerHalf:
             found=found,
             first=first,
             last=last,
-            behind=len(lookup.tokens) - last,
+            uncached=len(lookup.tokens) - last,
             tail=self._tail(len(lookup.tokens) - last),
             deadline_s=left_s,
             tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart or self._produces else (),
@@ -487,30 +489,30 @@ class SchedulerHalf:
             max_loss=max(0.0, lookup.max_loss - lookup.before),
         )
 
-    def _tail(self, behind: int) -> int:
-        """Return the tokens of a play that may be computed instead, in a step with ``behind`` others.
+    def _tail(self, uncached: int) -> int:
+        """Return the tokens of a play that may be computed instead, in a step with ``uncached`` others.
 
         0 for several ranks, which must leave out the same tokens: `_shortened` decides.
         """
         if self._model.ranks > 1:
             return 0
         waiting = sum(lookup.found is not None for lookup in self._lookups.values())
-        return min(self._settings.tail, max(0, self._model.step_tokens - behind) // max(1, waiting))
+        return min(self._settings.tail, max(0, self._model.step_tokens - uncached) // max(1, waiting))
 
     async def _shortened(self, client: EngineClient, lookup: _Lookup, found: Found) -> Found:
         """Return the part of a cache to load, without the tail; tails of all waiting requests fit into a step."""
         settings, last = self._settings, self._usable(found, len(lookup.tokens) - 1)
         if not last:
             return found
-        behind, whole = len(lookup.tokens) - last, cut(found, last)
-        free = self._model.step_tokens - behind - sum(each.tail for each in list(self._lookups.values()))
+        uncached, whole = len(lookup.tokens) - last, cut(found, last)
+        free = self._model.step_tokens - uncached - sum(each.tail for each in list(self._lookups.values()))
         lookup.tail = max(0, min(settings.tail, free))
         cost = self._prefill_of(whole.catalog)
         tail = await client.tail_of(
             whole.catalog,
             deadline=max(_MIN_LEFT_S, lookup.deadline_s - (time.monotonic() - lookup.began_s)),
             cost=cost,
-            behind=behind,
+            uncached=uncached,
             block=self._model.block,
             options=PlayOptions(policy=settings.policy, tail=lookup.tail),
         )
@@ -522,11 +524,11 @@ class SchedulerHalf:
         lookup = _Lookup(self._deadline_of(request), time.monotonic(), max_loss=self._max_loss_of(request))
         # vLLM ignores the cache for requests with prompt log-probabilities.
         unread = getattr(request, "skip_reading_prefix_cache", False)
-        if not wants(request, "play") or unread:
+        if not allows(request, "play") or unread:
             return lookup
         if (why := self._name(request).unfit) is not None:
             self.counts.add("lookups_unfit")
-            self._trouble.tell("a request is neither played nor published", f"its cache depends on {why}")
+            self._trouble.warn("a request is neither played nor published", f"its cache depends on {why}")
             return lookup
         if len(request.prompt_token_ids) <= self._model.spec.group_tokens:
             self.counts.add("lookups_short")
@@ -539,7 +541,7 @@ class SchedulerHalf:
         lookup.within_s = self._lookup_s(lookup)
         if lookup.within_s < self._rtt_s:
             self.counts.add("lookups_hopeless")
-            self._trouble.tell("deadlines are too short for a lookup", f"a round trip takes {self._rtt_s:.3g} s")
+            self._trouble.warn("deadlines are too short for a lookup", f"a round trip takes {self._rtt_s:.3g} s")
             if not self._looking:  # it may have been long only once
                 self._looking = True
                 self._client.begin(self._look)
@@ -586,7 +588,7 @@ class SchedulerHalf:
             self._failed(lookup, str(error) or f"no answer within {lookup.within_s:.3g} s")
         except FormatError as error:
             self.counts.add("lookups_refused")
-            self._trouble.tell("the origin's cache is not played", error)
+            self._trouble.warn("the origin's cache is not played", error)
         except Exception:  # noqa: BLE001  # the request must go on
             self.counts.add("lookups_failed")
             _log.exception("kvabr: a lookup failed; the request is computed")
@@ -605,10 +607,10 @@ class SchedulerHalf:
                 lookup.due_s = max(lookup.began_s + lookup.deadline_s, least_s)
         return True
 
-    def _usable(self, found: Found, most: int) -> int:
-        """Return the number of tokens, at most ``most``, that vLLM can start with: whole blocks, and its states."""
+    def _usable(self, found: Found, limit: int) -> int:
+        """Return the number of tokens, at most ``limit``, that vLLM can start with: whole blocks, and its states."""
         catalog, block = found.catalog, self._model.block
-        last = whole_blocks(min(catalog.tokens - self._model.ahead, most), block)
+        last = whole_blocks(min(catalog.tokens - self._model.ahead, limit), block)
         if not self._model.caches.states:
             return last
         size = catalog.spec.group_tokens
@@ -620,7 +622,7 @@ class SchedulerHalf:
             return
         pause_s = self._pause.failed(lookup.began_s, within_s=lookup.within_s, rtt_s=self._rtt_s)
         if pause_s is not None:
-            self._trouble.tell(
+            self._trouble.warn(
                 "a lookup failed",
                 f"{why}; requests are computed until the origin answers, for at least {pause_s:.1f} s",
             )
@@ -644,17 +646,17 @@ class SchedulerHalf:
                 why = f"{why} ({error})"
         return self._named.setdefault(name, _Named(unfit=why))
 
-    def _still(self, request: Any) -> bool:
+    def _adapter_unchanged(self, request: Any) -> bool:
         named = self._name(request)
         try:
             return named.unfit is None and self._adapters.digest(request) == named.adapter
         except ModelError as error:
-            self._trouble.tell("a request is not published: its LoRA adapter", error)
+            self._trouble.warn("a request is not published: its LoRA adapter", error)
             return False
 
     def _waits(self, request: Any) -> bool:
-        played = self._client is not None and wants(request, "play")
-        if not played and not (self._produces and wants(request, "publish")):
+        played = self._client is not None and allows(request, "play")
+        if not played and not (self._produces and allows(request, "publish")):
             return False
         return any([self._adapters.waits(request), self._pictures.waits(request)])  # start both
 
@@ -673,22 +675,22 @@ class SchedulerHalf:
         )
 
     def _published(self, request: Any) -> bool:
-        return wants(request, "publish") and self._name(request).unfit is None
+        return allows(request, "publish") and self._name(request).unfit is None
 
     def _deadline_of(self, request: Any) -> float:
         given = params(request).get("deadline_s")
         if given is None:
             return self._settings.deadline_s
-        most_s = max(_MAX_DEADLINE_S, self._settings.deadline_s)
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most_s:
+        limit_s = max(_MAX_DEADLINE_S, self._settings.deadline_s)
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= limit_s:
             self.counts.add("params_ignored")
-            self._trouble.tell(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}", f"{WHERE} applies")
+            self._trouble.warn(f"kv_transfer_params: deadline_s is not a number up to {limit_s:g}", f"{WHERE} applies")
             return self._settings.deadline_s
         return float(given)
 
     def _max_loss_of(self, request: Any) -> float:
-        if (given := most_loss(request)) is not None:
+        if (given := requested_max_loss(request)) is not None:
             return given
         self.counts.add("params_ignored")
-        self._trouble.tell("kv_transfer_params: max_loss is not a number of zero or more", "it counts as 0")
+        self._trouble.warn("kv_transfer_params: max_loss is not a number of zero or more", "it counts as 0")
         return 0.0

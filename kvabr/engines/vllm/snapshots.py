@@ -59,12 +59,12 @@ class Boundaries:
         return kept
 
 
-class KeptStates:
+class StateCache:
     """In a worker: an LRU of snapshots by the digest of their tokens."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._kept: ByteLru[str, dict[int, torch.Tensor]] = ByteLru(
-            most_bytes, lambda parts: sum(part.nbytes for part in parts.values())
+            max_bytes, lambda parts: sum(part.nbytes for part in parts.values())
         )
 
     def keep(self, chunk: str, parts: dict[int, torch.Tensor]) -> None:

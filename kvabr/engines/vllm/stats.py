@@ -61,7 +61,7 @@ HELP = {
     "publish_skipped_window": "Requests not published because vLLM had dropped what their windows held before",
     "publish_dropped_full": "Caches not published because too many waited",
     "publish_dropped_known": "Caches not published because they exist already",
-    "publish_dropped_lossy": "Caches not published because they were computed behind a lossy cache",
+    "publish_dropped_lossy": "Caches not published because they were computed after a lossy cache",
     "publish_dropped_not_finite": "Caches not published, or only their beginning, because a number is NaN or infinite",
     "publish_dropped_failed": "Caches not published because of another error",
     "copy_seconds": "Seconds of decoding plays into the engine's blocks, and of copying publications out of them",

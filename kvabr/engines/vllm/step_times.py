@@ -29,10 +29,10 @@ class StepTimes:
     """Times steps, and stores the costs in the client's folder. Called on the engine's thread."""
 
     def __init__(
-        self, model: str, spec: KVSpec, most: int, folder: Path | None, submit: Callable[[Callable[[], None]], None]
+        self, model: str, spec: KVSpec, limit: int, folder: Path | None, submit: Callable[[Callable[[], None]], None]
     ) -> None:
-        """Start, for steps of at most ``most`` tokens of ``model``; ``submit`` runs work in a thread."""
-        self._model, self._spec, self._most, self._submit = model, spec, most, submit
+        """Start, for steps of at most ``limit`` tokens of ``model``; ``submit`` runs work in a thread."""
+        self._model, self._spec, self._limit, self._submit = model, spec, limit, submit
         self._costs = costs_at(None if folder is None else folder / COSTS_FILE)
         self._timings, self._key, self._on_gpu = PrefillTimings(guess(spec)), "", False
         self._begun: tuple[tuple[int, int], float, Any] | None = None
@@ -52,7 +52,7 @@ class StepTimes:
 
     def cost(self, prior: PrefillCost | None) -> PrefillCost:
         """Return the cost of a prefill; before any measurement, a publisher's ``prior`` or a guess."""
-        return self._known or _in_steps(self._timings.cost(prior), self._most)
+        return self._known or _in_steps(self._timings.cost(prior), self._limit)
 
     def begin(self, prefill: tuple[int, int] | None) -> None:
         """Begin a step equivalent to this prefill: tokens before it, and new ones."""
@@ -97,15 +97,15 @@ class StepTimes:
             self._submit(self._fit)
 
     def _fit(self) -> None:
-        self._news = self._known = _in_steps(self._timings.cost(), self._most)
+        self._news = self._known = _in_steps(self._timings.cost(), self._limit)
         if (now := time.monotonic()) >= self._saved_s:
             self._saved_s = now + _EVERY_S
             self._costs.save(self._timings, self._key)
 
 
 @lru_cache(maxsize=32)
-def _in_steps(cost: PrefillCost, most: int) -> PrefillCost:
-    return cost.in_steps(most)
+def _in_steps(cost: PrefillCost, limit: int) -> PrefillCost:
+    return cost.in_steps(limit)
 
 
 def prefill_of(scheduled: Mapping[str, int], before: Mapping[str, int]) -> tuple[int, int] | None:

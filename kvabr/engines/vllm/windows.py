@@ -58,10 +58,10 @@ class Completed:
             return None
         runs = self._runs(tables(name), first, last)
         # A group without its beginning cannot be kept.
-        gone = max(-(-pages.absent(runs[pages.group]) * pages.block // self._size) for pages in self._caches.passing)
-        if first + gone >= last:
+        absent = max(-(-pages.absent(runs[pages.group]) * pages.block // self._size) for pages in self._caches.passing)
+        if first + absent >= last:
             return None
-        return KeepRequest(tuple(chunks[first + gone : last]), self._runs(tables(name), first + gone, last))
+        return KeepRequest(tuple(chunks[first + absent : last]), self._runs(tables(name), first + absent, last))
 
     def _runs(self, tables: Sequence[Sequence[int]], first: int, last: int) -> tuple[tuple[int, ...], ...]:
         passing = {pages.group for pages in self._caches.passing}
@@ -73,12 +73,12 @@ def _bytes(parts: Sequence[torch.Tensor]) -> int:
     return sum(part.nbytes for part in parts)
 
 
-class KeptWindows:
+class WindowCache:
     """In a worker: an LRU of window groups by digest."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._kept: ByteLru[str, tuple[torch.Tensor, ...]] = ByteLru(
-            most_bytes, lambda kept: sum(p.nbytes for p in kept)
+            max_bytes, lambda kept: sum(p.nbytes for p in kept)
         )
 
     def lacks(self, chunks: Sequence[str]) -> bool:

@@ -80,7 +80,7 @@ class WorkerHalf:
         kind = f"{' '.join(sorted({str(model.kept(part)) for part in model.shard.parts}))} {model.ranks}"
         self._times = StepTimes(kind, model.shard, model.step_tokens, settings.cache, self._copier.submit)
         self.lossy = LossyGroups(model.spec, model.block, _MAX_LOSSY)
-        self._most_loss = math.inf
+        self._max_loss = math.inf
         self._publications: Publications | None = None
         if publishers is not None:
             self._publications = Publications(self, publishers, model, self._copier, settings.host_mib << 18)
@@ -90,14 +90,14 @@ class WorkerHalf:
     ) -> None:
         """Set the engine's cache; errors as `EngineBlocks`. ``keepers`` are other connectors that keep lossy plays."""
         if keepers:
-            self._most_loss = self._settings.keep_loss
+            self._max_loss = self._settings.keep_loss
             _log.info(
                 "kvabr: %s may keep played caches: those that lose more than keep_loss (%g nats) are computed instead",
                 ", ".join(keepers),
-                self._most_loss,
+                self._max_loss,
             )
         self._blocks = EngineBlocks(self._model, caches, layout_of, store)
-        self.lossy.most = max(_MAX_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
+        self.lossy.limit = max(_MAX_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
         self._copier.use(self._blocks.device)
         self._loader.use(self._blocks.device)
         self._times.use(self._blocks.device)
@@ -110,7 +110,7 @@ class WorkerHalf:
             try:
                 ready.result(_START_S)
             except (KvabrError, TimeoutError) as error:
-                self._trouble.tell("plays are not possible yet", str(error) or f"not ready after {_START_S:g} s")
+                self._trouble.warn("plays are not possible yet", str(error) or f"not ready after {_START_S:g} s")
         if self._publications is not None:
             self._publications.registered()
         one, many = (self.cost.seconds(0, tokens) for tokens in (1, 8192))
@@ -141,7 +141,7 @@ class WorkerHalf:
         """Begin a step."""
         self._scheduled = step.scheduled
         self._times.begin(step.prefill)
-        self._nap_s = _SHORT_NAP_S if step.asking else _NAP_S
+        self._nap_s = _SHORT_NAP_S if step.polling else _NAP_S
         if step.loads or step.copies:
             self._loader.mark()
         for number in step.dropped:
@@ -221,7 +221,7 @@ class WorkerHalf:
     def cost(self) -> PrefillCost:
         return self._settings.prefill_cost or self._times.cost(None)
 
-    def gone(self, request: str) -> None:
+    def release_blocks(self, request: str) -> None:
         with self._news:
             self._sent.add(request)
             self._news.notify_all()
@@ -259,7 +259,7 @@ class WorkerHalf:
                 deadline=max(1e-3, due_s - time.monotonic()),
                 cost=cost,
                 skip=skip,
-                behind=load.behind,
+                uncached=load.uncached,
                 block=self._model.block,
                 options=PlayOptions(
                     policy=settings.policy,
@@ -289,8 +289,8 @@ class WorkerHalf:
             for name in ("damaged", "failed"):
                 if count := getattr(prefix, name):
                     self.counts.add(f"groups_{name}", count)
-            worst = _worst(load, prefix) if self._most_loss < math.inf else 0.0
-            if worst > self._most_loss or prefix.loss > load.max_loss:
+            worst = _worst(load, prefix) if self._max_loss < math.inf else 0.0
+            if worst > self._max_loss or prefix.loss > load.max_loss:
                 _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
                 return None, load.first
             return prefix, max(
@@ -304,7 +304,7 @@ class WorkerHalf:
         if unexpected:
             _log.warning("kvabr: a play failed; the request is computed", exc_info=error)
         else:
-            self._trouble.tell("a play failed; its request is computed", error)
+            self._trouble.warn("a play failed; its request is computed", error)
 
     def _missed(self, load: LoadRequest, end: int, prefix: PlayedPrefix | None) -> None:
         tail = 0 if prefix is None else prefix.tail
@@ -318,7 +318,7 @@ class WorkerHalf:
             late = -(-missed // self._model.spec.group_tokens) - prefix.damaged - prefix.failed
             if late > 0:
                 self.counts.add("groups_late", late)
-            self._trouble.tell("a play ended early", f"{missed} tokens are computed: {prefix.cut}")
+            self._trouble.warn("a play ended early", f"{missed} tokens are computed: {prefix.cut}")
 
     def _hold(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
         self.counts.note(SECONDS, time.monotonic() - began_s)

@@ -46,7 +46,7 @@ class LiveEdge:
         """``expected_s``: when each group should be published, ascending, seconds since the play began."""
         finite = all(math.isfinite(time_s) for time_s in expected_s)
         if not expected_s or not finite or any(later < sooner for sooner, later in pairwise(expected_s)):
-            raise UsageError("the times at which groups are expected must be finite, and ascend; there must be some")
+            raise UsageError("expected_s must have at least one time, all finite and ascending")
         self._expected_s = expected_s
         self.edge = 0
         self._first_s = self._last_s = 0.0

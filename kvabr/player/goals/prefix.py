@@ -21,7 +21,7 @@ class PrefixAim(WholeAim):
         """Raise `UsageError` if the engine's cost is unknown, or it does not compute suffixes."""
         super().__init__(play)
         if play.engine is None or mode != "suffix":
-            raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
+            raise UsageError("a play of a prefix needs the engine's prefill cost, and mode 'suffix'")
 
     def cuts(self, now: float) -> bool:
         """Return False while fetching the rest should be faster than computing it."""
@@ -40,15 +40,15 @@ class PrefixAim(WholeAim):
         return False
 
     def deliver(self, now: float, *, cut: str | None = None) -> None:
-        play, most = self.play, self.play.view.max_loss
-        if math.isfinite(most):
+        play, limit = self.play, self.play.view.max_loss
+        if math.isfinite(limit):
             here = used = play.view.solid if play.record.used is None else play.record.used
             tracks, groups = [play.record.groups[group].track or "" for group in range(used)], play.catalog.groups
-            while used and predicted_loss(play.catalog, [*tracks[:used], *(RECOMPUTED,) * (groups - used)]) > most:
+            while used and predicted_loss(play.catalog, [*tracks[:used], *(RECOMPUTED,) * (groups - used)]) > limit:
                 used = play.catalog.cut(max(0, used - 1 - here // _MAX_CUTS))
             if used < here:
                 play.record.used = used
-                cut = f"more of it would lose more than max_loss, {most:g} nats per token"
+                cut = f"more of it would lose more than max_loss, {limit:g} nats per token"
         super().deliver(now, cut=cut)
 
     def exceed(self, now: float) -> None:

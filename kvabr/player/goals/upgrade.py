@@ -33,9 +33,9 @@ class UpgradeAim(WholeAim):
         super().__init__(play)
         tracks, view = goal.tracks, play.view
         if not goal.until_s > 0:
-            raise UsageError(f"upgrades for {goal.until_s} s; it must be a positive number of seconds")
+            raise UsageError(f"until_s must be a positive number of seconds, got {goal.until_s}")
         if len(tracks) != view.groups:
-            raise UsageError(f"{len(tracks)} tracks for a cache of {view.groups} groups")
+            raise UsageError(f"tracks must name one track for each of {view.groups} groups, got {len(tracks)}")
         self._horizon_s, self._until_s, self._rate = view.deadline_s, goal.until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
         """When the policy last requested a group; when decoding or an idle link last explained silence."""
@@ -65,7 +65,7 @@ class UpgradeAim(WholeAim):
 
     def ended(self, now: float) -> bool:
         play = self.play
-        silent_s = now - max(play.heard_s, self._moved_s) if play.view.in_flight else 0.0
+        silent_s = now - max(play.last_received_s, self._moved_s) if play.view.in_flight else 0.0
         if now >= self._until_s or silent_s >= _MAX_SILENT_DEADLINES * self._horizon_s:
             play.look(now)
             self.deliver(now)
@@ -73,9 +73,9 @@ class UpgradeAim(WholeAim):
 
     def go_on(self, now: float) -> bool:
         play = self.play
-        play.content, asked = False, play.asked()
-        while not play.content and play.has_room():
-            decision = play.guard.ask()
+        play.content, before = False, play.requests_made()
+        while not play.content and play.may_request():
+            decision = play.guard.next_decision()
             if decision.kind == "finish" and not play.waiting():
                 self.deliver(now)
                 return False
@@ -83,13 +83,13 @@ class UpgradeAim(WholeAim):
         play.decode(now)
         if play.decoding() or not play.view.in_flight:
             self._moved_s = now
-        if play.asked() > asked or play.waiting():
+        if play.requests_made() > before or play.waiting():
             self._wanted_s = now
         elif self._done() or now - self._wanted_s >= self._horizon_s:
             self.deliver(now)
         return False
 
-    def has_room(self) -> bool:
+    def may_request(self) -> bool:
         return self.play.undecoded() < _MAX_WAITING
 
     def _done(self) -> bool:

@@ -36,7 +36,7 @@ class Playing(Protocol):
     over: bool
     closed: bool
     content: bool
-    heard_s: float
+    last_received_s: float
     tick_s: float
     next_tick_s: float
 
@@ -48,8 +48,8 @@ class Playing(Protocol):
     def decoding(self) -> bool: ...
     def silent(self, now: float) -> bool: ...
     def layers_pay(self, now: float) -> bool: ...
-    def asked(self) -> int: ...
-    def has_room(self) -> bool: ...
+    def requests_made(self) -> int: ...
+    def may_request(self) -> bool: ...
     def look(self, now: float) -> None: ...
     def advance(self, now: float) -> None: ...
     def obey(self, decision: Decision, now: float) -> None: ...
@@ -97,7 +97,7 @@ class WholeAim:
     def look(self, now: float) -> None:
         """Correct the view after new estimates."""
 
-    def has_room(self) -> bool:
+    def may_request(self) -> bool:
         """Return whether the goal permits more requests."""
         return True
 
@@ -125,8 +125,8 @@ class WholeAim:
         return False
 
     def _excess(self) -> str:
-        loss, most = delivered_loss(self.play.catalog, self.play.record), self.play.view.max_loss
-        return f"the cache would lose {loss:.2g} nats per token, and max_loss is {most:g}"
+        loss, limit = delivered_loss(self.play.catalog, self.play.record), self.play.view.max_loss
+        return f"the cache would lose {loss:.2g} nats per token, and max_loss is {limit:g}"
 
     def cuts(self, now: float) -> bool:
         """Return whether to deliver a partial cache at the deadline."""
@@ -134,7 +134,7 @@ class WholeAim:
         return False
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
-        """Return whether the engine should compute groups now; ``why``: if there is no alternative."""
+        """Return whether the engine should compute groups now; ``why`` is the reason if it must, else None."""
         del now, first, last, why
         return True
 
@@ -154,7 +154,7 @@ class WholeAim:
                 self.fall_short(now)
             else:
                 left = play.catalog.groups - play.groups.in_place
-                raise play.guard.invalid(f"waits while {left} groups are missing and nothing is in flight")
+                raise play.guard.invalid(f"must request a group: {left} are missing and no request is in flight")
         else:
             self.wait(now, complete=complete, stopped=stopped)
 
@@ -168,7 +168,7 @@ class WholeAim:
         del stopped
         play = self.play
         if now >= play.view.deadline_s and not complete and play.silent(now):
-            play.give_up(now, f"{play.lacking()}, and nothing has come for {now - play.heard_s:.2f} s")
+            play.give_up(now, f"{play.lacking()}, and nothing has come for {now - play.last_received_s:.2f} s")
 
     def fall_short(self, now: float) -> None:
         """End a live play after its producer stopped early."""

@@ -158,7 +158,7 @@ def _find_rate(table: _Table) -> tuple[int, float]:
         index = likely[0]
     _refuse_total(table, index)
     name = ColumnName.of(header[index])
-    unit = name.rate if said.unit is None else _said_unit(table)
+    unit = name.rate if said.unit is None else _given_unit(table)
     foreign = name.strange or name.time
     if unit is None and foreign:
         problem = f"column {header[index]!r} is in {foreign!r}, no unit of rate unless --unit gives another"
@@ -171,11 +171,11 @@ def _find_counter(table: _Table) -> tuple[int, float]:
     if said.rate is not None:
         raise table.source.error("--counter and --rate-column both name the rate; give only one of them")
     index = _named(table, said.counter or "")
-    unit = ColumnName.of(table.header[index]).counted if said.unit is None else _said_unit(table)
+    unit = ColumnName.of(table.header[index]).counted if said.unit is None else _given_unit(table)
     return index, _bytes_per_second(table, index, unit)
 
 
-def _said_unit(table: _Table) -> str:
+def _given_unit(table: _Table) -> str:
     given = table.source.said.unit or ""
     unit = rate_unit(given)
     if not unit:

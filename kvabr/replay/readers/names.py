@@ -198,11 +198,11 @@ class ColumnName:
         bracket = _BRACKET.search(name)
         if bracket is not None:
             inside = bracket[1].strip()
-            words = _words(name[: bracket.start()])
+            words = _split_words(name[: bracket.start()])
             kept = [word for word in inside.split() if word.lower() not in ZONE]
             rate, time = rate_unit(inside), time_unit(" ".join(kept))
             return cls(_plain(words), rate, time, inside if rate is None and time is None and kept else "")
-        words = _words(name)
+        words = _split_words(name)
         for length in (4, 3, 2, 1):
             if length <= len(words) and (rate := rate_unit(" ".join(words[-length:]))) is not None:
                 return cls(_plain(words[:-length]), rate, None, "")
@@ -239,7 +239,7 @@ class ColumnName:
         return not set(kind.names).isdisjoint(self.words.split())
 
 
-def _words(name: str) -> list[str]:
+def _split_words(name: str) -> list[str]:
     return [part.group() for part in _PARTS.finditer(_CAMEL.sub(" ", name))]
 
 

@@ -12,7 +12,7 @@ from kvabr.replay.readers.times import COARSE_S, FINE_S, unit_of_dates
 from kvabr.replay.trace import Trace
 
 FASTEST, SLOWEST = 1e12 / 8, 1e3 / 8
-"""Of a file's mean rate, bytes per second."""
+"""Limits of a file's mean rate, bytes per second."""
 MAX_STEP_S = 600.0
 MAX_S = 366 * 86400.0
 _SINCE_BOOT_S = 1e9

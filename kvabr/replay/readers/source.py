@@ -37,12 +37,12 @@ class Columns:
     counter: str | None = None
     """Running total to convert to a rate."""
     unit: str | None = None
-    """Of the rate or counter, in any spelling known to `kvabr.replay.readers.names`."""
+    """Unit of the rate or counter, in any spelling known to `kvabr.replay.readers.names`."""
     time_unit: str | None = None
-    """Of numeric times, in any such spelling."""
+    """Unit of numeric times, in any such spelling."""
     decimal: Mark | None = None
     step_s: float | None = None
-    """Per row, in a file without times."""
+    """Seconds per row, in a file without times."""
 
     @property
     def of_csv(self) -> bool:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from kvabr.replay.readers.names import TIME_UNITS
 
 FORMS = "2026-01-31 12:00:00, 2026.01.31_12.00.00, 31.01.2026 12:00:00, 23:59:30, 11:59:30 PM"
-"""For messages. Seconds may have a fraction, and dates a zone (Z, +02:00, CET)."""
+"""Examples for messages. Seconds may have a fraction, and dates a zone (Z, +02:00, CET)."""
 DAY_S = 86400.0
 
 _YEAR_FIRST = re.compile(

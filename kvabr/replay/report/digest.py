@@ -54,7 +54,7 @@ FIELDS = {
 """Columns of a play's lists. Track indices: -1 is ``recomputed``, None is no track."""
 
 MAX_DECISIONS = 4000
-"""Per play; waits are dropped first, then the end."""
+"""Decisions per play; waits are dropped first, then the end."""
 _HISTOGRAM = 30
 """Bins of TTFT from 0 to 1.5 deadlines; the last one includes later times."""
 _NO_ACTION = {"wait", "finish"}

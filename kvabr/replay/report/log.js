@@ -1,6 +1,6 @@
 // The decision log: every decision with its reason, filtered by kind and by words, tied to the charts both ways.
 
-const MOST_ROWS = 600;
+const MAX_ROWS = 600;
 const logFilter = { words: "", hidden: new Set(), all: false };
 let logRows = new Map();
 const HINTS = {
@@ -61,7 +61,7 @@ function logRow(row, i) {
 function drawLog() {
   const play = current();
   const found = play.decisions.map((row, i) => [row, i]).filter(([row]) => matches(row));
-  const shown = logFilter.all ? found : found.slice(0, MOST_ROWS);
+  const shown = logFilter.all ? found : found.slice(0, MAX_ROWS);
   const rows = shown.map(([row, i]) => logRow(row, i));
   logRows = new Map(rows.map((row, k) => [shown[k][1], row]));
   const heads = [["t, s", "number"], ["decision", ""], ["group", "number"], ["track", ""], ["reason", ""], ["next better", ""], ["would arrive", "number"], ["estimate", "number"], ["lower bound", "number"], ["slack", "number"]];

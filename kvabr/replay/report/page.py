@@ -40,14 +40,14 @@ class Frame:
 
     mark: str = "kvabr replay"
     title: str | None = None
-    """Of the window; None for the asset's name."""
+    """Title of the window; None for the asset's name."""
     verdict: str | None = None
     """Sentence at the top; None for the replay's own."""
     sections: str = ""
     """HTML between the overview and the plays; not escaped."""
     style: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """For the header, overriding those of the result's runs."""
+    """Facts in the header, overriding those of the result's runs."""
 
 
 def write_page(path: Path, result: Result, timelines: list[Timeline]) -> None:

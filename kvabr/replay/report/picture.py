@@ -29,7 +29,7 @@ from kvabr.types.events import DecisionMade, PlayEvent, PlayStarted, ProgressMad
 _LEFT, _WIDTH, _RIGHT = 84.0, 720.0, 24.0
 _LINK_TOP, _LINK, _ROWS_TOP = 26.0, 70.0, 136.0
 _ROWS = 264.0
-"""Of all groups together, pixels; each row is at most `_MAX_ROW` high."""
+"""Height of all groups together, pixels; each row is at most `_MAX_ROW` high."""
 _MAX_ROW = 12.0
 _CHARACTER = 6.6
 _MBIT = 8e-6

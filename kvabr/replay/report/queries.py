@@ -146,7 +146,7 @@ def nats(value: float | None, digits: int = 2) -> str:
 
 LIGHT = ("#f6cf5e", "#f0a158", "#df745f", "#c04e7d", "#943f9f", "#4247ad", "#0b2440")
 DARK = ("#ffe999", "#fdbb68", "#f28a62", "#d9648c", "#b553b0", "#7f45c4", "#3f40b8")
-"""For dark backgrounds, and for terminals with unknown background."""
+"""Colours for dark backgrounds, and for terminals with unknown background."""
 RECOMPUTED_LIGHT = "#12877a"
 RECOMPUTED_DARK = "#3cc4ae"
 

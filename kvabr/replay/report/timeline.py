@@ -194,7 +194,7 @@ Points = Sequence[Sequence[float]]
 
 MAX_POINTS = 1000
 _BINS = 240
-"""Of achieved throughput; shorter bins would show packets."""
+"""Bins of achieved throughput; shorter ones would show packets."""
 
 
 def significant(value: float | None, digits: int = 5) -> float | int | None:
@@ -207,8 +207,8 @@ def significant(value: float | None, digits: int = 5) -> float | int | None:
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-def capacity(link: Points, until_s: float, most: int = MAX_POINTS) -> dict[str, list[float | int | None]]:
-    """Return a piecewise constant line from 0 to ``until_s`` in at most ``most`` steps.
+def capacity(link: Points, until_s: float, limit: int = MAX_POINTS) -> dict[str, list[float | int | None]]:
+    """Return a piecewise constant line from 0 to ``until_s`` in at most ``limit`` steps.
 
     ``link`` is [seconds, bytes per second], by time; each rate holds until the next. Longer lines are divided into
     equal bins.
@@ -219,9 +219,9 @@ def capacity(link: Points, until_s: float, most: int = MAX_POINTS) -> dict[str, 
     points = [(max(0.0, float(t)), number(rate) or 0.0) for t, rate in link if float(t) < until_s]
     if not points or until_s <= 0:
         return {"t": [], "mean": []}
-    if len(points) <= most:
+    if len(points) <= limit:
         return {"t": [_time(t) for t, _ in points], "mean": [significant(rate, 4) for _, rate in points]}
-    edges = [until_s * index / most for index in range(most + 1)]
+    edges = [until_s * index / limit for index in range(limit + 1)]
     starts = [t for t, _ in points]
     carried = _Integral(points, until_s)
     means, lows = [], []
@@ -272,7 +272,7 @@ def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float |
     }
 
 
-def estimates(log: Sequence[PlayEvent], most: int = MAX_POINTS) -> dict[str, list[float | int | None]]:
+def estimates(log: Sequence[PlayEvent], limit: int = MAX_POINTS) -> dict[str, list[float | int | None]]:
     """Return the player's estimates over time.
 
     ``t`` and ``slack`` are seconds, ``rate`` and ``lower`` bytes per second; None if unknown. With too many points,
@@ -284,7 +284,7 @@ def estimates(log: Sequence[PlayEvent], most: int = MAX_POINTS) -> dict[str, lis
             beliefs = [number(value) for value in (event.rate, event.lower, event.slack_s)]
             if any(value is not None for value in beliefs):
                 rows.append((event.t, beliefs))
-    size = max(1, math.ceil(len(rows) / most))
+    size = max(1, math.ceil(len(rows) / limit))
     kept = [rows[index : index + size] for index in range(0, len(rows), size)]
     return {
         "t": [_time(part[-1][0]) for part in kept],

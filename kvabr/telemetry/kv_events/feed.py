@@ -21,14 +21,14 @@ class EventFeed:
     """The batches of one publisher."""
 
     def __init__(
-        self, hear: Callable[[str, Sequence[KVEvent]], object], forget: Callable[[str], object], *, replays: bool
+        self, on_events: Callable[[str, Sequence[KVEvent]], object], forget: Callable[[str], object], *, replays: bool
     ) -> None:
         """Create a feed.
 
-        ``hear`` receives the topic and events of each batch, in order; ``forget`` the reason why all blocks are void;
-        ``replays`` is True if lost batches can be requested.
+        ``on_events`` receives the topic and events of each batch, in order; ``forget`` the reason why all blocks are
+        void; ``replays`` is True if lost batches can be requested.
         """
-        self._hear, self._forget, self._replays = hear, forget, replays
+        self._on_events, self._forget, self._replays = on_events, forget, replays
         self._next: int | None = None
         self._last = -1
         """Last number received live."""
@@ -60,7 +60,7 @@ class EventFeed:
         if self.wanted is None:
             return
         if self._next is not None and number < self._next and events and isinstance(events[0], KVBlocksCleared):
-            self._hear(topic, events)  # a publisher of several models clears each with the same number
+            self._on_events(topic, events)  # a publisher of several models clears each with the same number
         self._follow(number, topic, events)
 
     def replay_ended(self) -> None:
@@ -79,7 +79,7 @@ class EventFeed:
 
     def _apply(self, number: int, topic: str, events: Sequence[KVEvent]) -> None:
         self._next = number + 1
-        self._hear(topic, events)
+        self._on_events(topic, events)
 
     def _lose(self, number: int) -> None:
         self._forget(f"its batches {self._next} to {number - 1} were lost")

@@ -19,7 +19,7 @@ DEFAULT_SEED = "vllm-none-hash"
 _HASH_BYTES = 8
 _INLINE_LIMIT, _BYTE, _WORD, _LONG = 24, 1 << 8, 1 << 16, 1 << 32
 _TEXT, _BYTES, _INTEGER, _ARRAY, _NULL = 0x60, 0x40, 0x00, 0x80, b"\xf6"
-"""Of CBOR."""
+"""Major types and null of CBOR."""
 
 
 class BlockHashes:

@@ -35,9 +35,9 @@ _MAX_REQUEST_BYTES = 4096
 _SHARED_BYTES = 4096
 """Larger batches are not copied for each replay."""
 _SETTLE_S = 0.2
-"""For others to subscribe before a full announcement."""
+"""Time for others to subscribe before a full announcement, seconds."""
 _RECONNECT_S = 30.0
-"""In which subscribers of an earlier process reconnect."""
+"""Time in which subscribers of an earlier process reconnect, seconds."""
 _PAUSE_FACTOR, _MIN_PAUSE_S = 4.0, 1.0
 """Pause after a full announcement: a multiple of its duration, and a minimum in seconds."""
 _REPLAY_EVERY_S = 0.05
@@ -82,7 +82,7 @@ class KVEventMetrics(MetricSet):
         super().__init__(registry)
         self.assets = self.gauge("kvabr_kv_events_assets", "Assets announced in KV events.")
         self.not_announced = self.gauge(
-            "kvabr_kv_events_untold", "Assets not announced in KV events, by reason.", "why"
+            "kvabr_kv_events_unannounced", "Assets not announced in KV events, by reason.", "why"
         )
         self.batches_total = self.counter("kvabr_kv_events_batches_total", "Batches of KV events sent.")
         self.replays_total = self.counter(

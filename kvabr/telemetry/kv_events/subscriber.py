@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 REPLAY_S = 10.0
-"""Of a replay."""
+"""Time limit of a replay, seconds."""
 _MAX_WAITING = 128
 """Queued batches of up to 8 MiB each; lost ones are requested again."""
 _RECONNECT_MS, _MAX_RECONNECT_MS = 100, 5000
@@ -40,7 +40,7 @@ class KVEventSubscriber:
     def __init__(
         self,
         sockets: EventSockets,
-        hear: Callable[[str, Sequence[KVEvent]], object],
+        on_events: Callable[[str, Sequence[KVEvent]], object],
         forget: Callable[[str], object],
         log: FilteringBoundLogger,
         *,
@@ -48,12 +48,12 @@ class KVEventSubscriber:
     ) -> None:
         """Connect; the publisher may start later. Raise `UsageError` for malformed sockets, or without ZeroMQ.
 
-        In the subscriber's thread, ``hear`` receives the topic and events of each batch, in order, and ``forget`` the
-        reason why all blocks of this publisher are void. ``replay_s`` is the time limit of a replay.
+        In the subscriber's thread, ``on_events`` receives the topic and events of each batch, in order, and ``forget``
+        the reason why all blocks of this publisher are void. ``replay_s`` is the time limit of a replay.
         """
         zmq = self._zmq = zeromq()
         self._sockets, self._log, self._replay_s = sockets, log, replay_s
-        self._feed = EventFeed(hear, self._forgetting(forget), replays=sockets.replay is not None)
+        self._feed = EventFeed(on_events, self._forgetting(forget), replays=sockets.replay is not None)
         self._decoder = MessageDecoder()
         self.refused = 0
         self._context = zmq.Context()
@@ -70,7 +70,7 @@ class KVEventSubscriber:
         self._home = HomeProcess("the subscriber to KV events")
         self._bell, self._ear = socket.socketpair()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvabr-kv-events-heard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvabr-kv-events-feed", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()

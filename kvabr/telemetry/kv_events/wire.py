@@ -21,7 +21,7 @@ from kvabr.types.errors import FormatError
 from kvabr.types.records import convert, message_decoder
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Of a received batch."""
+"""Maximum size of a received batch."""
 MAX_TOPIC_BYTES = 1024
 STORAGE = "STORAGE"
 """vLLM's name for storage beyond memory. Dynamo skips unknown media, ``REMOTE``, and events that name an owner."""
@@ -89,7 +89,7 @@ _KINDS: dict[str, type[KVEvent]] = {
 }
 _MAPS = message_decoder(cast("type[KVEvent]", KVEvent))
 _REQUIRED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
-"""By vLLM's reader, even if None."""
+"""Fields required by vLLM's reader, even if None."""
 _MAX_FIELDS, _ARRAY_FIELDS = 32, 11
 """Array events: maximum number of fields, and fields with the same position in all versions."""
 _ARRAYS = message_decoder(cast("type[list[Any]]", Annotated[list[Any], Meta(min_length=1, max_length=_MAX_FIELDS)]))

@@ -116,7 +116,7 @@ def test_groups_with_references_gains_and_means_share_a_launch_with_others():
 
 
 def test_what_does_not_fit_the_scratch_is_done_in_turns(monkeypatch):
-    monkeypatch.setattr(decoder, "scratch_room", lambda _: 1)
+    monkeypatch.setattr(decoder, "scratch_bytes", lambda _: 1)
     case = long(4, 3, depths=1)
     coded = payloads(case)
     outs = [torch.empty(1, 2, 1, 3, 3, device=DEVICE) for _ in range(2)]

@@ -130,12 +130,12 @@ def test_blocks_of_another_shape_are_refused():
     case = long(22, 5)
     _, views = apart(1, 1, 4, torch.float32)
     job = case.job(payloads(case), STEP, 0, torch.empty(case.shape(), device="meta"))
-    with pytest.raises(FormatError, match="cannot be decoded to blocks"):
+    with pytest.raises(FormatError, match="cannot hold a group"):
         decoder.decode_to_blocks([job], [BlockSlots(views, np.arange(5))])
     context = GroupContext(SHAPE, FIRST, 5, fitted())
     (error,) = expand([CodedGroup(memoryview(b""), "Int8", context)], [BlockSlots(views, np.arange(5))])
     assert isinstance(error, FormatError)
-    assert "cannot be decoded to a place" in str(error)
+    assert "the place must have the shape" in str(error)
     _, unlike = apart(2, 1, 4, torch.float32)
-    with pytest.raises(FormatError, match="same kind"):
+    with pytest.raises(FormatError, match="must be alike views"):
         BlockSlots([views[0], [unlike[0][0][:, :, :8], unlike[0][1]]], np.arange(5))

@@ -52,7 +52,7 @@ def test_groups_with_and_without_references_share_a_launch():
 
 
 def test_what_does_not_fit_the_scratch_is_done_in_turns(monkeypatch):
-    monkeypatch.setattr(writer, "scratch_room", lambda _: 1)
+    monkeypatch.setattr(writer, "scratch_bytes", lambda _: 1)
     jobs = [some_job(5, 3, refines=False)] * 2
     assert writer.encode_many(jobs) == list(map(wanted, jobs))
 

@@ -34,7 +34,7 @@ from kvabr.codec.native.coder_model import (
     check_rows,
     cut,
     dequantise,
-    most_streams,
+    max_streams,
     usual_streams,
 )
 from kvabr.codec.native.references import LANES, TILE, References
@@ -326,7 +326,7 @@ def directory(data: bytes | memoryview, rows: int, tokens: int) -> Directory:
     size = memoryview(data).nbytes
     number = _NUMBER.unpack_from(data)[0] if size >= COUNTS.size else 0
     count, begin = (1, 0) if number < STREAMED else (number - STREAMED, _NUMBER.size)
-    good = size >= begin + COUNTS.size * count and (not begin or 2 <= count <= most_streams(rows))
+    good = size >= begin + COUNTS.size * count and (not begin or 2 <= count <= max_streams(rows))
     if good:
         words, escapes = np.frombuffer(data, "<u4", 2 * count, begin).astype(np.int64).reshape(-1, 2).T
         sizes = 4 * LANES + 2 * words + 2 * escapes

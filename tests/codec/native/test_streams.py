@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import CoderModel, most_streams, usual_streams
+from kvabr.codec.native.coder_model import CoderModel, max_streams, usual_streams
 from kvabr.codec.native.streams import STREAMED, has_streams
 from kvabr.types.errors import FormatError
 from tests.codec.native import oracle
@@ -30,7 +30,7 @@ def drawn(dice: np.random.Generator, tokens: int) -> tuple[np.ndarray, np.ndarra
 @given(
     seed=st.integers(0, 1 << 32),
     tokens=st.sampled_from((1, 64, 100, 128, 300)),
-    streams=st.integers(1, most_streams(ROWS)),
+    streams=st.integers(1, max_streams(ROWS)),
     refers=st.booleans(),
 )
 def test_every_path_makes_and_reads_the_same_streams(seed: int, tokens: int, streams: int, *, refers: bool) -> None:
@@ -86,7 +86,7 @@ def test_directories_that_lie_are_refused_on_every_path() -> None:
         "nothing but a number": payload[:4],
         **{
             f"{n} streams": struct.pack("<I", STREAMED + n) + payload[4:]
-            for n in (0, 1, 2, 4, most_streams(ROWS) + 1, 0xFFFF)
+            for n in (0, 1, 2, 4, max_streams(ROWS) + 1, 0xFFFF)
         },
     }
     for path in oracle.PATHS:

@@ -39,7 +39,7 @@ def test_the_layout_is_a_view():
     kv[1, 1, 0, 2, 3] = -7.0
     assert chunk[1, 1, 2, 3] == -7.0
     for wrong in (chunk[:1], chunk[:, :2], chunk[..., :31], chunk[0]):
-        with pytest.raises(FormatError, match="a chunk has the shape"):
+        with pytest.raises(FormatError, match="a chunk must have the shape"):
             as_kv(wrong, SPEC)
 
 
@@ -52,7 +52,7 @@ def test_of_mla_a_chunk_has_one_vector_of_a_token():
         assert kv.shape == spec.shape(5)
         assert torch.equal(kv[2, 0, 0, 4], chunk[0, 2, 4])
         assert kv.data_ptr() == chunk.data_ptr()
-    with pytest.raises(FormatError, match=r"not \[1, 3, tokens, 576\]"):
+    with pytest.raises(FormatError, match=r"must have the shape \[1, 3, tokens, 576\]"):
         as_kv(torch.zeros(2, 3, 5, 576), spec)
 
 

@@ -181,8 +181,8 @@ def test_a_damaged_object_ends_the_prefix_and_no_more(origin, daemon, caplog):
     ("layout", "why"),
     [
         (MemoryLayoutDesc(MLA.shapes, [torch.float8_e4m3fn]), "quantises"),
-        (MemoryLayoutDesc([*LAYOUT.shapes, *MLA.shapes], [torch.float16, torch.bfloat16]), "of 2 kinds of layers"),
-        (MemoryLayoutDesc([torch.Size([3, LAYERS, CHUNK, 64])], [torch.float16]), "neither keys and values nor"),
+        (MemoryLayoutDesc([*LAYOUT.shapes, *MLA.shapes], [torch.float16, torch.bfloat16]), "one kind of layers, got 2"),
+        (MemoryLayoutDesc([torch.Size([3, LAYERS, CHUNK, 64])], [torch.float16]), "must have keys and values, or"),
     ],
 )
 def test_objects_that_kvabr_has_no_tracks_for_are_left_to_others(origin, daemon, caplog, layout, why):

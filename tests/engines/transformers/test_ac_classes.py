@@ -105,7 +105,7 @@ def test_steps_are_chosen_by_what_they_lose():
     steps = []
     for target in (1e-6, 1e-5):
         (made,) = calibrate(
-            loaded, TEXTS, target=Target(target), tell=told.append, progress=lambda *at: seen.append(at), **options
+            loaded, TEXTS, target=Target(target), notify=told.append, progress=lambda *at: seen.append(at), **options
         )
         steps.append(steps_of(made, "AC-5x"))
         for part in loaded.engine.spec.parts:  # all depths move together

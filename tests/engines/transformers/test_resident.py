@@ -114,8 +114,8 @@ def test_a_gpu_takes_long_passes_and_shorter_ones_where_memory_is_short(
     own = TransformersEngine(engine.model, engine.spec, context=engine.context)
     exact, sizes, base = own.prefill(IDS), [], own.model.base_model.forward
     monkeypatch.setattr(engines, "CHUNK", 100)
-    monkeypatch.setattr(own, "pass_tokens", lambda _: own._most_tokens)
-    own._most_tokens = 400
+    monkeypatch.setattr(own, "pass_tokens", lambda _: own._max_tokens)
+    own._max_tokens = 400
 
     def forward(*args: object, **given: object) -> object:
         found = base(*args, **given)
@@ -127,4 +127,4 @@ def test_a_gpu_takes_long_passes_and_shorter_ones_where_memory_is_short(
     monkeypatch.setattr(own.model.base_model, "forward", forward)
     assert torch.allclose(own.prefill(IDS), exact, atol=1e-5)
     assert sizes == [400, 200, 100, 100, 100, 100, 30]
-    assert own._most_tokens == 100
+    assert own._max_tokens == 100

@@ -273,6 +273,6 @@ def test_what_is_left_is_measured_as_far_as_a_tail_can_be_computed(name, tails):
         assert all(tail.spread > 0 for tail in track.tails)
     assert catalog.asked == ()  # of several layer classes
     int4 = catalog.track("Int4")
-    assert catalog.behind(len(catalog.chunks), 9).track("Int4").total_loss == pytest.approx(
+    assert catalog.with_tail(len(catalog.chunks), 9).track("Int4").total_loss == pytest.approx(
         sum(catalog.to_play.track("Int4").loss) * int4.tails[0].share
     )

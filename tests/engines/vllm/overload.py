@@ -94,7 +94,7 @@ class _Engine:
                 now = loop.time()
                 for one in list(waiting):
                     last, due_s = _last(one), self.start_s + one.deadline_s
-                    got = self.promises.ask(
+                    got = self.promises.promised_tokens(
                         one.name, 0, last, terms=lambda _, one=one: self._terms(one), due_s=due_s, now=now
                     )
                     if got is None:
@@ -123,7 +123,7 @@ class _Engine:
             within(found, 0, play.bytes),
             deadline=max(1e-3, play.due_s - asyncio.get_running_loop().time()),
             cost=self.cost,
-            behind=OWN,
+            uncached=OWN,
             block=BLOCK,
             options=PlayOptions(gpu_price=play.engine_price, max_loss=one.max_loss, patience=1.0, tail=0),
         )

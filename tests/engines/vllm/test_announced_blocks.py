@@ -8,7 +8,7 @@ from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksRemoved, KVBlocksSto
 from tests.engines.vllm.halves import TOKENS, Bench, request
 
 
-def asking(name="r", tokens=range(20), salt=None):
+def polling(name="r", tokens=range(20), salt=None):
     """A request of vLLM, whose blocks have four tokens and names that tell what is before them."""
     tokens = list(tokens)
     names = [repr(tokens[: 4 * (at + 1)]).encode() for at in range(len(tokens) // 4)]
@@ -18,7 +18,7 @@ def asking(name="r", tokens=range(20), salt=None):
 
 
 def test_what_lookups_find_is_told_each_time_and_what_they_miss_is_taken_back():
-    told, one = AnnouncedBlocks(4), asking()
+    told, one = AnnouncedBlocks(4), polling()
     told.found(one, 15)
     (stored,) = told.take()
     assert stored == KVBlocksStored(one.block_hashes[:3], None, list(range(12)), 4, medium=STORAGE)
@@ -27,21 +27,21 @@ def test_what_lookups_find_is_told_each_time_and_what_they_miss_is_taken_back():
     told.found(one, 4)
     again, gone = told.take()
     assert (again.block_hashes, gone) == (one.block_hashes[:1], KVBlocksRemoved(one.block_hashes[1:3], STORAGE))
-    told.found(asking(tokens=range(100, 120)), 0)
+    told.found(polling(tokens=range(100, 120)), 0)
     assert told.take() == []
     told.found(one, 0)
     assert told.take() == [KVBlocksRemoved(one.block_hashes[:1], STORAGE)]
 
 
 def test_what_is_published_is_told_once_all_ranks_have():
-    told, one = AnnouncedBlocks(4, ranks=2), asking()
+    told, one = AnnouncedBlocks(4, ranks=2), polling()
     told.publishing(one)
     told.published("r", 16)
     assert told.take() == []
     told.published("r", 16)
     (stored,) = told.take()
     assert stored.block_hashes == one.block_hashes[:4]
-    told.publishing(asking("failed"))
+    told.publishing(polling("failed"))
     told.published("failed", 0)
     told.published("failed", 16)
     told.published("unknown", 16)
@@ -49,7 +49,7 @@ def test_what_is_published_is_told_once_all_ranks_have():
 
 
 def test_changed_weights_take_everything_back():
-    told, one, other = AnnouncedBlocks(4), asking(), asking("o", range(50, 60))
+    told, one, other = AnnouncedBlocks(4), polling(), polling("o", range(50, 60))
     told.found(one, 20)
     told.found(other, 8)
     told.publishing(one)
@@ -79,7 +79,7 @@ def test_the_scheduler_tells_what_its_lookups_say(served):
 def test_nothing_is_told_of_adapters_and_pictures():
     """Routers that make names from tokens would take their blocks for the base model's, or another picture's."""
     for more in ({"lora_request": object()}, {"mm_features": [object()]}):
-        told, one = AnnouncedBlocks(4), asking()
+        told, one = AnnouncedBlocks(4), polling()
         vars(one).update(more)
         told.found(one, 16)
         told.publishing(one)

@@ -14,7 +14,7 @@ from kvabr.engines.vllm import ADAPTER
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.store.locations import open_store
-from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.packet_schedule import Conditions
 from kvabr_lab.live.shaper import Shaper
 from tests.engines.served import assets_of, harmed
 from tests.engines.smollm2_folder import smollm2_folder

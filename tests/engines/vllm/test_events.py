@@ -43,10 +43,10 @@ class World(VllmWorld):
         model = tiny_llama(folder / "model")
         self.engine = RealEngine(model, extra, **SMALL, kv_events_config=events)
         self.told, self.held, self._lock = [], HeldPrefixes(), threading.Lock()
-        self._subscriber = KVEventSubscriber(sockets, self.hear, lambda _: None, structlog.get_logger())
+        self._subscriber = KVEventSubscriber(sockets, self.on_events, lambda _: None, structlog.get_logger())
         self._subscriber.__enter__()
 
-    def hear(self, topic, events):
+    def on_events(self, topic, events):
         with self._lock:
             self.told += events
             self.held.apply(PrefixHolder("engine", topic), events)

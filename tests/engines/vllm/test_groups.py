@@ -8,7 +8,7 @@ import torch
 
 from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.caches import EngineCaches, Pages
-from kvabr.engines.vllm.windows import KeptWindows
+from kvabr.engines.vllm.windows import WindowCache
 from kvabr.publish.frames import FrameEncoder
 from kvabr.store.locations import open_asset, open_store
 from kvabr.types.kv import KVSpec, LayerClass
@@ -224,7 +224,7 @@ def test_what_windows_drop_is_published_all_the_same(served, tmp_path):
 def test_what_was_not_kept_is_not_published(served, tmp_path):
     tokens = [token + 500 for token in range(150)]
     with closing(bench_of(served, tmp_path / "out")) as bench:
-        bench.worker._publications._windows = KeptWindows(0)
+        bench.worker._publications._windows = WindowCache(0)
         for asked in (request("p", tokens), request("q", tokens)):
             tables = prefill(bench, asked, numbers(150)) if asked.request_id == "p" else tables_of(144, more=1)
             assert bench.scheduler.finished(asked, tables)  # of the second vLLM had all

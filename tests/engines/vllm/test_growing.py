@@ -79,7 +79,7 @@ def compute(bench, asked, tokens, table=range(1, 30)):
     bench.running = {}
 
 
-def asking(bench, computed=0, **more):
+def polling(bench, computed=0, **more):
     asked = request("p", num_computed_tokens=computed, **more)
     bench.scheduler.arrived(asked)
     return asked
@@ -96,7 +96,7 @@ def played(folder, tmp_path, tokens=64):
 def test_a_cache_is_published_while_it_is_computed(served, tmp_path, beside):
     with closing(live(served, tmp_path / "out")) as bench:
         bench.worker._publications.overlapped = beside  # as on a GPU
-        asked = asking(bench)
+        asked = polling(bench)
         compute(bench, asked, 20)
         frames = wait_for(lambda: list((tmp_path / "out").glob("g/[0-9a-f]*")))
         assert len(frames) == 1  # before the request has ended
@@ -121,7 +121,7 @@ def wait_for(found):
 def test_preempted_and_computed_again_elsewhere(served, tmp_path):
     with closing(live(served, tmp_path / "out")) as bench:
         bench.worker._publications.overlapped = True
-        asked = asking(bench)
+        asked = polling(bench)
         compute(bench, asked, 40)
         # vLLM takes the blocks, and gives them to another request in the step before which it says so.
         step = bench.scheduler.step({}, {}.get, preempted=True)
@@ -143,7 +143,7 @@ def test_preempted_and_computed_again_elsewhere(served, tmp_path):
 
 def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
     with closing(live(served, tmp_path / "out")) as bench:
-        asked = asking(bench)
+        asked = polling(bench)
         compute(bench, asked, 40)
         assert bench.scheduler.finished(asked, [list(range(1, 6))])
         assert bench.steps()[0] == {"p"}
@@ -159,7 +159,7 @@ def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_p
         bench.worker._publications.overlapped = beside
         given_back = []
         bench.worker.gone = given_back.append
-        asked = asking(bench)
+        asked = polling(bench)
         compute(bench, asked, 40)
         assert bench.scheduler.reset()
         asked.num_computed_tokens = 0  # vLLM preempts it
@@ -177,14 +177,14 @@ def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_p
 def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
     with closing(live(served, tmp_path / "out", policy="fixed:Int4")) as bench:
         bench.load(request())
-        asked = asking(bench, computed=64)
+        asked = polling(bench, computed=64)
         compute(bench, asked, 6)
         assert bench.worker.counts.take()["publish_dropped_lossy"] == 1
         assert bench.scheduler.finished(asked, [list(range(1, 10))])
         assert bench.steps()[0] == {"p"}
         bench.worker.lossy.clear()
         for verdict in ("published_live", "publish_dropped_known"):
-            asked = asking(bench)
+            asked = polling(bench)
             compute(bench, asked, 70)
             bench.scheduler.finished(asked, [list(range(1, 10))])
             bench.steps()

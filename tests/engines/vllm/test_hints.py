@@ -18,7 +18,7 @@ from tests.toymodel import SPEC, ToyModel
 pytestmark = pytest.mark.process
 
 
-def asking(name="r", **said):
+def polling(name="r", **said):
     return request(name, kv_transfer_params=said)
 
 
@@ -46,7 +46,7 @@ def until(bench):
 
 @pytest.mark.parametrize("said", [{"keep_s": 600}, {"back": True}])
 def test_the_cache_of_a_session_that_goes_on_is_kept(bench, said):
-    asked = asking(**said)
+    asked = polling(**said)
     bench.scheduler.arrived(asked)
     bench.scheduler.finished(asked, [[]])  # aborted, say, before anything was played
     assert until(bench)["tokens_kept"] == 70
@@ -60,7 +60,7 @@ def test_what_is_published_of_a_request_is_kept_once_it_is(tmp_path):
         closing(Served(tmp_path / "assets", tmp_path)) as served,
         closing(Bench(served, publish=tmp_path / "assets")) as bench,
     ):
-        assert bench.matched(asked := asking(keep_s=600)) == (0, False)
+        assert bench.matched(asked := polling(keep_s=600)) == (0, False)
         bench.prefilled()
         assert bench.scheduler.finished(asked, [list(range(9))])
         assert bench.steps()[0] == {"r"}
@@ -74,7 +74,7 @@ def test_what_is_published_of_a_request_is_kept_once_it_is(tmp_path):
 
 
 def test_more_than_the_longest_time_is_the_longest_time(bench):
-    assert [bench.scheduler._hints.seconds(asking(keep_s=long)) for long in (1e300, 10**400)] == [3600.0, 3600.0]
+    assert [bench.scheduler._hints.seconds(polling(keep_s=long)) for long in (1e300, 10**400)] == [3600.0, 3600.0]
 
 
 def test_every_rank_has_its_part(tmp_path):
@@ -86,7 +86,7 @@ def test_every_rank_has_its_part(tmp_path):
         made.close()
     with closing(Served(tmp_path / "assets", tmp_path)) as served, closing(Bench(served, heads=range(1, 2))) as bench:
         assert bench.model.shards == tuple(parts)
-        bench.scheduler.finished(asking(back=True), [[]])
+        bench.scheduler.finished(polling(back=True), [[]])
         assert until(bench)["tokens_kept"] == 70
         assert store_of(bench).memory.kept_bytes == published_bytes(tmp_path / "assets")
 

@@ -84,7 +84,7 @@ def test_an_adapter_without_a_digest_is_neither_played_nor_published(empty, chan
     served, folder = empty
     bench = Bench(served, folder / "assets")
     told = []
-    bench.scheduler._trouble.tell = lambda what, why: told.append(f"{what}: {why}")
+    bench.scheduler._trouble.warn = lambda what, why: told.append(f"{what}: {why}")
     try:
         if change == "gone":
             (folder / "one" / CONFIG).unlink()
@@ -149,11 +149,11 @@ def test_a_request_waits_for_the_digest_of_its_adapter_until_its_deadline(empty,
         asked = request(lora_request=lora(folder / "one"))
         bench.scheduler.arrived(asked)
         assert bench.scheduler.matched(asked, 0) == (None, False)
-        assert bench.scheduler.step({}, {}.get).asking  # so that the worker does not hurry
+        assert bench.scheduler.step({}, {}.get).polling  # so that the worker does not hurry
         now += 10.0
         assert bench.scheduler.matched(asked, 0) == (0, False)
         assert bench.scheduler.counts.take() == {"lookups_unfit": 1}
-        assert not bench.scheduler.step({}, {}.get).asking
+        assert not bench.scheduler.step({}, {}.get).polling
         go_on.set()
         adapters._seen[str(folder / "one")].digest.result()
         assert bench.matched(request("later", lora_request=lora(folder / "one"))) == (0, False)

@@ -141,7 +141,7 @@ def test_another_connector_beside_it(started, first):
     assert counted["tokens_loaded"] == 384
     assert text == started.cold
     # The other one keeps what was played: nothing that loses more than vLLM's own prefix cache may have.
-    assert started.engine.worker._most_loss == started.engine.worker._settings.keep_loss
+    assert started.engine.worker._max_loss == started.engine.worker._settings.keep_loss
 
 
 def test_speculation(world):

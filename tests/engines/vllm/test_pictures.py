@@ -61,7 +61,7 @@ def test_a_cache_is_played_as_far_as_pictures_are_the_same(seen, media, tokens):
 )
 def test_a_picture_that_cannot_be_told_from_others_is_neither_played_nor_published(seen, tmp_path, data, why):
     bench, told = Bench(seen, tmp_path / "out"), []
-    bench.scheduler._trouble.tell = lambda _, why: told.append(why)
+    bench.scheduler._trouble.warn = lambda _, why: told.append(why)
     try:
         asked = request(mm_features=[medium(*PICTURE, 0.5, data=data)])
         assert bench.matched(asked) == (0, False)
@@ -69,7 +69,7 @@ def test_a_picture_that_cannot_be_told_from_others_is_neither_played_nor_publish
         counted = bench.scheduler.counts.take()
         assert (counted["lookups_unfit"], counted["publish_skipped_unfit"]) == (1, 1)
         assert why in told[-1]
-        assert not bench.scheduler._pictures._asked
+        assert not bench.scheduler._pictures._pending
     finally:
         bench.close()
 

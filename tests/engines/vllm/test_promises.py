@@ -22,7 +22,7 @@ class Table:
             return Terms([tokens * each for each in tracks])
 
         self.now = now
-        return self.promises.ask(request, computed, last, terms=terms, due_s=due_s, now=now)
+        return self.promises.promised_tokens(request, computed, last, terms=terms, due_s=due_s, now=now)
 
     def take(self):
         """Return the plays to begin, those to drop, and how many requests found no room."""
@@ -135,7 +135,7 @@ def test_what_can_only_come_in_part_is_played_if_the_link_is_free():
     table = Table()
     table.promises.link(10.0, 0.01)
     slow = Terms([500], link_bytes=500, played_s=0.1, computed_s=50.0)
-    assert table.promises.ask("a", 0, 64, terms=lambda _: slow, due_s=10.0, now=0.0) is None
+    assert table.promises.promised_tokens("a", 0, 64, terms=lambda _: slow, due_s=10.0, now=0.0) is None
     table.now = 0.0
     assert table.begun() == [("a", 0, 64)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvabr.engines.vllm.caches import EngineCaches, Pages, Quantisation, UnknownCacheError, engine_caches
-from kvabr.engines.vllm.snapshots import Boundaries, KeptStates
+from kvabr.engines.vllm.snapshots import Boundaries, StateCache
 from kvabr.engines.vllm.states import StateForm, forms_of
 from kvabr.store.locations import open_asset
 from kvabr.types.kv import KVSpec, LayerClass
@@ -151,7 +151,7 @@ def test_where_there_is_a_state(prompt, computed, table, kept):
 
 
 def test_the_oldest_snapshots_go_first():
-    kept = KeptStates(100)
+    kept = StateCache(100)
     for chunk in "abc":
         kept.keep(chunk, {0: torch.zeros(10)})
     assert kept.take("a") is None

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from kvabr.engines.vllm.caches import EngineCaches, Pages
-from kvabr.engines.vllm.windows import Completed, KeptWindows
+from kvabr.engines.vllm.windows import Completed, WindowCache
 from kvabr.types.kv import LayerClass
 
 CACHES = EngineCaches(
@@ -32,7 +32,7 @@ def test_what_vllm_has_dropped_before_cannot_be_kept():
 
 def test_memory_is_bounded_and_what_was_used_last_stays():
     one = torch.zeros(1, 2, 1, 16, 4)
-    kept = KeptWindows(3 * one.nbytes)
+    kept = WindowCache(3 * one.nbytes)
     for name in "abc":
         kept.keep(name, [one + ord(name)])
     kept.keep("a", [one])  # the first one stays as it is
@@ -43,6 +43,6 @@ def test_memory_is_bounded_and_what_was_used_last_stays():
     ((first, second),) = kept.take("ca")
     assert (float(first.max()), float(second.max())) == (ord("c"), ord("a"))
     assert kept.take("") == ()
-    nothing = KeptWindows(0)
+    nothing = WindowCache(0)
     nothing.keep("a", [one])
     assert nothing.lacks("a")

@@ -8,10 +8,10 @@
 #include "input.h"
 
 #define CASES 40
-#define MOST_TOKENS 300
+#define MAX_TOKENS 300
 #define CHAIN 3
 
-static const uint32_t token_counts[] = {1, 2, 7, 8, 9, 16, 31, 63, 64, 65, 100, 127, 128, 129, 200, MOST_TOKENS};
+static const uint32_t token_counts[] = {1, 2, 7, 8, 9, 16, 31, 63, 64, 65, 100, 127, 128, 129, 200, MAX_TOKENS};
 static const uint8_t separator[4] = {0xF7, 'S', 'E', 'P'};
 
 typedef struct {
@@ -61,7 +61,7 @@ static void table(uint16_t *freqs, uint32_t symbols, uint64_t *dice) {
 
 /* The tables of tokens that refer to others. */
 static void near_tables(Depth *d, const uint8_t *radius, uint64_t *dice) {
-    uint32_t contexts = 1 + rolled(dice, MOST_NEAR);
+    uint32_t contexts = 1 + rolled(dice, MAX_NEAR);
     uint8_t bucket[48];
     uint16_t *freqs = need(calloc((size_t)d->classes * contexts * d->width, sizeof *freqs));
     for (uint32_t t = 0; t < d->classes * contexts; t++)
@@ -161,7 +161,7 @@ static void make_transform(Transform *t, const Path *path, uint64_t dice) {
 
 /* Some references of a group: the same for the same number of tokens. */
 typedef struct {
-    uint8_t place[MOST_TOKENS], lane[MOST_TOKENS];
+    uint8_t place[MAX_TOKENS], lane[MAX_TOKENS];
 } Referring;
 
 static References references(const Case *it, uint32_t tokens, Referring *to) {
@@ -217,7 +217,7 @@ static Case *case_of(uint32_t number) {
     it->refers = number % CASES % 2;
     for (int d = 0; d < it->depths; d++)
         it->depth[d] = tables(t->rows, d > 0, it->refers, &dice);
-    size_t angles = (size_t)MOST_TOKENS * (t->rotary / 2 + 1);
+    size_t angles = (size_t)MAX_TOKENS * (t->rotary / 2 + 1);
     it->scale = need(malloc(2 * t->layers * sizeof(float)));
     it->cos = need(malloc(angles * sizeof(float))), it->sin = need(malloc(angles * sizeof(float)));
     for (uint32_t i = 0; i < 2 * t->layers; i++)
@@ -229,7 +229,7 @@ static Case *case_of(uint32_t number) {
     for (int d = 0; d < it->depths; d++) {
         Indices from = {.index = it->index[d], .below = d ? it->index[d - 1] : NULL};
         from.references = references(it, it->tokens, &some);
-        uint32_t streams = 1 + rolled(&dice, most_streams(it->depth[d]->rows));
+        uint32_t streams = 1 + rolled(&dice, max_streams(it->depth[d]->rows));
         CHECK(encode_group(paths[0], it->depth[d], &from, it->tokens, streams, 1, it->payload + d, it->size + d) == OK);
     }
     it->made = 1;
@@ -374,7 +374,7 @@ static void encode(Input *in, const Case *it, uint32_t kind, uint32_t tokens, in
     size_t size[3] = {0};
     int error[3];
     for (int p = 0; p < path_count; p++) {
-        error[p] = encode_group(paths[p], d, &from, tokens, 1 + kind % most_streams(d->rows), 1 + kind % 3, out + p, size + p);
+        error[p] = encode_group(paths[p], d, &from, tokens, 1 + kind % max_streams(d->rows), 1 + kind % 3, out + p, size + p);
         CHECK(error[p] == error[0]);
         CHECK(error[p] || (size[p] == size[0] && !memcmp(out[p], out[0], size[0])));
     }

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from kvabr.types.errors import TransportError
-from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.packet_schedule import Conditions
 from kvabr_lab.live.shaper import Shaper
 from kvabr_lab.live.tun import FAR, MTU, NEAR, TunShaper
 from tests.lab.live.links import WAIT_S, ends, trace, udp

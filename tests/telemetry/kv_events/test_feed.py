@@ -26,11 +26,11 @@ class Heard:
 
     def __init__(self, *, replays=True, asked=True):
         self.log = []
-        self.feed = EventFeed(self.hear, lambda _: self.log.append("forgotten"), replays=replays)
+        self.feed = EventFeed(self.on_events, lambda _: self.log.append("forgotten"), replays=replays)
         if asked:  # at the start, without an answer
             self.feed.replay_ended()
 
-    def hear(self, _topic, told):
+    def on_events(self, _topic, told):
         self.log.append("cleared" if told == CLEARED else told[0].block_hashes[0])
 
     def publish(self, *numbers):
@@ -110,11 +110,11 @@ def test_whatever_is_lost_what_is_believed_is_true():
             states.append(set(held))
             batches.append((one, one in held))
 
-        def hear(_topic, told, believed=believed):
+        def on_events(_topic, told, believed=believed):
             one, stored = told
             believed.add(one) if stored else believed.discard(one)
 
-        feed = EventFeed(hear, lambda _, believed=believed: believed.clear(), replays=dice.random() < 0.7)
+        feed = EventFeed(on_events, lambda _, believed=believed: believed.clear(), replays=dice.random() < 0.7)
         for number, batch in enumerate(batches):
             if dice.random() < 0.2:
                 continue

@@ -45,9 +45,9 @@ class Reader:
     def __init__(self, sockets, **more):
         self.held, self.forgotten, self.batches = HeldPrefixes(), [], 0
         self._changed = threading.Condition()
-        self.subscriber = KVEventSubscriber(sockets, self._hear, self._forget, LOG, **more)
+        self.subscriber = KVEventSubscriber(sockets, self._on_events, self._forget, LOG, **more)
 
-    def _hear(self, topic, events):
+    def _on_events(self, topic, events):
         with self._changed:
             self.batches += 1
             self.held.apply(PrefixHolder("p", topic), events)

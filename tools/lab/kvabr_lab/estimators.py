@@ -26,7 +26,7 @@ class DualEwma(MergedSamples):
         fast_s, slow_s = (share * self._horizon_s for share in self._shares)
         self._fast, self._slow, self._square = DecayingMean(fast_s), DecayingMean(slow_s), DecayingMean(slow_s)
 
-    def _take(self, nbytes: float, seconds: float) -> None:
+    def _add(self, nbytes: float, seconds: float) -> None:
         rate = nbytes / seconds
         self._fast.add(rate, seconds)
         self._slow.add(rate, seconds)
@@ -57,7 +57,7 @@ class LastSample(MergedSamples):
     def _forget(self) -> None:
         self._rate = 0.0
 
-    def _take(self, nbytes: float, seconds: float) -> None:
+    def _add(self, nbytes: float, seconds: float) -> None:
         self._rate = nbytes / seconds
 
     def rate(self) -> float:
@@ -82,7 +82,7 @@ class SlidingPercentile(MergedSamples):
     def _forget(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=self._window)
 
-    def _take(self, nbytes: float, seconds: float) -> None:
+    def _add(self, nbytes: float, seconds: float) -> None:
         self._samples.append((nbytes / seconds, math.sqrt(nbytes) + 1.0))
 
     def _at(self, share: float) -> float:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from kvabr.replay.summary import percentile
 from kvabr.replay.trace import Trace
 from kvabr_lab.live.child import Child
-from kvabr_lab.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions
+from kvabr_lab.live.packet_schedule import HEADER_BYTES, PACKET_BYTES, Conditions
 from kvabr_lab.live.shaper import Shaper, ShaperStats
 
 PAYLOAD_BYTES = PACKET_BYTES - HEADER_BYTES

@@ -17,17 +17,17 @@ _SILENCE_S = 1.0
 """Silence after which a site's report is complete."""
 
 
-def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], most_s: float) -> dict[str, int | None]:
+def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], max_s: float) -> dict[str, int | None]:
     """Return each site's cached tokens of a prompt; None for a site without events.
 
-    Listen until all sites have reported and are quiet, for at most ``most_s`` seconds.
+    Listen until all sites have reported and are quiet, for at most ``max_s`` seconds.
     """
     held, heard, lock = HeldPrefixes(), dict[str, float](), threading.Lock()
-    until_s, log = time.monotonic() + most_s, logger()
+    until_s, log = time.monotonic() + max_s, logger()
     with ExitStack() as stack:
         for site, where in sites.items():
 
-            def hear(topic: str, events: Sequence[KVEvent], site: str = site) -> None:
+            def on_events(topic: str, events: Sequence[KVEvent], site: str = site) -> None:
                 with lock:
                     heard[site] = time.monotonic()
                     held.apply(PrefixHolder(site, topic), events)
@@ -36,7 +36,7 @@ def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], most_s: flo
                 with lock:
                     held.forget(site)
 
-            stack.enter_context(KVEventSubscriber(where, hear, forget, log))
+            stack.enter_context(KVEventSubscriber(where, on_events, forget, log))
         while (now := time.monotonic()) < until_s:
             with lock:
                 if len(heard) == len(sites) and now - max(heard.values()) > _SILENCE_S:

@@ -85,7 +85,7 @@ class Bottleneck:
         self.rtt_s, self.packet = rtt_s, packet
         self.now = 0.0
         self.dropped = 0
-        self.most_queued = 0
+        self.max_queued = 0
         self._capacity, self._limit, self._codel = capacity, max(queue_bytes, packet), codel
         self._queue: deque[_Packet] = deque()
         self._queued, self._busy = 0, False
@@ -121,7 +121,7 @@ class Bottleneck:
         packet.queued_s = now
         self._queue.append(packet)
         self._queued += packet.size
-        self.most_queued = max(self.most_queued, self._queued)
+        self.max_queued = max(self.max_queued, self._queued)
         if not self._busy:
             self._serve(now)
 

@@ -162,10 +162,10 @@ def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]
     """
     found = [1.0] * len(differences)
     # Rounding errors between equal policies are not a difference.
-    telling = [index for index, sums in enumerate(differences) if abs(sums.sum()) > _TOLERANCE * plays]
-    if not telling:
+    decided = [index for index, sums in enumerate(differences) if abs(sums.sum()) > _TOLERANCE * plays]
+    if not decided:
         return found
-    table = np.array([differences[index] / np.linalg.norm(differences[index]) for index in telling])
+    table = np.array([differences[index] / np.linalg.norm(differences[index]) for index in decided])
     seen = np.abs(table.sum(axis=1))
     drawn = np.abs(_signs(table.shape[1], seed) @ table.T.astype(np.float32))
     # Step down from the largest: each must exceed only random differences among the remaining pairs.
@@ -174,7 +174,7 @@ def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]
     passed = (largest >= seen[order] * (1 - _ROUNDING)).sum(axis=0)
     chance = np.maximum.accumulate((1 + passed) / (1 + len(drawn)))
     for place, index in enumerate(order):
-        found[telling[int(index)]] = float(chance[place])
+        found[decided[int(index)]] = float(chance[place])
     return found
 
 

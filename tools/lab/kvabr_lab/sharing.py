@@ -97,7 +97,7 @@ class Sharing:
         )  # fmt: skip
         outcome.run["sharing"] = {
             "dropped_bytes": plays.link.dropped,
-            "most_queued_bytes": plays.link.most_queued,
+            "most_queued_bytes": plays.link.max_queued,
             "rivals": [_rival(alone, player.session, lookup_s) for player in others],
         }
         return outcome
@@ -118,7 +118,7 @@ class _Answer(Stream):
     def __init__(self, request: FetchGroup, player: Player) -> None:
         super().__init__(request.bytes)
         self.request, self.received = request, 0
-        self.heard_s = 0.0
+        self.last_received_s = 0.0
         self.seen = False
         """Whether the session knows of its first byte."""
         self._player = player
@@ -141,7 +141,7 @@ class SharedClient:
         self._link, self._sender = link, sender
         self._schedule: EdfScheduler[Player] = EdfScheduler()
         self._tardy: set[Player] = set()
-        self._heard_s: dict[int, float] = {}
+        self._received_s: dict[int, float] = {}
         """Time of the last bytes of each rank."""
 
     def enter(self, player: Player, due_s: float) -> None:
@@ -160,16 +160,16 @@ class SharedClient:
             return priority
         return wire_priority(self._schedule.level(player), priority, late=player in self._tardy)
 
-    def heard(self, stream: _Answer, size: int, now: float) -> None:
+    def received(self, stream: _Answer, size: int, now: float) -> None:
         """Record received bytes."""
         self.bandwidth.received(size)
-        self._heard_s[stream.place()] = now
+        self._received_s[stream.place()] = now
 
     def waits_its_turn(self, stream: _Answer) -> bool:
         """Return whether a stream is idle because streams of at least equal urgency receive bytes."""
-        since_s = max(stream.heard_s, self._link.now - TURN_S)
+        since_s = max(stream.last_received_s, self._link.now - TURN_S)
         place = stream.place()
-        return any(other <= place and at_s > since_s for other, at_s in self._heard_s.items())
+        return any(other <= place and at_s > since_s for other, at_s in self._received_s.items())
 
     def _late(self, player: Player, now: float) -> None:
         if not player.session.over:
@@ -214,26 +214,26 @@ class Player:
             self.ghost_bytes += size
             return
         stream.received += size
-        stream.heard_s = now
+        stream.last_received_s = now
         if self._client is not None:
-            self._client.heard(stream, size, now)
+            self._client.received(stream, size, now)
         if not stream.seen or stream.received >= stream.size:
             self._fresh.append(stream)
 
-    def tell(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Report everything up to ``now`` to the session, and obey it."""
         session = self.session
         timer = session.next_timer()
         due = timer is not None and timer <= now + EPSILON
         if not (due or self._fresh or self._machine.next_s() <= now + EPSILON):
             return
-        self._tell_streams(now, due=due)
+        self._update_streams(now, due=due)
         self._machine.report(now)
         if due:
             session.timer(now)
         self._obey(session.actions(), now)
 
-    def _tell_streams(self, now: float, *, due: bool) -> None:
+    def _update_streams(self, now: float, *, due: bool) -> None:
         session = self.session
         fresh, self._fresh = self._fresh, []
         for stream in fresh:
@@ -341,4 +341,4 @@ class SharedPlays:
             then = min(link.next_s(), *(player.next_s() for player in going))
             link.run(then)
             for player in going:
-                player.tell(then)
+                player.update(then)

@@ -169,11 +169,11 @@ def tune(
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
-    tell: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Tuned:
     """Tune one policy over a matrix of at least two trace families; the matrix's own policies are ignored.
 
-    ``progress`` receives the plays finished since its last call, ``tell`` a description of each step.
+    ``progress`` receives the plays finished since its last call, ``notify`` a description of each step.
 
     Raises:
         UsageError: The policy declares no parameters, or fewer than two families have feasible plays.
@@ -187,7 +187,7 @@ def tune(
     families = scores.families
     if len(families) < 2:
         raise UsageError("tuning needs traces of at least two families: one to choose on, one to hold out")
-    say = tell or (lambda _: None)
+    say = notify or (lambda _: None)
     say(f"first round: {search.points} points and the default over {len(families)} families")
     scores.play([policy, *_spread(policy, parameters, search)], families)
     out = scores.narrow(policy)

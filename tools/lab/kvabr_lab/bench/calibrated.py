@@ -44,11 +44,11 @@ def profiles(
     plan: CalibrationPlan,
     folder: Path,
     progress: Progress = lambda _stage, _done, _all: None,
-    tell: Callable[[str], None] = lambda _line: None,
+    notify: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Profile]:
     """Return profiles by label, from the work folder or newly calibrated.
 
-    ``progress`` receives the stages of `kvabr.publish.calibrate.calibrate`, ``tell`` the results of a search for steps.
+    ``progress`` receives the stages of `kvabr.publish.calibrate.calibrate`, ``notify`` results of the search for steps.
 
     Raises:
         UsageError: The target cannot be met, or contexts are longer than the model's.
@@ -68,7 +68,7 @@ def profiles(
         tokens=plan.tokens,
         target=plan.target,
         progress=progress,
-        tell=tell,
+        notify=notify,
     )
     for path, profile in zip(paths.values(), new, strict=True):
         write_file(path, profile.to_bytes())

@@ -33,7 +33,7 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.live import PublishedFrames
 from kvabr.types.peer import PeerOptions, Quic
 from kvabr_lab.live.child import Child
-from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.packet_schedule import Conditions
 from kvabr_lab.live.shaper import Shaper
 
 Kind = Literal["alone", "live", "end"]
@@ -279,7 +279,7 @@ def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{_LEFT}" y="22">{title}</text>',
     ]
-    tops = [40 + lane * (_LANE + 16) for lane in range(3)]
+    tops = [40 + row * (_LANE + 16) for row in range(3)]
     total = prefill.runs[-1][0]
     lanes = (("prefill", "tokens", total), ("live edge", "groups", groups), ("decoder", "groups", groups))
     for (name, what, most), top in zip(lanes, tops, strict=True):
@@ -294,12 +294,12 @@ def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
             f'width="{max(1.0, x(at_s) - x(first_s) - 1):.1f}" height="{height:.1f}">'
             f"<title>tokens {before} to {tokens}: {at_s - first_s:.3f} s</title></rect>"
         )
-    for lane, css, times in ((1, "n", prefill.published_s), (2, "d", decoded.groups_s)):
+    for row, css, times in ((1, "n", prefill.published_s), (2, "d", decoded.groups_s)):
         for group, at_s in enumerate(times):
             height = _LANE * (group + 1) / max(1, groups)
-            track = f" on {decoded.coverage[group]}" if lane == 2 else ""
+            track = f" on {decoded.coverage[group]}" if row == 2 else ""
             parts.append(
-                f'<rect class="{css}" x="{x(at_s) - 2:.1f}" y="{tops[lane] + _LANE - height:.1f}" width="4" '
+                f'<rect class="{css}" x="{x(at_s) - 2:.1f}" y="{tops[row] + _LANE - height:.1f}" width="4" '
                 f'height="{height:.1f}"><title>group {group}{track}: {at_s - began_s:.3f} s</title></rect>'
             )
     end = x(prefill.ended_s)

@@ -127,9 +127,9 @@ class TrackScheme(Scheme):
 
     def _code(self, kv: torch.Tensor, part: KVSpec, out: torch.Tensor | None) -> int:
         nbytes, tokens = 0, kv.shape[3]
-        most = 0 if self._free else self._finer
+        limit = 0 if self._free else self._finer
         for index, (first, end) in enumerate(groups(tokens, self.group_tokens)):
-            finer = finer_in(first, end, tokens, most)
+            finer = finer_in(first, end, tokens, limit)
             context = GroupContext(part, first, end - first, self._profile, self._free, finer=finer, memo={})
             group = kv[:, :, :, first:end]
             frames: list[bytes] = []

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     matrix = build(axes_of(args) | {"policies": [args.tuned]})
     search = Search(args.points, args.rounds, args.near, args.search_seed)
     with kept_on_interrupt(args.out), PlayStore(args.out) as store, PlayBar("tuning") as bar:
-        found = tune(args.tuned, matrix, store, search, jobs=args.jobs, progress=bar.advance, tell=bar.say)
+        found = tune(args.tuned, matrix, store, search, jobs=args.jobs, progress=bar.advance, notify=bar.say)
     write_json(args.json, as_json(found))
     console = output()
     console.print(_values(found))

@@ -135,14 +135,14 @@ class SharedWire:
         self._capacity, self._busy, self._shift_s = capacity, BusyTimes(), 0.0
         self._coming: list[tuple[float, float, float]] = []
         """Heap of pieces: end, ready time, bytes."""
-        self._seen_s = self._heard_s = 0.0
+        self._seen_s = self._sampled_s = 0.0
         """Last call of `samples`, and end of the last sample."""
 
     def copy(self) -> SharedWire:
         """Return a copy."""
         made = SharedWire(self._capacity)
         made._busy, made._coming, made._shift_s = self._busy.copy(), self._coming[:], self._shift_s
-        made._seen_s, made._heard_s = self._seen_s, self._heard_s
+        made._seen_s, made._sampled_s = self._seen_s, self._sampled_s
         return made
 
     def shift(self, seconds: float) -> None:
@@ -203,16 +203,16 @@ class SharedWire:
                 low = begin + step * (end - begin) / count
                 high = begin + (step + 1) * (end - begin) / count
                 if high > low:
-                    self._heard_s = high
+                    self._sampled_s = high
                     yield high, self.carried(low, high), high - low
             self._seen_s = end
 
     def _probes(self, until: float) -> Iterator[tuple[float, float, float]]:
-        while (at := max(self._seen_s, self._heard_s + PROBE_S)) < until:
+        while (at := max(self._seen_s, self._sampled_s + PROBE_S)) < until:
             end = min(self._when(at, PROBE_BYTES), at + PROBE_WAIT_S)
             if end > until:
                 break
-            self._heard_s = end
+            self._sampled_s = end
             yield end, self.carried(at, end), end - at
 
 

@@ -74,7 +74,7 @@ class Shape:
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name.endswith("_s"):
-                _check(field.name, getattr(self, field.name), most=_MAX_SECONDS)
+                _check(field.name, getattr(self, field.name), limit=_MAX_SECONDS)
         if not 0 <= self.cross <= 0.95:
             raise UsageError(f"cross is {self.cross}; give a number from 0 (no other flows) to 0.95")
         if not 0 <= self.fan_in <= 1e6:
@@ -241,12 +241,12 @@ def synthesise(
     """
     if kind not in _KINDS:
         raise UsageError(f"unknown kind of trace {kind!r}; known are {', '.join(KINDS)}")
-    for what, value, most in (
+    for what, value, limit in (
         ("mean_mbps", mean_mbps, _MAX_MBPS),
         ("duration_s", duration_s, _MAX_SECONDS),
         ("step_s", step_s, _MAX_SECONDS),
     ):
-        _check(what, value, most=most)
+        _check(what, value, limit=limit)
     if not 0 <= seed < 1 << 64:
         raise UsageError(f"the seed is {seed}; give a whole number from 0 to 2**64 - 1")
     segments = math.ceil(duration_s / step_s * (1 - 1e-12))
@@ -272,6 +272,6 @@ def synthesise(
     return Trace(name, name.partition("/")[0], tuple(times), tuple(rates), float(duration_s), rtt_s)
 
 
-def _check(what: str, value: float, *, most: float) -> None:
-    if not 1e-6 <= value <= most:
-        raise UsageError(f"{what} is {value}; give a number from 0.000001 to {most:g}")
+def _check(what: str, value: float, *, limit: float) -> None:
+    if not 1e-6 <= value <= limit:
+        raise UsageError(f"{what} is {value}; give a number from 0.000001 to {limit:g}")

@@ -297,14 +297,14 @@ class World:
 
 
 @lru_cache(maxsize=4096)
-def _cut(tokens: int, size: CacheSize, most_pieces: int) -> tuple[int, ...]:
+def _cut(tokens: int, size: CacheSize, max_pieces: int) -> tuple[int, ...]:
     """Return the lengths of pieces of whole groups: one group, twice as many, ..., and the same back.
 
     With equal pieces, the first would leave too late for a slow link, and the last too late for a fast one.
     """
     group, last = size.group_tokens, size.last_group(tokens)
     left = (tokens - last) // group
-    most = max(1, -(-left // max(1, most_pieces)))
+    most = max(1, -(-left // max(1, max_pieces)))
     ramp: list[int] = []
     while 3 * sum(ramp) < left and (not ramp or 2 * ramp[-1] < most):
         ramp.append(2 * ramp[-1] if ramp else 1)

@@ -34,8 +34,8 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.peer import PeerOptions
 from kvabr.types.units import computed_shape
 from kvabr_lab.live.child import Usage
-from kvabr_lab.live.lane import MIN_QUEUE_BYTES, Conditions
 from kvabr_lab.live.origin import LiveOrigin
+from kvabr_lab.live.packet_schedule import MIN_QUEUE_BYTES, Conditions
 from kvabr_lab.live.shaper import Shaper
 
 if TYPE_CHECKING:

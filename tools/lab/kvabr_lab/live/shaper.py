@@ -31,7 +31,7 @@ from typing import Protocol
 from kvabr.replay.link import Capacity, running_sums
 from kvabr.replay.trace import Trace
 from kvabr_lab.live.child import Child, Usage
-from kvabr_lab.live.lane import HEADER_BYTES, Conditions, Lane, line_rate
+from kvabr_lab.live.packet_schedule import HEADER_BYTES, Conditions, PacketSchedule, line_rate
 
 Address = tuple[str, int]
 
@@ -148,10 +148,10 @@ class Port(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Way:
-    """One direction: its lane and the packets in flight."""
+class Direction:
+    """One direction: its schedule and the packets in flight."""
 
-    lane: Lane
+    schedule: PacketSchedule
     held: deque[tuple[float, Port, Address | None, bytes]] = field(default_factory=deque)
     strays: list[tuple[float, int, Port, Address | None, bytes]] = field(default_factory=list)
     held_bytes: int = 0
@@ -178,8 +178,8 @@ class Forwarder(ABC):
 
     def __init__(self, conditions: Conditions) -> None:
         """Begin without a bottleneck."""
-        self.down = Way(Lane(random.Random(f"down:{conditions.seed}")))  # noqa: S311  # losses, not secrets
-        self.up = Way(Lane(random.Random(f"up:{conditions.seed}")))  # noqa: S311
+        self.down = Direction(PacketSchedule(random.Random(f"down:{conditions.seed}")))  # noqa: S311  # losses, not secrets
+        self.up = Direction(PacketSchedule(random.Random(f"up:{conditions.seed}")))  # noqa: S311
         self._trace: tuple[Trace, list[float], float] | None = None
         """Last loaded trace, its running sums, its line rate."""
         self._begin(_Begin(conditions, None, time.monotonic()))
@@ -220,17 +220,19 @@ class Forwarder(ABC):
                 self._deliver(way, clock())
 
     @staticmethod
-    def hold(way: Way, now: float, to: Port, address: Address | None, data: bytes, headers: int = HEADER_BYTES) -> None:
+    def hold(
+        way: Direction, now: float, to: Port, address: Address | None, data: bytes, headers: int = HEADER_BYTES
+    ) -> None:
         """Delay or drop a packet with ``headers`` bytes in addition to ``data``."""
         if way.held_bytes > _MAX_HELD_BYTES:
-            way.lane.overflowed += 1
+            way.schedule.overflowed += 1
             return
-        due = way.lane.admit(now, len(data), headers)
+        due = way.schedule.admit(now, len(data), headers)
         if due is None:
             return
         overtaken = None
         if way.unruly:
-            overtaken, second = way.lane.strays(due)
+            overtaken, second = way.schedule.strays(due)
             for late in (overtaken, second):
                 if late is not None:
                     way.stray(late, to, address, data)
@@ -238,7 +240,7 @@ class Forwarder(ABC):
             way.held.append((due, to, address, data))
             way.held_bytes += len(data)
 
-    def _deliver(self, way: Way, now: float) -> None:
+    def _deliver(self, way: Direction, now: float) -> None:
         held, limit, late = way.held, now + _EARLY_S, self._late
         while held and held[0][0] <= limit:
             due, to, address, data = held.popleft()
@@ -275,23 +277,23 @@ class Forwarder(ABC):
         passed = time.monotonic() + conditions.rtt_s / 2
         while down.held and down.held[-1][0] > passed:
             down.held_bytes -= len(down.held.pop()[3])
-        down.lane.shape(delay_s=conditions.rtt_s / 2, loss=conditions.loss, limit_bytes=limit)
-        down.lane.begin(capacity, at)
-        up.lane.shape(delay_s=conditions.rtt_s / 2, loss=conditions.loss_up, limit_bytes=0)
+        down.schedule.shape(delay_s=conditions.rtt_s / 2, loss=conditions.loss, limit_bytes=limit)
+        down.schedule.begin(capacity, at)
+        up.schedule.shape(delay_s=conditions.rtt_s / 2, loss=conditions.loss_up, limit_bytes=0)
         for way in (down, up):
-            way.lane.scramble(reorder=conditions.reorder, duplicate=conditions.duplicate)
+            way.schedule.scramble(reorder=conditions.reorder, duplicate=conditions.duplicate)
             way.unruly = conditions.reorder > 0 or conditions.duplicate > 0
         self._reset()
 
     def _reset(self) -> None:
         for way in (self.down, self.up):
-            way.lane.reset()
+            way.schedule.reset()
         self._late = [0] * _LATE_STEPS
         self._missed = self.kernel_drops()
         self._began = Usage.now()
 
     def _stats(self) -> ShaperStats:
-        down, up = self.down.lane, self.up.lane
+        down, up = self.down.schedule, self.up.schedule
         missed = self.kernel_drops()
         return ShaperStats(
             forwarded_down=down.carried,
@@ -302,7 +304,7 @@ class Forwarder(ABC):
             lost_down=down.lost,
             lost_up=up.lost,
             missed=None if missed is None or self._missed is None else max(0, missed - self._missed),
-            most_queued_bytes=down.most_queued,
+            most_queued_bytes=down.max_queued,
             late_p50_s=self._lateness(0.5),
             late_p99_s=self._lateness(0.99),
             usage=Usage.now().since(self._began),

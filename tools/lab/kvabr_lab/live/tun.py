@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 
 from kvabr_lab.live.child import Child
-from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.packet_schedule import Conditions
 from kvabr_lab.live.shaper import Address, Forwarder, Port, Shaper
 
 NEAR, FAR = "198.19.0.1", "198.18.0.4"

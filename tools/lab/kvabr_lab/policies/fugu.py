@@ -48,7 +48,7 @@ class Fugu(FrontToBack):
         """Forget all transfers."""
         self._asked: dict[int, tuple[int, float]] = {}
         self._read = 0
-        self._heard_s = view.now
+        self._settled_s = view.now
 
     def choose(self, view: View, group: int) -> Decision:
         """Choose the first track of the plan."""
@@ -70,10 +70,10 @@ class Fugu(FrontToBack):
         if not came:
             return
         # The link carries one transfer after another, so each had it alone since the previous end.
-        begun_s = max(self._heard_s, min(asked_s for _, asked_s in came))
+        begun_s = max(self._settled_s, min(asked_s for _, asked_s in came))
         if view.now > begun_s:
             self._costs.append((view.now - begun_s) / sum(size for size, _ in came))
-        self._heard_s = view.now
+        self._settled_s = view.now
 
     def _plan(self, view: View) -> tuple[str, str]:
         import numpy as np  # noqa: PLC0415  # only this policy needs it, and it loads slowly

@@ -61,7 +61,7 @@ class RobustMpc(Policy):
         self._steps = _by_group(view.ladder.layered_steps)
         self._owed: dict[int, tuple[int, tuple[str, ...]]] = {}
         """Each group's plan number, and planned layers not yet requested, lowest first."""
-        self._owed_bytes = self._plans = self._heard = 0
+        self._owed_bytes = self._plans = self._seen_settled = 0
         self._ready: list[tuple[int, int]] = []
         """Heap of plans and groups that have settled since."""
         self._ranked: list[tuple[float, int, int, str]] = []
@@ -88,10 +88,10 @@ class RobustMpc(Policy):
 
     def _due(self, view: View, budget: float) -> Decision | None:
         """Request the next planned layer of a settled group, if the missing groups leave capacity for it."""
-        for group in view.settled.history[self._heard :]:
+        for group in view.settled.history[self._seen_settled :]:
             if group in self._owed:
                 heappush(self._ready, (self._owed[group][0], group))
-        self._heard = len(view.settled.history)
+        self._seen_settled = len(view.settled.history)
         while self._ready:
             number, group = heappop(self._ready)
             if group not in view.settled or self._owed.get(group, (0, ()))[0] != number:

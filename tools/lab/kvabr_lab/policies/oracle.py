@@ -49,7 +49,7 @@ class Oracle(Policy):
         self._later = {group: place for place, group in enumerate(later)}
         """Groups that get another track, and their places among them."""
         self._ready: list[tuple[int, int]] = []
-        self._heard = 0
+        self._seen_settled = 0
         self._order = iter(self._first.items())
 
     def decide(self, view: View) -> Decision:
@@ -66,10 +66,10 @@ class Oracle(Policy):
             # A request has failed, or the engine.
             group = next(iter(missing))
             return Decision.fetch(group, self._goal.get(group, view.ladder.cheapest), "it was lost")
-        for group in view.settled.history[self._heard :]:
+        for group in view.settled.history[self._seen_settled :]:
             if group in self._later:
                 heappush(self._ready, (self._later[group], group))
-        self._heard = len(view.settled.history)
+        self._seen_settled = len(view.settled.history)
         while self._ready:
             _, group = heappop(self._ready)
             if group in view.settled and view.track_of[group] != self._goal[group]:

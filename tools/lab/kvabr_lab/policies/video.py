@@ -70,7 +70,7 @@ class BolaScores:
             default=0.0,
         )
 
-    def most_level(self, index: int) -> float:
+    def max_level(self, index: int) -> float:
         """Return the buffer level above which a track's score is negative and BOLA would pause."""
         return self._vp * (self._utilities[index] + self._gp)
 
@@ -169,7 +169,7 @@ class BolaE(FrontToBack):
         if chosen > self._last and chosen > throughput:
             chosen = max(throughput, self._last)
             reason = f"BOLA-E: no more than the throughput, {level_s:.2f} s ahead"
-        excess_s = max(0.0, level_s - self._bola.most_level(chosen))
+        excess_s = max(0.0, level_s - self._bola.max_level(chosen))
         self._placeholder_s -= min(excess_s, self._placeholder_s)
         return chosen, reason
 

@@ -42,10 +42,10 @@ MAX_TOKENS = 1 << 27
 """As in a catalog: a million groups of 128 tokens."""
 
 
-def _check_amounts(what: str, holder: object, most: float = 1e15) -> None:
+def _check_amounts(what: str, holder: object, max_count: float = 1e15) -> None:
     for field in fields(holder):  # type: ignore[arg-type]  # every caller is a dataclass
         value = getattr(holder, field.name)
-        if isinstance(value, int | float) and not 0 <= value <= most:
+        if isinstance(value, int | float) and not 0 <= value <= max_count:
             raise UsageError(f"{what}: {field.name} is {value}; give a number that is not negative")
 
 
@@ -142,28 +142,28 @@ class CacheSize:
             )
 
     @classmethod
-    def of_catalog(cls, catalog: Catalog, most_loss: float, *, decoders: int = 1) -> Self:
-        """Return the smallest size at which a catalog's cache has an expected loss of at most ``most_loss``.
+    def of_catalog(cls, catalog: Catalog, max_loss: float, *, decoders: int = 1) -> Self:
+        """Return the smallest size at which a catalog's cache has an expected loss of at most ``max_loss``.
 
-        The catalog is that of a typical asset; the quality floor ``most_loss`` is in nats per generated token.
+        The catalog is that of a typical asset; the quality floor ``max_loss`` is in nats per generated token.
 
         Raises:
             UsageError: No mixture of the tracks reaches the floor.
         """
-        if not most_loss >= 0:
-            raise UsageError(f"the quality floor is a loss of {most_loss} nats; give a number that is not negative")
+        if not max_loss >= 0:
+            raise UsageError(f"the quality floor is a loss of {max_loss} nats; give a number that is not negative")
         catalog = catalog.to_play
         ladder = Ladder(catalog)
         chosen = [hull[0] for hull in ladder.layered]
         loss = math.fsum(option.loss for option in chosen)
         for step in ladder.layered_steps:
-            if loss <= most_loss:
+            if loss <= max_loss:
                 break
             chosen[step.group] = next(one for one in ladder.layered[step.group] if one.track == step.to)
             loss = math.fsum(option.loss for option in chosen)
-        if loss > most_loss:
+        if loss > max_loss:
             raise UsageError(
-                f"no tracks of this asset lose at most {most_loss:g} nats per token; its best lose {loss:.3g}: "
+                f"no tracks of this asset lose at most {max_loss:g} nats per token; its best lose {loss:.3g}: "
                 "allow more, or publish better tracks"
             )
         ends_s = sum(catalog.track(option.track).decode_s * catalog.share(g) for g, option in enumerate(chosen))

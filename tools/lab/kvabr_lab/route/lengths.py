@@ -24,7 +24,7 @@ def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cac
     before = min(local.cached_tokens, remote.cached_tokens) // cache.group_tokens * cache.group_tokens
     if link.rate <= 0:
         return ()
-    own, other, group = local.cost.behind(before), remote.cost.behind(before), cache.group_tokens
+    own, other, group = local.cost.after(before), remote.cost.after(before), cache.group_tokens
     byte_s, constant_s = cache.per_token / link.rate, cache.constant / link.rate
     begin_s = max(link.rtt_s / 2, remote.queue_s)
     first_s = begin_s + remote.cost.seconds(before, group)

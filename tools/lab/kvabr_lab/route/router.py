@@ -64,7 +64,7 @@ class LinkMemory:
         self._past: deque[tuple[float, float, float]] = deque(maxlen=64)
         """End of each sample, with both means then."""
         self._lately, self._usual = DecayingMean(lately_s), DecayingMean(usual_s)
-        self._heard_s = -math.inf
+        self._sampled_s = -math.inf
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """Record ``nbytes`` received over the busy link within ``seconds``, ending at ``now``."""
@@ -72,16 +72,16 @@ class LinkMemory:
             return
         self.estimator.sample(nbytes, seconds, now)
         self._judge(nbytes / seconds, now - seconds / 2)
-        stands_s = max(seconds, min(now - self._heard_s, PROBE_S))
+        stands_s = max(seconds, min(now - self._sampled_s, PROBE_S))
         self._lately.add(nbytes / seconds, stands_s)
         self._usual.add(nbytes / seconds, stands_s)
-        self._heard_s = max(self._heard_s, now)
+        self._sampled_s = max(self._sampled_s, now)
         self._past.append((now, self._lately.value(), self._usual.value()))
 
     @property
-    def heard_s(self) -> float:
+    def sampled_s(self) -> float:
         """End of the last sample; minus infinity before the first."""
-        return self._heard_s
+        return self._sampled_s
 
     @property
     def recent_s(self) -> float:
@@ -103,7 +103,7 @@ class LinkMemory:
         usual = self._usual.value()
         if not usual:
             return 0.0, 0.0
-        ahead_s = max(0.0, now - self._heard_s) + nbytes / usual / 2
+        ahead_s = max(0.0, now - self._sampled_s) + nbytes / usual / 2
         trust = 0.5 ** (ahead_s / self.recent_s)
         expected = trust * self._lately.value() + (1 - trust) * usual
         rate = self.estimator.rate()
@@ -180,7 +180,7 @@ class Router:
         `PROBE_WAIT_S`, and report them to `arrived`, even if none arrived. The next probe is due after two more seconds
         of silence.
         """
-        if now - max(self.memory.heard_s, self._probed_s) < PROBE_S:
+        if now - max(self.memory.sampled_s, self._probed_s) < PROBE_S:
             return 0
         self._probed_s = now
         return PROBE_BYTES

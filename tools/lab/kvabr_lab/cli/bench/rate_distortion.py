@@ -239,8 +239,8 @@ def _texts(args: argparse.Namespace) -> dict[str, str]:
     return texts
 
 
-def _check_each(takes: str, given: Sequence[float], least: float, most: float) -> None:
-    if not all(least <= number <= most for number in given) or len(set(given)) < len(given):
+def _check_each(takes: str, given: Sequence[float], least: float, limit: float) -> None:
+    if not all(least <= number <= limit for number in given) or len(set(given)) < len(given):
         raise UsageError(f"{takes}, each once")
 
 

@@ -8,41 +8,41 @@ from hypothesis import strategies as st
 
 from kvabr.replay.link import Capacity
 from kvabr.types.errors import UsageError
-from kvabr_lab.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions, Lane
+from kvabr_lab.live.packet_schedule import HEADER_BYTES, PACKET_BYTES, Conditions, PacketSchedule
 from tests.lab.live.links import trace
 
 FULL = 1000 - HEADER_BYTES
 """Payload of a packet that has 1,000 bytes on the wire."""
 
 
-def lane(rates, *, delay=0.0, loss=0.0, limit=1e9, step=1.0, at=0.0, seed=1):
-    made = Lane(random.Random(seed))
+def schedule(rates, *, delay=0.0, loss=0.0, limit=1e9, step=1.0, at=0.0, seed=1):
+    made = PacketSchedule(random.Random(seed))
     made.shape(delay_s=delay, loss=loss, limit_bytes=limit)
     made.begin(Capacity(trace(rates, step), slow_start=False), at)
     return made
 
 
 def test_the_tail_is_dropped_where_the_queue_is_full_but_a_packet_alone_always_fits():
-    one = lane([10_000], limit=2500)
+    one = schedule([10_000], limit=2500)
     assert [one.admit(0.0, FULL) is not None for _ in range(4)] == [True, True, False, False]
     assert (one.overflowed, one.queued, one.most_queued) == (2, 2000, 2000)
     assert one.admit(0.1, FULL) is not None, "one has left"
-    tiny = lane([10_000], limit=10)
+    tiny = schedule([10_000], limit=10)
     assert tiny.admit(0.0, FULL) is not None
 
 
 def test_what_is_lost_has_taken_its_share_of_the_link():
-    one = lane([1e6], loss=0.25)
+    one = schedule([1e6], loss=0.25)
     times = [one.admit(0.0, FULL) for _ in range(4000)]
     assert one.lost == pytest.approx(1000, abs=120)
     assert one.lost + one.carried == 4000
     assert max(t for t in times if t is not None) == pytest.approx(4.0, abs=0.02)
-    again = lane([1e6], loss=0.25)
+    again = schedule([1e6], loss=0.25)
     assert [again.admit(0.0, FULL) for _ in range(4000)] == times, "the same seed loses the same packets"
 
 
 def test_a_new_play_does_not_wait_for_the_queue_of_the_last():
-    one = lane([1000])
+    one = schedule([1000])
     for _ in range(50):
         one.admit(0.0, FULL)
     one.begin(Capacity(trace([10_000]), slow_start=False), 1.0)
@@ -56,7 +56,7 @@ rates = st.lists(st.sampled_from([0.0, 500.0, 1e4, 3e5]), min_size=1, max_size=6
 
 @given(rates, st.lists(st.tuples(st.floats(0, 0.2), st.integers(1, 1452)), min_size=1, max_size=60), st.floats(0, 0.2))
 def test_never_out_of_order_and_never_more_than_the_trace_carries(levels, packets, delay):
-    one = lane(levels, delay=delay, limit=20_000, step=0.5)
+    one = schedule(levels, delay=delay, limit=20_000, step=0.5)
     link = Capacity(trace(levels, 0.5), slow_start=False)
     now, out, carried = 0.0, [], 0
     for gap, payload in packets:

@@ -46,7 +46,7 @@ class _Served:
     ran: bool = False
     unseen: int = 0
     hidden: bool = False
-    """Its first blocks were evicted, so they cannot be shared."""
+    """True if its first blocks were evicted, so they cannot be shared."""
 
     @property
     def leaves(self) -> float:
@@ -54,7 +54,7 @@ class _Served:
         return max(self.before + self.worst, self.shared)
 
 
-class KeptLosses:
+class BlockLosses:
     """The requests of one engine."""
 
     def __init__(
@@ -111,16 +111,16 @@ class KeptLosses:
         hashes = _hashes(request)[: tokens // self._hashed]
         return max((self._left.get(each, 0.0) for each in hashes), default=0.0)
 
-    def may_share(self, request: Any, computed: int, deadline_s: float, most: float = math.inf) -> bool:
+    def may_share(self, request: Any, computed: int, deadline_s: float, max_loss: float = math.inf) -> bool:
         """Return True if a request may use vLLM's first ``computed`` tokens; otherwise evict lossy blocks.
 
-        ``deadline_s`` is its own play's, infinite without one; ``most`` the maximum loss of these tokens.
+        ``deadline_s`` is its own play's, infinite without one; ``max_loss`` the maximum loss of these tokens.
         """
         name, spared, shared = request.request_id, False, None
         for other, lossy in self._lossy.items() if unfit(request) is None else ():  # otherwise it has its own blocks
             if other == name or lossy.hidden or not self._reaches(request, computed, lossy):
                 continue
-            if deadline_s > lossy.deadline_s or lossy.leaves > most:
+            if deadline_s > lossy.deadline_s or lossy.leaves > max_loss:
                 self._evict(lossy.blocks)
                 lossy.hidden = spared = True
             elif shared is None or lossy.leaves > shared.leaves:

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from kvabr.engines.vllm.kept_losses import KeptLosses
+from kvabr.engines.vllm.block_losses import BlockLosses
 from kvabr.engines.vllm.stats import ConnectorCounts
 from tests.engines.vllm.halves import TOKENS, Bench, lora, request
 
@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(self):
         self.counts, self.evicted, self.tables = ConnectorCounts(), set(), {}
-        self.kept = KeptLosses(LIMIT, (BLOCK,), self.evicted.update, self.counts)
+        self.kept = BlockLosses(LIMIT, (BLOCK,), self.evicted.update, self.counts)
 
     def load(self, name, loss, *, blocks, first=0, last=64, deadline_s=2.0, tokens=TOKENS, **more):
         self.tables[name] = [list(blocks)]

@@ -20,11 +20,11 @@ HEADER_BYTES = 28
 _MAX_DETOUR_S = 0.02
 
 
-class Lane:
+class PacketSchedule:
     """Decide when the packets of one direction arrive, and which are dropped."""
 
     def __init__(self, dice: random.Random) -> None:
-        """Create a lane without delay, loss or limits; ``dice`` decides losses."""
+        """Create a direction without delay, loss or limits; ``dice`` decides losses."""
         self._dice = dice
         self._delay_s = self._loss = self._reorder = self._duplicate = 0.0
         self._limit: float = float("inf")
@@ -32,7 +32,7 @@ class Lane:
         self._began_s = self._free_s = self._last_s = 0.0
         self._queue: deque[tuple[float, int]] = deque()
         self.queued = 0
-        self.most_queued = 0
+        self.max_queued = 0
         self.carried = 0
         """Packets that passed; `carried_bytes` are their bytes on the wire."""
         self.carried_bytes = 0
@@ -64,7 +64,7 @@ class Lane:
 
     def reset(self) -> None:
         """Set all counters to zero."""
-        self.most_queued = self.queued
+        self.max_queued = self.queued
         self.carried = self.carried_bytes = self.overflowed = self.lost = 0
 
     def admit(self, now: float, payload: int, headers: int = HEADER_BYTES) -> float | None:
@@ -82,7 +82,7 @@ class Lane:
             self._free_s = departs = self._began_s + self._capacity.when(begins, size)
             queue.append((departs, size))
             self.queued += size
-            self.most_queued = max(self.most_queued, self.queued)
+            self.max_queued = max(self.max_queued, self.queued)
         if self._loss and self._dice.random() < self._loss:
             self.lost += 1
             return None
