@@ -269,9 +269,11 @@ class ComputePlanner:
         ``waiting`` is the cost of waiting for a better rate, as a multiple of the least cost.
         """
         again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))
-        behind = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]
-        behind = np.concatenate([behind[:, 1:] + again, np.full((len(behind), 1), np.inf)], axis=1)
-        begun = (shares.reshape(len(behind), -1) * np.minimum(way.costs, behind) / least).sum(axis=0)
+        cheapest_after = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]
+        cheapest_after = np.concatenate(
+            [cheapest_after[:, 1:] + again, np.full((len(cheapest_after), 1), np.inf)], axis=1
+        )
+        begun = (shares.reshape(len(cheapest_after), -1) * np.minimum(way.costs, cheapest_after) / least).sum(axis=0)
         took = way.engine_s - view.engine_backlog_s
         begun[took < min(self._belief.learns_s or MIN_WAIT_S, float(took[-1]))] = np.inf
         best = int(begun.argmin())  # the shortest of equal ones

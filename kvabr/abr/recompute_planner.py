@@ -159,9 +159,9 @@ class Rest:
             best = _soonest(self._tails(absent, sums), deadline_s)
             other_s = view.decode_backlog_s
         else:
-            behind = next((i for i, group in enumerate(absent) if group not in flying), len(absent))
-            best = self._run(absent, sums, behind)
-            if best is None or (best.finish > deadline_s and behind):
+            after_flying = next((i for i, group in enumerate(absent) if group not in flying), len(absent))
+            best = self._run(absent, sums, after_flying)
+            if best is None or (best.finish > deadline_s and after_flying):
                 stalled = self._run(absent, sums, 0)
                 if stalled is not None and (best is None or stalled.finish < best.finish):
                     best = stalled

@@ -67,10 +67,10 @@ class SharedWork:
         """Return the sums over the parts that the network delivers, by price and stop."""
         sums: Array = np.zeros((*each.shape[:-1], each.shape[-1] + 1))
         each.cumsum(axis=-1, out=sums[..., 1:])
-        behind = sums[..., self._ends]
+        at_stop = sums[..., self._ends]
         if self._view.front_first:
-            return behind
-        return sums[..., -1:] - behind + sums[..., self._begin : self._begin + 1]
+            return at_stop
+        return sums[..., -1:] - at_stop + sums[..., self._begin : self._begin + 1]
 
     def carried_s(self, nbytes: Array) -> Array:
         """Return the seconds that the link needs for some bytes."""

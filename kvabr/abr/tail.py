@@ -112,7 +112,10 @@ def tail_offers(
     for what, tokens in (("the question", following), ("the tail", limit)):
         if not 0 <= tokens <= MAX_TAIL:
             raise UsageError(f"{what} has {tokens:,} tokens; give 0 to {MAX_TAIL:,}")
-    groups, behind = len(catalog.chunks), partial(joined_with_tail if catalog.sources else Catalog.with_tail, catalog)
+    groups, with_tail = (
+        len(catalog.chunks),
+        partial(joined_with_tail if catalog.sources else Catalog.with_tail, catalog),
+    )
     if not 0 <= skip < groups:
         return [TailOffer(catalog.suffix(skip), 0, 0.0)]
     first, size = catalog.first_token, catalog.spec.group_tokens
@@ -127,11 +130,11 @@ def tail_offers(
     possible = list(ends) if following else []
     step = max(1, math.ceil(len(possible) / _MAX_OFFERS))
     alone_s = 0.0 if cost is None else cost.seconds(first + catalog.tokens, following)
-    offers = [TailOffer(behind(groups, following).suffix(skip), 0, 0.0)]
+    offers = [TailOffer(with_tail(groups, following).suffix(skip), 0, 0.0)]
     for kept in reversed(possible[::-1][::step]):
         tokens = catalog.tokens - ends[kept]
         try:
-            fetched = behind(kept, following + tokens).suffix(skip)
+            fetched = with_tail(kept, following + tokens).suffix(skip)
         except UsageError:  # a state has no snapshot there
             continue
         engine_s = 0.0

@@ -158,7 +158,7 @@ class TimePlanner:
         self._added = 0
         self._left_out = frozenset(catalog.computed)
         """Groups in no asset, always computed."""
-        self._behind, self._on_base = self._if_rest_computed(view)
+        self._rest_factors, self._on_base = self._if_rest_computed(view)
 
     def _if_rest_computed(self, view: View) -> tuple[Array | None, Array | None]:
         """Return the losses if a suffix engine computes the rest; None without one.
@@ -168,8 +168,10 @@ class TimePlanner:
         """
         if not view.front_first or view.cost is None:
             return None, None
-        behind: Array = np.array([factors_if_rest_computed(view.catalog, name) for name in self.names]).swapaxes(0, 1)
-        return behind, None if view.prefix else inherited_if_rest_computed(view.catalog, view.ladder.cheapest)
+        with_rest: Array = np.array([factors_if_rest_computed(view.catalog, name) for name in self.names]).swapaxes(
+            0, 1
+        )
+        return with_rest, None if view.prefix else inherited_if_rest_computed(view.catalog, view.ladder.cheapest)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
         tracks, groups = view.catalog.tracks, view.catalog.groups
@@ -249,7 +251,7 @@ class TimePlanner:
 
     def cut_at(self, group: int | None) -> None:
         """Set where a suffix engine computes the rest, amplifying errors right before; None: no engine."""
-        self._cut = group if self._behind is not None else None
+        self._cut = group if self._rest_factors is not None else None
 
     def lost(self) -> float:
         """Return the loss without further requests, nats per generated token."""
@@ -259,13 +261,13 @@ class TimePlanner:
 
     def _loss_if_rest_computed(self, loss: Array, tracks: list[int] | npt.NDArray[np.intp] | slice) -> Array:
         """Return losses on some tracks if the engine computes the rest, shaped like ``loss``."""
-        if self._behind is None or self._cut is None:
+        if self._rest_factors is None or self._cut is None:
             return loss
-        factor, even = self._behind[:, tracks, self._cut]
+        factor, even = self._rest_factors[:, tracks, self._cut]
         if loss.ndim > factor.ndim:
             factor, even = factor[:, None], even[:, None]
-        behind: Array = factor * loss + even
-        return np.where(loss < UNAVAILABLE_LOSS, behind, loss)
+        with_rest: Array = factor * loss + even
+        return np.where(loss < UNAVAILABLE_LOSS, with_rest, loss)
 
     def _staying(self) -> Array:
         """Return the loss of each group without further requests, with errors amplified by computing the rest."""
@@ -539,18 +541,18 @@ class TimePlanner:
             decoded_s = np.maximum(work.first_s - decode_s, queue_s) + bases * decode_s
             here_s = np.maximum(here_s, work.lacking * decoded_s)
             begun = np.maximum(here_s, ready_s), self._on_base[stops]
-        behind = self._behind
+        with_rest = self._rest_factors
 
         def divided(prices: list[tuple[float, Array]]) -> Divisions:
             link = np.concatenate([price * shares for price, shares in prices])
             decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
             picked = self._pick(view, work.rate, link, decoding, fixed.options)
             sums = work.brought(np.array((picked.work, picked.bytes, picked.loss)))
-            if behind is not None:
+            if with_rest is not None:
                 used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
                 on = picked.tracks[:, None] == used[:, None]
                 parts = work.brought(np.array((on * picked.loss[:, None], on * fixed.counts)))
-                sums[2] = (parts * behind[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
+                sums[2] = (parts * with_rest[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
             if not view.decodes_last:
                 ahead_s = queue_s + sums[0] - work.carried_s(sums[1] + flying)
                 sums = with_mixtures(sums, ahead_s, np.flatnonzero(decoding[1:] > decoding[:-1]))

@@ -68,7 +68,7 @@ def run(args: DoctorCommand) -> int:
 
     findings = [*_base(), _configuration(), *_codec(), *_extras(), *_engines()]
     if args.url is not None:
-        findings += run_async(_ask(args.url, args.peer))
+        findings += run_async(_probe(args.url, args.peer))
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in ("what", "state", "detail"):
         table.add_column(overflow="fold")
@@ -219,7 +219,7 @@ def _package(name: str, fix: str, *, what: str = "", lacking: State = "missing")
         return Finding(what or name, lacking, f"the package {name} is not installed", fix)
 
 
-async def _ask(url: str, how: PeerOptions) -> list[Finding]:
+async def _probe(url: str, how: PeerOptions) -> list[Finding]:
     from kvabr.client.async_client import AsyncClient
     from kvabr.client.origins import is_object_store
 

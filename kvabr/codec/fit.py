@@ -445,8 +445,8 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
         for part, lock in parts:
             own = {track: (quantisers[track], seen.of(part)) for track, seen in counts.items()}
             with lock:
-                for loud in config.louder:
-                    count(every[part], loud, own)
+                for boost in config.louder:
+                    count(every[part], boost, own)
         if LAYERS[0] not in chain:
             return []
         tiles = [slice(start, start + TILE) for start in range(0, every.shape[1], TILE)]

@@ -63,8 +63,8 @@ def add_references(
         chosen = choose_references(torch.from_numpy(rows[informative_rows(coarsest.coder)]), coarsest.step, keep)
         assert chosen is not None  # noqa: S101  # the tile has two steps
         found = {track: np.zeros_like(own) for track, own in counts.items()}
-        for loud in louder:
-            scaled = torch.from_numpy(rows) * loud
+        for boost in louder:
+            scaled = torch.from_numpy(rows) * boost
             made: dict[str, NDArray[np.int32]] = {}
             for track, below in chain.items():
                 depth = depths[track]

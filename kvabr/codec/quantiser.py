@@ -98,7 +98,7 @@ class SymbolCounts:
 
 def count(
     rows: NDArray[np.float32],
-    loud: float,
+    boost: float,
     depths: Mapping[str, tuple[Quantiser, SymbolCounts]],
 ) -> None:
     """Quantise coefficients [row, token] times an amplitude at every depth, and count them.
@@ -107,7 +107,7 @@ def count(
     """
     chain = nested({track: own.step for track, (own, _) in depths.items()})
     order = [(*depths[track], below is not None) for track, below in chain.items()]
-    coder.count_symbols(rows, loud, [(own, refines, counts.symbols, counts.flags) for own, counts, refines in order])
+    coder.count_symbols(rows, boost, [(own, refines, counts.symbols, counts.flags) for own, counts, refines in order])
 
 
 def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> CoderModel:

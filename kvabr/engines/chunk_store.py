@@ -339,7 +339,7 @@ class ChunkStore:
         An empty range means that the key stands for several caches.
         """
         text = self._text(key)
-        found = self._found.get(text) or await self._ask(text)
+        found = self._found.get(text) or await self._request(text)
         if found is None or text != self._text(key):
             return None
         # Without a profile, the asset does not depend on its position.
@@ -353,7 +353,7 @@ class ChunkStore:
         self.trouble.warn("the origin's cache has another position", f"token {at} of a prompt instead of {wanted}")
         return None
 
-    async def _ask(self, text: str) -> Found | None:
+    async def _request(self, text: str) -> Found | None:
         if self._settings.url is None or self._pause.active:
             return None
         began_s = time.monotonic()

@@ -190,10 +190,10 @@ class Requester:
         else:
             self._answer_subscribe(request, message)
 
-    def _answer_fetch(self, request: _OwnRequest, asked: m.Fetch, message: m.Message) -> None:
+    def _answer_fetch(self, request: _OwnRequest, fetch: m.Fetch, message: m.Message) -> None:
         if not isinstance(message, m.FetchOk) or request.answered:
             raise SessionFault(f"{type(message).__name__} does not answer a FETCH")
-        if asked.parameters.filter is None and ends_before(message.end, asked.start):
+        if fetch.parameters.filter is None and ends_before(message.end, fetch.start):
             raise SessionFault(f"FETCH_OK ends at {tuple(message.end)}, before the start of its FETCH")
         if self._accepted(request, message):
             self._finish(request)

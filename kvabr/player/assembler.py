@@ -217,7 +217,7 @@ class Assembler:
             raise verdict
         return verdict
 
-    def put_many(self, asked: Sequence[tuple[int, Sequence[Layer]]]) -> list[Placement | Exception]:
+    def put_many(self, requests: Sequence[tuple[int, Sequence[Layer]]]) -> list[Placement | Exception]:
         """Check, decode and place different groups in one batch, each with its layers, lowest first.
 
         Returns each group's result, or the error that `put` would raise.
@@ -225,7 +225,7 @@ class Assembler:
         done: dict[int, Placement | Exception] = {}
         work: list[_Decoding] = []
         try:
-            for number, (group, layers) in enumerate(asked):
+            for number, (group, layers) in enumerate(requests):
                 try:
                     if (early := self._refusal(group, self._catalog.track(layers[-1].track))) is not None:
                         done[number] = early
@@ -247,7 +247,7 @@ class Assembler:
             if one.scratch is not None:
                 spare = self._spare[self._catalog.unit(one.group).part]
                 spare[:] = [*spare, one.scratch][-_MAX_IDLE_SCRATCH:]
-        return [done[number] for number in range(len(asked))]
+        return [done[number] for number in range(len(requests))]
 
     def _begin(self, number: int, group: int, layers: Sequence[Layer]) -> _Decoding:
         claimed = not self.coded and self._claim(group, layers)

@@ -238,23 +238,23 @@ class DecodeQueue:
         batch_s = max((view.decode_latency_s(track) for track, _ in waiting), default=0.0)
         view.decode_backlog_s = seconds / view.decoders + batch_s
 
-    def next(self, now: float, *, hurry: bool, engine: bool, will_replace: Callable[[int], bool]) -> int | None:
+    def next(self, now: float, *, urgent: bool, engine: bool, will_replace: Callable[[int], bool]) -> int | None:
         """Return the group to decode next, or None.
 
-        ``hurry``: start now to be in time; ``engine``: an engine needs everything before its groups.
+        ``urgent``: start now to be in time; ``engine``: an engine needs everything before its groups.
         """
-        if hurry or self._aside_for == 0 or now >= self._aside_s:
+        if urgent or self._aside_for == 0 or now >= self._aside_s:
             self._look_again(now)
         else:
             self._aside_for -= 1
         for placed in (False, True):
-            at_once = hurry or (engine and not placed)
+            at_once = urgent or (engine and not placed)
 
             def settled(group: int, first: bool = not placed) -> bool:
-                return hurry or (first and self._decodes_at_once(group)) or not will_replace(group)
+                return urgent or (first and self._decodes_at_once(group)) or not will_replace(group)
 
             def waited(group: int, first: bool = not placed, at_once: bool = at_once) -> bool:
-                if not hurry and any(transfer.local for transfer in self._progress[group].flying):
+                if not urgent and any(transfer.local for transfer in self._progress[group].flying):
                     return False  # the local store delivers the layers above shortly
                 return at_once or (first and self._decodes_at_once(group)) or self._waited(group, now)
 

@@ -718,9 +718,9 @@ class Session:
         """Hand groups to the decoders until they are busy."""
         queue, view = self._decoders, self.view
         while not queue.busy:
-            hurry = now + view.decode_backlog_s + _DECODE_MARGIN_TICKS * self.tick_s >= view.deadline_s
+            urgent = now + view.decode_backlog_s + _DECODE_MARGIN_TICKS * self.tick_s >= view.deadline_s
             engine = self.engine is not None and self._engine_due
-            group = queue.next(now, hurry=hurry, engine=engine, will_replace=self.guard.will_replace)
+            group = queue.next(now, urgent=urgent, engine=engine, will_replace=self.guard.will_replace)
             if group is None:
                 break
             *below, top = queue.begin(group, self.record.groups[group].track)

@@ -247,8 +247,8 @@ def publish(
     progress("time", len(tracks) + 1, len(tracks) + 1)
     before = None if passage is None else passage.before
     reference = Reference(engine, exact, prompt.continuation, before=before)
-    asked = answered(engine, exact, questions, before, partial(progress, "answers"))
-    meter = TailMeter(reference, asked, prompt.tokens)
+    references = answered(engine, exact, questions, before, partial(progress, "answers"))
+    meter = TailMeter(reference, references, prompt.tokens)
     measured = measure_quality(
         reference,
         exact,

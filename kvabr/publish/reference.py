@@ -43,21 +43,21 @@ class Reference:
         continuation: Sequence[int],
         *,
         before: torch.Tensor | None = None,
-        asked: int = 0,
+        question_tokens: int = 0,
     ) -> None:
         """Score a continuation of at least two ids after the exact cache.
 
-        ``before``, [layer, K/V, head, token, dim], precedes every cache. The first ``asked`` ids are a question, which
-        is not compared. Raise `ModelError` if the continuation is too short, or does not fit the model.
+        ``before``, [layer, K/V, head, token, dim], precedes every cache. The first ``question_tokens`` ids are a
+        question, which is not compared. Raise `ModelError` if the continuation is too short, or does not fit the model.
         """
-        if len(continuation) < 2 + max(0, asked - 1):
+        if len(continuation) < 2 + max(0, question_tokens - 1):
             raise ModelError(
-                f"the continuation must have at least {2 + max(0, asked - 1)} tokens, got {len(continuation)}"
+                f"the continuation must have at least {2 + max(0, question_tokens - 1)} tokens, got {len(continuation)}"
             )
-        self.engine, self.before, self.asked = engine, before, asked
+        self.engine, self.before, self.question_tokens = engine, before, question_tokens
         self.continuation = tuple(continuation)
         self._exact = self.score(exact)
-        if asked > 1:
+        if question_tokens > 1:
             self._exact = self._exact.clone()
 
     def calibration(self) -> tuple[float, float]:
@@ -66,7 +66,7 @@ class Reference:
         If they differ, the NLL has a slope at the exact cache, and errors may change it far more than the KL suggests.
         """
         rows = self._exact[:-1]
-        following = self.continuation[max(1, self.asked) :]
+        following = self.continuation[max(1, self.question_tokens) :]
         said = rows.gather(1, torch.tensor(following, dtype=torch.long)[:, None])
         expected = sum(float(torch.dot(row.exp(), row)) for row in rows) / len(rows)
         return -float(said.mean()), -expected
@@ -78,11 +78,11 @@ class Reference:
     def compared(self, scored: torch.Tensor, first: int = 0) -> Quality:
         """Return the loss from a result of `score`, over the tokens from ``first`` on."""
         rows = slice(first, len(scored))
-        return compare(self._exact[rows], scored[rows], self.continuation[max(0, self.asked - 1) :][rows])
+        return compare(self._exact[rows], scored[rows], self.continuation[max(0, self.question_tokens - 1) :][rows])
 
     def score(self, kv: Cache | None, limit: int | None = None) -> torch.Tensor:
         """Return log-probabilities after a cache, float64 [token, vocabulary], of ``limit`` ids after the question."""
-        skipped = max(0, self.asked - 1)
+        skipped = max(0, self.question_tokens - 1)
         ids = self.continuation[: None if limit is None else skipped + limit]
         return score_classes(self.engine, placed(kv, self.before), ids)[skipped:]
 

@@ -50,24 +50,24 @@ def questions(model: TextModel, prompt: int = 0) -> list[tuple[int, ...]]:
 def answered(
     engine: ScoringEngine,
     exact: Cache,
-    asked: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]],
     before: torch.Tensor | None = None,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Reference]:
     """Return references for the exact cache's answers to questions."""
     references = []
-    for number, question in enumerate(asked, 1):
+    for number, question in enumerate(questions, 1):
         answer = answer_of(engine, placed(exact, before), question, ANSWER_TOKENS)
-        references.append(Reference(engine, exact, [*question, *answer], before=before, asked=len(question)))
-        progress(number, len(asked))
+        references.append(Reference(engine, exact, [*question, *answer], before=before, question_tokens=len(question)))
+        progress(number, len(questions))
     return references
 
 
 class TailMeter:
     """Collects losses after tails during `kvabr.publish.quality.measure_quality`."""
 
-    def __init__(self, text: Reference, asked: Sequence[Reference], prompt: Sequence[int]) -> None:
-        self._text, self._asked, self._prompt = text, tuple(asked), tuple(prompt)
+    def __init__(self, text: Reference, after_questions: Sequence[Reference], prompt: Sequence[int]) -> None:
+        self._text, self._after_questions, self._prompt = text, tuple(after_questions), tuple(prompt)
         self._near: dict[str, list[float]] = {}
         self._reduction: dict[str, float] = {}
         """Share of a track's loss that remains after a question."""
@@ -88,7 +88,7 @@ class TailMeter:
 
     def near(self, track: str, kv: Cache, scored: torch.Tensor) -> None:
         """Score the answers after a track's whole cache; ``scored`` has the text's continuation."""
-        losses = [one.measure(kv).loss for one in self._asked]
+        losses = [one.measure(kv).loss for one in self._after_questions]
         if len(scored) > TAILS[0] + 1:
             losses.append(self._text.compared(scored, TAILS[0]).loss)
         if losses:
@@ -104,7 +104,7 @@ class TailMeter:
                 shorter = tuple(part[:, :, :, :begin] for part in kv)
                 made = prefill_classes(self._text.engine, self._prompt[begin:], placed(shorter, self._text.before))
                 whole = tuple(torch.cat(both, dim=3) for both in zip(shorter, made, strict=True))
-                losses = [one.measure(whole).loss for one in self._asked]
+                losses = [one.measure(whole).loss for one in self._after_questions]
                 losses.append(self._text.measure(whole, _SCORED).loss)
                 self._far.setdefault(track, {})[tail] = losses
                 progress()
@@ -115,7 +115,7 @@ class TailMeter:
         The relevant groups hardly depend on the question. Empty without questions, and for several layer classes
         (untested).
         """
-        chosen = self._asked[:2][-1:] if len(self._text.engine.spec.classes) == 1 else ()
+        chosen = self._after_questions[:2][-1:] if len(self._text.engine.spec.classes) == 1 else ()
         return [one.measure(kv).loss for one in chosen]
 
     def _picked(self) -> list[str]:
@@ -149,7 +149,7 @@ class TailMeter:
         return self._reduction[one] / self._reduction[other]
 
     def _length(self, tail: int) -> int:
-        lengths = [*(tail + one.asked for one in self._asked), tail or TAILS[0]]
+        lengths = [*(tail + one.question_tokens for one in self._after_questions), tail or TAILS[0]]
         return round(math.exp(fmean(map(math.log, lengths))))
 
 

@@ -263,8 +263,8 @@ class QmuxConnection:
         if not self._record_left:
             size, after = read_varint(data, at, available)
             if size > self._ours.max_record_size:
-                most = self._ours.max_record_size
-                raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"record of {size} bytes; the limit is {most}")
+                limit_bytes = self._ours.max_record_size
+                raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"record of {size} bytes; the limit is {limit_bytes}")
             self._record_left = size
             return after
         end = min(available, at + self._record_left)
@@ -376,8 +376,10 @@ class QmuxConnection:
         """Open a stream of the peer, and those with lower numbers (RFC 9000, section 3.2); None if it has ended."""
         one_way, count = number >> 1 & 1, number // 4
         if count >= self._peer_may_open[one_way]:
-            most = self._peer_may_open[one_way]
-            raise QmuxFault(QuicCode.STREAM_LIMIT_ERROR, f"stream {number} is beyond the limit of {most} streams")
+            limit_bytes = self._peer_may_open[one_way]
+            raise QmuxFault(
+                QuicCode.STREAM_LIMIT_ERROR, f"stream {number} is beyond the limit of {limit_bytes} streams"
+            )
         for index in range(self._peer_opened[one_way], count + 1):
             self._add(4 * index + (number & 3))
         self._peer_opened[one_way] = max(self._peer_opened[one_way], count + 1)
@@ -571,13 +573,13 @@ class QmuxConnection:
         if self.terminated is None:
             self._events.append(self._end(code, reason, application=True, notify_peer=True))
 
-    def data_to_send(self, most: int) -> list[Buffer]:
-        """Return about ``most`` bytes to send now, as buffers; large data is not copied."""
+    def data_to_send(self, limit_bytes: int) -> list[Buffer]:
+        """Return about ``limit_bytes`` bytes to send now, as buffers; large data is not copied."""
         out: list[Buffer] = []
         if not self._begun:
             self._begun = True
             out.append(_record(self._ours.encode()))
-        left = most
+        left = limit_bytes
         if self.terminated is not None:
             if self._closing:
                 self._closing = False

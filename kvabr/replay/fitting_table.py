@@ -23,8 +23,8 @@ class FittingTable(Table):
             if any(column.header == header for column in kept.columns):
                 kept = kept._without(header)
                 left_out.append(" ".join(header.replace("-\n", "").split()))
-        room = options.max_width - kept.needed(console, options)
-        yield from Table.__rich_console__(kept.shortened(max(0, room)), console, options)
+        spare_width = options.max_width - kept.needed(console, options)
+        yield from Table.__rich_console__(kept.shortened(max(0, spare_width)), console, options)
         if left_out:
             yield console.render_str(f"[dim]not shown in {options.max_width} columns: {', '.join(left_out)}[/]")
 
@@ -43,15 +43,15 @@ class FittingTable(Table):
     def _without(self, header: str) -> FittingTable:
         return self._with([column for column in self.columns if column.header != header])
 
-    def shortened(self, room: int) -> FittingTable:
-        """Return the table with shortened texts, using ``room`` characters beyond the minimum.
+    def shortened(self, spare_width: int) -> FittingTable:
+        """Return the table with shortened texts, using ``spare_width`` characters beyond the minimum.
 
         Otherwise rich narrows wrapping columns down to one character.
         """
         columns = list(self.columns)
         for index, column in enumerate(columns):
             if _may_be_shortened(column):
-                columns[index] = replace(column, max_width=(column.min_width or _SHORTENED) + room)
+                columns[index] = replace(column, max_width=(column.min_width or _SHORTENED) + spare_width)
         return self._with(columns)
 
     def _with(self, columns: Sequence[Column]) -> FittingTable:

@@ -494,7 +494,7 @@ class Catalog(CommonFacts):
         """
         size = self.spec.group_tokens
         if self.passage is not None:
-            raise UsageError(f"{self.namespace.prompt[:12]}... is a passage: play it whole, as a part of a prompt")
+            raise UsageError(f"{self.namespace.prompt[:12]}... is a passage, which is played as a part of a prompt")
         if not 1 <= groups <= len(self.chunks):
             raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {len(self.chunks)}")
         tokens = self.tokens_before(groups) if self.every_token else min(groups * size, self.tokens)

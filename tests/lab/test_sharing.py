@@ -102,7 +102,7 @@ def test_on_one_connection_upgrades_come_by_what_they_save_in_all_plays():
 def test_what_a_short_queue_drops_is_sent_again():
     records, _, link = shared(["fixed:FP16"] * 2, sharing=Sharing(queue_bytes=8 * PACKET), deadline=8.0)
     assert link.dropped > 0
-    assert link.most_queued <= 8 * PACKET
+    assert link.max_queued <= 8 * PACKET
     for record in records:
         assert record.delivered_s is not None
         assert record.bytes_fetched == size("FP16")
@@ -121,7 +121,7 @@ def test_a_long_queue_delays_every_request_and_codel_keeps_it_short():
     controlled, codel = late_by(Sharing(queue_bytes=500_000, codel=True))
     assert bloated > 0.2
     assert controlled < 0.6 * bloated
-    assert codel.most_queued <= drop_tail.most_queued
+    assert codel.max_queued <= drop_tail.max_queued
     assert codel.dropped > 0
 
 

@@ -41,7 +41,7 @@ def test_only_what_is_said_behind_a_question_is_compared():
     model, text = ToyModel(), prompt()
     exact = model.prefill(text.tokens)
     [one, _] = answered(model, (exact,), QUESTIONS)
-    assert (one.asked, len(one.continuation)) == (3, 8)
+    assert (one.question_tokens, len(one.continuation)) == (3, 8)
     scored = one.score((exact,))
     assert len(scored) == 6  # behind the question, and behind each token of the answer
     assert torch.equal(scored, model.score(exact, one.continuation)[2:])
@@ -87,8 +87,8 @@ def test_the_catalog_says_what_is_left_on_every_track():
 
 def test_the_catalog_says_which_groups_questions_are_about():
     catalog, model, text, store = made(), ToyModel(), prompt(), MemoryFrames()
-    assert len(catalog.asked) == catalog.groups
-    assert sum(catalog.asked) == pytest.approx(1.0)
+    assert len(catalog.question_tokens) == catalog.groups
+    assert sum(catalog.question_tokens) == pytest.approx(1.0)
     exact = model.prefill(text.tokens)
     frames = FrameEncoder(model.spec, catalog.chunks, len(text.tokens), TRACKS, None, store)
     frames.encode((exact,))
@@ -99,7 +99,7 @@ def test_the_catalog_says_which_groups_questions_are_about():
         frames.decode(group, worst, coded[:, :, :, first:last])
         lost.append(one.measure(coded).loss)
     assert sorted(range(catalog.groups), key=lost.__getitem__) == sorted(
-        range(catalog.groups), key=catalog.asked.__getitem__
+        range(catalog.groups), key=catalog.question_tokens.__getitem__
     )
 
 

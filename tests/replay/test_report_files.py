@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvabr.replay.report import write_log, write_perfetto
 from kvabr.replay.report.timeline import (
     achieved,
+    assign_rows,
     capacity,
-    lanes,
     requests,
 )
 from kvabr.types.errors import AssetError
@@ -168,7 +168,7 @@ def test_a_group_that_was_refused_keeps_its_time_of_arrival_and_what_had_come():
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=40))
 def test_spans_in_one_lane_never_overlap(pairs):
     spans = sorted((start, start + length) for start, length in pairs)
-    chosen = lanes(spans)
+    chosen = assign_rows(spans)
     for i, (start, _) in enumerate(spans):
         assert not any(chosen[j] == chosen[i] and spans[j][1] > start for j in range(i))
     for i, (start, _) in enumerate(spans):

@@ -16,7 +16,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-class _Asked(Generic[Job, Result]):
+class _Request(Generic[Job, Result]):
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
         self.jobs, self.done = jobs, False
         self.results: list[Result | Exception] = []
@@ -35,37 +35,37 @@ class Batches(Generic[Job, Result]):
         """``work`` returns each job's result or error when all are done."""
         self._device, self._work = device, work
         self._changed = threading.Condition()
-        self._waiting: list[_Asked[Job, Result]] = []
+        self._waiting: list[_Request[Job, Result]] = []
         self._working = False
 
     def run(self, jobs: Sequence[Job]) -> list[Result | Exception]:
         """Run jobs; return the results of ``work``, independent of other threads' errors."""
-        own, asked = _Asked[Job, Result](jobs, self._device), list[_Asked[Job, Result]]()
+        own, batch = _Request[Job, Result](jobs, self._device), list[_Request[Job, Result]]()
         try:
             with self._changed:
                 self._waiting.append(own)
                 self._changed.wait_for(lambda: own.done or not self._working)
                 if not own.done:
-                    asked, self._waiting = self._waiting, []
+                    batch, self._waiting = self._waiting, []
                     self._working = True
-            self._run(asked)
+            self._run(batch)
         finally:  # on Ctrl-C, release other threads, and drop work of threads that have left
             with self._changed:
-                for each in asked:
+                for each in batch:
                     if not each.done:
                         each.results, each.done = [FormatError("it was interrupted")] * len(each.jobs), True
                 if own in self._waiting:
                     self._waiting.remove(own)
-                if asked:
+                if batch:
                     self._working = False
                     self._changed.notify_all()
         return own.results
 
-    def _run(self, asked: Sequence[_Asked[Job, Result]]) -> None:
-        for each in asked:
+    def _run(self, batch: Sequence[_Request[Job, Result]]) -> None:
+        for each in batch:
             each.await_memory(self._device)
-        left = iter(self._work([job for each in asked for job in each.jobs]) if asked else ())
-        for each in asked:
+        left = iter(self._work([job for each in batch for job in each.jobs]) if batch else ())
+        for each in batch:
             each.results, each.done = [next(left) for _ in each.jobs], True
 
 

@@ -270,7 +270,7 @@ class _Batch:
     """A power of two that divides addresses, in elements, and offsets."""
     positions: torch.Tensor
     """int32 [group, place]: rows in the next; -1: not turned."""
-    turns: tuple[torch.Tensor, torch.Tensor]
+    rotations: tuple[torch.Tensor, torch.Tensor]
     """float32 [position, pair]: cosines and sines; empty without a rotary embedding."""
 
     @property
@@ -282,7 +282,7 @@ class _Batch:
         jobs, device = [task.job for task in tasks], tasks[0].into.device
         transform, stride = jobs[0].transform, _stride(jobs[0])
         staging = Staging(device)
-        offsets, positions, turns = _places(tasks, stride, device)
+        offsets, positions, rotations = _places(tasks, stride, device)
         keys = [(id(job.models[-1]), job.step, job.gains) for job in jobs]
         tracks = dict(zip(keys, jobs, strict=True))
         numbers = {key: number for number, key in enumerate(tracks)}
@@ -306,7 +306,7 @@ class _Batch:
             stride=stride,
             delta=deltas[0][None] if len(deltas) == 1 else torch.stack(deltas),
             mean=means,
-            turns=turns,
+            rotations=rotations,
             apart=common(divisible(outs // tasks[0].into.dtype.itemsize), divisible(offsets[offsets >= 0])),
             **{name: staging.view(piece) for name, piece in pieces.items()},
         )
@@ -363,18 +363,18 @@ def _shifted(transform: Transform, step: float, shifts: Sequence[Shift], device:
         offsets=staging.view(placed),
         apart=common(divisible(outs // out.element_size()), divisible(into.offsets)),
         positions=staging.view(turned),
-        turns=_turns(structure.coded.rope, 0, device),
+        rotations=_rotations(structure.coded.rope, 0, device),
     )
     _synthesise(batch, staging.view(tokens), index, None, into)
     return out
 
 
-_Turns = tuple[torch.Tensor, torch.Tensor]
+_Rotations = tuple[torch.Tensor, torch.Tensor]
 
 
 def _places(
     tasks: Sequence[_Task], stride: int, device: torch.device
-) -> tuple[NDArray[np.int64], NDArray[np.int32], _Turns]:
+) -> tuple[NDArray[np.int64], NDArray[np.int32], _Rotations]:
     offsets, positions = np.full((len(tasks), stride), -1, np.int64), np.full((len(tasks), stride), -1, np.int32)
     rope = tasks[0].job.transform.structure.coded.rope
     ends = [0 if job.first_token is None else job.first_token + job.out.shape[3] for job, _ in tasks]
@@ -390,16 +390,16 @@ def _places(
                 far.append(rope_tables(rope, job.first_token, tokens))
                 rows += tokens
     if near or rope is None:
-        return offsets, positions, _turns(rope, max(ends), device)
+        return offsets, positions, _rotations(rope, max(ends), device)
     cos, sin = (on_device(np.concatenate(tables), device) for tables in zip(*far, strict=True))
     return offsets, positions, (cos, sin)
 
 
-_turned: dict[tuple[RopeSpec | None, torch.device], _Turns] = {}
+_turned: dict[tuple[RopeSpec | None, torch.device], _Rotations] = {}
 _turning = threading.Lock()
 
 
-def _turns(rope: RopeSpec | None, positions: int, device: torch.device) -> _Turns:
+def _rotations(rope: RopeSpec | None, positions: int, device: torch.device) -> _Rotations:
     with _turning:
         known = _turned.get((rope, device))
         have = 0 if known is None else len(known[0])
@@ -537,7 +537,7 @@ def _synthesise(
         batch.track_of,
         batch.mean,
         batch.mean_of,
-        *batch.turns,
+        *batch.rotations,
         batch.positions,
         batch.outs,
         batch.offsets,

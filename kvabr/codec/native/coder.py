@@ -178,16 +178,16 @@ def similarity(
 
 def count_symbols(
     rows: NDArray[np.float32],
-    loud: float,
+    boost: float,
     depths: Sequence[tuple[Quantiser, bool, NDArray[np.int32], NDArray[np.int32]]],
 ) -> None:
-    """Add coefficients times ``loud`` to a calibration's counts, as `kvabr.codec.quantiser.count`.
+    """Add coefficients times ``boost`` to a calibration's counts, as `kvabr.codec.quantiser.count`.
 
     Each depth is a quantiser, True if it refines the previous depth, and counts of symbols and flags.
     """
     path = active_path()
     parts = tuple((own.step, own.dead, *rest) for own, *rest in depths)
-    _kvcoder.count_symbols(path, np.ascontiguousarray(rows, np.float32), len(rows), loud, parts)
+    _kvcoder.count_symbols(path, np.ascontiguousarray(rows, np.float32), len(rows), boost, parts)
 
 
 def count_near(

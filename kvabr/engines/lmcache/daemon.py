@@ -82,7 +82,7 @@ class KindStore:
     """The store of one kind of objects."""
 
     store: ChunkStore
-    room: asyncio.Semaphore
+    slots: asyncio.Semaphore
     """Limits waiting publications: LMCache stores a whole prompt at once."""
 
 
@@ -253,7 +253,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         if (kind := await self._kind(_kind_of(key, held))) is None:
             return None
         kv = as_kv(_tensor(held), kind.store.spec)
-        async with kind.room:
+        async with kind.slots:
             text, position = object_key(key, kv.dtype), PLACES.at(key.chunk_hash)
             return await asyncio.wrap_future(await asyncio.to_thread(kind.store.put, text, kv, position))
 

@@ -70,7 +70,7 @@ class ProcessChannel:
         link.setblocking(False)
         self._link, self._received, self._lost = link, received, lost
         self._loop = asyncio.get_running_loop()
-        self._came, self._files = bytearray(), deque[int]()
+        self._arrived, self._files = bytearray(), deque[int]()
         self._waiting: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._sent_profiles: set[str] = set()
         self._profiles: dict[str, Profile] = {}
@@ -174,17 +174,17 @@ class ProcessChannel:
         if not data:
             self._fail(ConnectionLostError("the other end has closed the connection"))
             return
-        self._came += data
-        while self._open and len(self._came) >= _HEAD.size:
-            size, count = _HEAD.unpack_from(self._came)
+        self._arrived += data
+        while self._open and len(self._arrived) >= _HEAD.size:
+            size, count = _HEAD.unpack_from(self._arrived)
             if size > _MAX_BYTES or count > _MAX_FILES:
                 self._fail(FormatError(f"a message of {size:,} bytes with {count} files"))
                 return
             end = _HEAD.size + size
-            if len(self._came) < end:
+            if len(self._arrived) < end:
                 return
-            message = ChannelMessage(bytes(memoryview(self._came)[_HEAD.size : end]), tuple(self._take_files(count)))
-            del self._came[:end]
+            message = ChannelMessage(bytes(memoryview(self._arrived)[_HEAD.size : end]), tuple(self._take_files(count)))
+            del self._arrived[:end]
             self._received(message)
 
     def _take_files(self, count: int) -> list[int]:

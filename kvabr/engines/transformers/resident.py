@@ -29,24 +29,24 @@ class RoomyCache:
         """Allocate ``tokens`` tokens, see `fits`; ``ids_of`` and ``extend`` are the engine's."""
         self._ids_of, self._extend = ids_of, extend
         shape = spec.shape(tokens)
-        self._room = torch.empty((*shape[:2], 1, *shape[2:]), dtype=dtype, device=device)
+        self._storage = torch.empty((*shape[:2], 1, *shape[2:]), dtype=dtype, device=device)
         """[layer, K/V, 1, head, token, dim]."""
 
     def place(self, first: int, kv: torch.Tensor) -> None:
         """Copy the KV of tokens from ``first`` on, [layer, K/V, head, token, dim]."""
-        self._room[:, :, 0, :, first : first + kv.shape[3]].copy_(kv)
+        self._storage[:, :, 0, :, first : first + kv.shape[3]].copy_(kv)
 
     def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
         """Compute tokens after the first ones, which are in place, and keep them."""
         computed = self.compute(self._ids_of(tokens, first), first)
-        return computed.clone() if computed.data_ptr() == self._room.data_ptr() else computed
+        return computed.clone() if computed.data_ptr() == self._storage.data_ptr() else computed
 
     @torch.inference_mode()
     def compute(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         """As `prefill`, for checked ids, [1, token]. The result may be a view."""
-        past = require("transformers").Cache(layers=[_layer_class()(*pair, first) for pair in self._room])
+        past = require("transformers").Cache(layers=[_layer_class()(*pair, first) for pair in self._storage])
         self._extend(past, ids, first)
-        return self._room[:, :, 0, :, first : first + ids.shape[1]].contiguous()
+        return self._storage[:, :, 0, :, first : first + ids.shape[1]].contiguous()
 
 
 def fits(spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -69,16 +69,16 @@ def _layer_class() -> Any:
     class RoomyLayer(require("transformers").cache_utils.DynamicLayer):  # type: ignore[misc]
         def __init__(self, keys: torch.Tensor, values: torch.Tensor, held: int) -> None:
             super().__init__()
-            self._room = keys, values
+            self._storage = keys, values
             self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
             self.keys, self.values = keys[:, :, :held], values[:, :, :held]
 
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
             held = self.keys.shape[2]
             end = held + key_states.shape[2]
-            for room, states in zip(self._room, (key_states, value_states), strict=True):
-                room[:, :, held:end] = states
-            self.keys, self.values = (room[:, :, :end] for room in self._room)
+            for storage, states in zip(self._storage, (key_states, value_states), strict=True):
+                storage[:, :, held:end] = states
+            self.keys, self.values = (storage[:, :, :end] for storage in self._storage)
             return self.keys, self.values
 
     return RoomyLayer

@@ -185,7 +185,7 @@ class SchedulerHalf:
                 self.counts.add("params_ignored")
                 self._trouble.warn(f"kv_transfer_params: {what}", why)
         if self._client is not None and request.request_id not in self._lookups:
-            self._lookups[request.request_id] = self._ask(request)
+            self._lookups[request.request_id] = self._start_lookup(request)
         if self._produces and request.request_id not in self._old:
             self._arrived.add(request.request_id)
             self._completed.arrived(request)
@@ -520,7 +520,7 @@ class SchedulerHalf:
         lookup.tail = last - end
         return cut(found, end)
 
-    def _ask(self, request: Any) -> _Lookup:
+    def _start_lookup(self, request: Any) -> _Lookup:
         lookup = _Lookup(self._deadline_of(request), time.monotonic(), max_loss=self._max_loss_of(request))
         # vLLM ignores the cache for requests with prompt log-probabilities.
         unread = getattr(request, "skip_reading_prefix_cache", False)

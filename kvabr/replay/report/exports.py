@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.replay.report.queries import Result, Run, Timeline, number
-from kvabr.replay.report.timeline import Request, capacity, computations, end_of, lanes, published, requests, start_of
+from kvabr.replay.report.timeline import (
+    Request,
+    assign_rows,
+    capacity,
+    computations,
+    end_of,
+    published,
+    requests,
+    start_of,
+)
 from kvabr.store.files import write_text
 from kvabr.types.events import (
     DecisionMade,
@@ -146,7 +155,7 @@ def _prefill(log: list[PlayEvent]) -> Iterator[Slice]:
 
 
 def _network(flights: list[Request]) -> Iterator[Slice]:
-    chosen = lanes((item.sent_s, item.end_s) for item in flights)
+    chosen = assign_rows((item.sent_s, item.end_s) for item in flights)
     for lane in sorted(set(chosen)):
         yield _thread(_NETWORK + lane, f"network {lane + 1}")
     for item, lane in zip(flights, chosen, strict=True):
@@ -171,7 +180,7 @@ def _decoder(flights: list[Request]) -> Iterator[Slice]:
         ((item.end_s, item.decoded_s, item) for item in flights if item.decoded_s is not None),
         key=lambda span: span[:2],
     )
-    chosen = lanes((arrived, placed) for arrived, placed, _ in spans)
+    chosen = assign_rows((arrived, placed) for arrived, placed, _ in spans)
     for lane in sorted(set(chosen)):
         yield _thread(_DECODER + lane, "decode" if lane == 0 else f"decode {lane + 1}")
     for (arrived, placed, item), lane in zip(spans, chosen, strict=True):

@@ -176,7 +176,7 @@ def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMad
     return found
 
 
-def lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
+def assign_rows(spans: Iterable[tuple[float, float]]) -> list[int]:
     """Assign (start, end) spans, sorted by start, to as few lanes as possible; return each lane."""
     free: list[float] = []
     found = []

@@ -25,7 +25,7 @@ def schedule(rates, *, delay=0.0, loss=0.0, limit=1e9, step=1.0, at=0.0, seed=1)
 def test_the_tail_is_dropped_where_the_queue_is_full_but_a_packet_alone_always_fits():
     one = schedule([10_000], limit=2500)
     assert [one.admit(0.0, FULL) is not None for _ in range(4)] == [True, True, False, False]
-    assert (one.overflowed, one.queued, one.most_queued) == (2, 2000, 2000)
+    assert (one.overflowed, one.queued, one.max_queued) == (2, 2000, 2000)
     assert one.admit(0.1, FULL) is not None, "one has left"
     tiny = schedule([10_000], limit=10)
     assert tiny.admit(0.0, FULL) is not None

@@ -114,7 +114,7 @@ def test_a_router_learns_the_link_and_spreads_a_crowd():
         router.route(replace(due, deadline_s=0), 23.0)
     with pytest.raises(UsageError, match="a round trip of inf s"):
         Router(SLOW, FAST, SIZE, rtt_s=float("inf"))
-    with pytest.raises(UsageError, match="0 and 1 workers"):
+    with pytest.raises(UsageError, match="got 0 and 1"):
         Router(SLOW, FAST, SIZE, rtt_s=0.0, workers=(0, 1))
 
 

@@ -190,7 +190,7 @@ class LabMatrix:
                 twice = next(value for value in values if list(values).count(value) > 1)
                 raise UsageError(f"the matrix names {twice!r} twice in its {name}")
         if self.starts < 1 or (self.per_family is not None and self.per_family < 1):
-            raise UsageError(f"{min(self.starts, self.per_family or 1)} starts; at least one is needed")
+            raise UsageError(f"starts must be at least 1, got {min(self.starts, self.per_family or 1)}")
         if self.plays > _MAX_PLAYS:
             raise UsageError(
                 f"the matrix has {self.plays:,} plays; at most {_MAX_PLAYS:,} are allowed: take fewer starts"

@@ -47,9 +47,9 @@ class Sharing:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rivals <= _MAX_RIVALS:
-            raise UsageError(f"{self.rivals} rivals; give 0 to {_MAX_RIVALS} plays that share the link")
+            raise UsageError(f"rivals must be 0 to {_MAX_RIVALS} plays that share the link, got {self.rivals}")
         if self.queue_bytes is not None and self.queue_bytes < PACKET:
-            raise UsageError(f"a queue of {self.queue_bytes} bytes; at least one packet of {PACKET} must fit")
+            raise UsageError(f"the queue must hold at least one packet of {PACKET} bytes, got {self.queue_bytes}")
 
     def play(
         self,

@@ -159,20 +159,20 @@ def _produce(pipe: Connection, model: str, folder: Path, tracks: Sequence[str] |
     with contextlib.suppress(EOFError, BrokenPipeError):
         try:
             engine = load_model(model).engine
-            told: list[tuple[float, PublishedFrames]] = []
+            messages: list[tuple[float, PublishedFrames]] = []
             live = LivePublisher(
                 cache_publisher(engine, folder, tracks=tracks),
-                on_announced=lambda news: told.append((time.monotonic(), news)),
+                on_announced=lambda news: messages.append((time.monotonic(), news)),
             )
             usual = torch.get_num_threads()
-            _job(live, engine, PrefillJob(tuple(warm), "alone"), told)
-            _job(live, engine, PrefillJob(tuple(warm)), told)
+            _job(live, engine, PrefillJob(tuple(warm), "alone"), messages)
+            _job(live, engine, PrefillJob(tuple(warm)), messages)
             pipe.send(engine.spec)
             while True:
                 job = pipe.recv()
                 torch.set_num_threads(job.threads or usual)
                 try:
-                    pipe.send(_job(live, engine, job, told))
+                    pipe.send(_job(live, engine, job, messages))
                 except KvabrError as error:
                     pipe.send(str(error))
         except (KvabrError, OSError, ImportError) as error:
@@ -180,10 +180,10 @@ def _produce(pipe: Connection, model: str, folder: Path, tracks: Sequence[str] |
 
 
 def _job(
-    live: LivePublisher, engine: TransformersEngine, job: PrefillJob, told: list[tuple[float, PublishedFrames]]
+    live: LivePublisher, engine: TransformersEngine, job: PrefillJob, messages: list[tuple[float, PublishedFrames]]
 ) -> Prefill:
     done: list[tuple[int, float]] = []
-    told.clear()
+    messages.clear()
     began_s = time.monotonic()
 
     def progress(tokens: int, _all: int) -> None:
@@ -199,7 +199,7 @@ def _job(
             raise KvabrError(f"not published: {result.verdict} {result.why}")
         base_s: dict[int, float] = {}
         whole_s: dict[int, float] = {}
-        for at_s, news in told:
+        for at_s, news in messages:
             base_s.setdefault(news.group, at_s)
             whole_s[news.group] = at_s
         return Prefill(
@@ -307,6 +307,6 @@ def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
     after_ms = 1e3 * (decoded.ready_s - prefill.ended_s)
     low = tops[2] + _LANE + 18
     parts.append(f'<text x="{_LEFT}" y="{low}">0 s</text>')
-    told = f"{last_s:.2f} s: in place {after_ms:.0f} ms after the last token"
-    parts.append(f'<text x="{_WIDTH - 20}" y="{low}" text-anchor="end">{told}</text></svg>')
+    caption = f"{last_s:.2f} s: in place {after_ms:.0f} ms after the last token"
+    parts.append(f'<text x="{_WIDTH - 20}" y="{low}" text-anchor="end">{caption}</text></svg>')
     return "\n".join(parts) + "\n"

@@ -186,7 +186,7 @@ def _check_tree(args: argparse.Namespace) -> None:
     if args.store_gbit <= 0 or args.store_gets <= 0:
         raise UsageError("--store-gbit and --store-gets: give more than 0")
     if args.middle is not None and args.middles < 1:
-        raise UsageError("--middles N says how many caches of --middle there are")
+        raise UsageError("--middle needs --middles N, the number of its caches")
 
 
 def _tree(args: argparse.Namespace, group_bytes: float) -> Tree:

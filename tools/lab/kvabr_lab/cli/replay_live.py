@@ -26,7 +26,7 @@ def check(args: ReplayCommand) -> None:
     if args.passages:
         raise UsageError("--passages is for simulations: a real play has an asset's groups")
     if args.asset is None or Path(args.asset).is_file():
-        raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
+        raise UsageError("--live needs an asset with its groups: `kvabr encode` makes one, --asset names its folder")
     for name, why in _SIMULATED.items():
         if getattr(args, name):
             raise UsageError(f"--{name.replace('_', '-')} is for simulations: a real play {why}")

@@ -167,7 +167,7 @@ def _size(args: argparse.Namespace) -> CacheSize:
     return size.scaled(kv_bytes * catalog.tokens / catalog.fp16_bytes)
 
 
-def _hear(args: argparse.Namespace) -> None:
+def _read_events(args: argparse.Namespace) -> None:
     from kvabr.cli.display import plain
     from kvabr.cli.options import read_tokens
     from kvabr.telemetry.kv_events.publisher import EventSockets
@@ -178,7 +178,7 @@ def _hear(args: argparse.Namespace) -> None:
     if not sites and args.prompt is None:
         return
     if args.prompt is None or not sites:
-        raise UsageError("--prompt belongs to --local-events or --remote-events, and they need it")
+        raise UsageError("--prompt has no use without --local-events or --remote-events: give both, or neither")
     if not 0 < args.listen <= 3600:
         raise UsageError(f"--listen {args.listen:g}: give up to 3600 seconds")
     tokens = read_tokens(args.prompt, "--prompt")
@@ -197,7 +197,7 @@ def _one(args: argparse.Namespace) -> int:
     from kvabr.replay.trace import BYTES_PER_MBIT
     from kvabr_lab.route import PrefillSite, RouteLink, decide, remote_lengths
 
-    _hear(args)
+    _read_events(args)
     if args.tokens is None:
         raise UsageError("give the length of the prompt with --tokens, or --day")
     if len(args.link) > 1 or args.svg is not None:

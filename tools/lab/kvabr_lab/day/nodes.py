@@ -102,7 +102,7 @@ class _Link:
     def sooner(self, now: float, nbytes: float) -> float:
         return max(now, self._busy_s) + nbytes / self._rate - now
 
-    def came(self, now: float) -> list[tuple[GroupKey, float]]:
+    def arrived(self, now: float) -> list[tuple[GroupKey, float]]:
         self._done += self._rate * max(0.0, now - max(self._at_s, min(now, self._busy_s)))
         self._at_s = now
         found = []
@@ -256,7 +256,7 @@ class Fleet:
         node.fetched.update(keys)
 
     def _arrive(self, node: _Node, now: float) -> None:
-        for key, nbytes in node.link.came(now):
+        for key, nbytes in node.link.arrived(now):
             until_s, hint = node.coming.pop(key)
             self._fetched(node, [key])
             self._made.link_bytes += nbytes

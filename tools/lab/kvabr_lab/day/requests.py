@@ -74,13 +74,13 @@ class DayShape:
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= _MAX_REQUESTS:
-            raise UsageError(f"{self.requests} requests; give 1 to {_MAX_REQUESTS}")
+            raise UsageError(f"requests must be 1 to {_MAX_REQUESTS}, got {self.requests}")
         if not 0 < self.duration_s <= 1e7:
             raise UsageError(f"a day of {self.duration_s} s; give a positive number of seconds, at most 10,000,000")
         if not (self.longest >= 1 and 0 < self.length <= 1000):
             raise UsageError(f"lengths of {self.length} times the usual, at most {self.longest} tokens: not possible")
         if not 1 <= self.burst <= 100:
-            raise UsageError(f"bursts of {self.burst} times the usual rate; give 1 to 100")
+            raise UsageError(f"bursts must be 1 to 100 times the usual rate, got {self.burst}")
 
 
 @dataclass(frozen=True, slots=True)

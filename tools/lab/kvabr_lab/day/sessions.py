@@ -68,7 +68,9 @@ class SessionShape:
 
     def __post_init__(self) -> None:
         if not (1 <= self.sessions <= _MAX_SESSIONS and 1 <= self.tenants <= _MAX_SESSIONS):
-            raise UsageError(f"{self.sessions} sessions of {self.tenants} tenants; give 1 to {_MAX_SESSIONS}")
+            raise UsageError(
+                f"sessions and tenants must be 1 to {_MAX_SESSIONS}, got {self.sessions} and {self.tenants}"
+            )
         if not (0 < self.duration_s <= 1e7 and self.longest >= 1):
             raise UsageError(f"{self.duration_s} s and prompts of {self.longest} tokens; both must be positive")
 

@@ -42,7 +42,9 @@ class SiteShape:
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.cache_tokens < 0:
-            raise UsageError(f"a site of {self.workers} workers that keeps {self.cache_tokens} tokens: not possible")
+            raise UsageError(
+                f"a site must have at least 1 worker and 0 cached tokens, got {self.workers} and {self.cache_tokens}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

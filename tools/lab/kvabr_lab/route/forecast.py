@@ -46,7 +46,7 @@ def _check_amounts(what: str, holder: object, max_count: float = 1e15) -> None:
     for field in fields(holder):  # type: ignore[arg-type]  # every caller is a dataclass
         value = getattr(holder, field.name)
         if isinstance(value, int | float) and not 0 <= value <= max_count:
-            raise UsageError(f"{what}: {field.name} is {value}; give a number that is not negative")
+            raise UsageError(f"{what}: {field.name} must be 0 to {max_count:g}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class CacheSize:
             UsageError: No mixture of the tracks reaches the floor.
         """
         if not max_loss >= 0:
-            raise UsageError(f"the quality floor is a loss of {max_loss} nats; give a number that is not negative")
+            raise UsageError(f"the quality floor must be a loss of 0 or more nats, got {max_loss}")
         catalog = catalog.to_play
         ladder = Ladder(catalog)
         chosen = [hull[0] for hull in ladder.layered]
@@ -245,7 +245,7 @@ def forecasts(
         UsageError: The prompt is empty or too long.
     """
     if not 1 <= tokens <= MAX_TOKENS:
-        raise UsageError(f"a prompt of {tokens} tokens; give 1 to {MAX_TOKENS}")
+        raise UsageError(f"the prompt must have 1 to {MAX_TOKENS} tokens, got {tokens}")
     here = cache.whole_groups(local.cached_tokens, tokens)
     there = cache.whole_groups(remote.cached_tokens, tokens)
     ways = _Ways(tokens, here, there, local, remote, link, cache)

@@ -163,7 +163,9 @@ class Router:
         if not 0 <= rtt_s < math.inf:
             raise UsageError(f"router: a round trip of {rtt_s} s; give a finite time")
         if not all(1 <= each <= _MAX_WORKERS for each in workers):
-            raise UsageError(f"router: {workers[0]} and {workers[1]} workers; give 1 to {_MAX_WORKERS} for each site")
+            raise UsageError(
+                f"router: each site must have 1 to {_MAX_WORKERS} workers, got {workers[0]} and {workers[1]}"
+            )
         self.cache = cache
         self.memory = LinkMemory(_tracking() if estimator is None else estimator)
         self._costs, self._rtt_s, self._live, self._both = (local, remote), rtt_s, live, both

@@ -118,7 +118,7 @@ def choose(options: Sequence[Forecast], *, deadline_s: float | None = None, marg
     if deadline_s is not None and not deadline_s > 0:
         raise UsageError(f"the deadline is {deadline_s} s; it must be positive")
     if not 0 <= margin_s < math.inf:
-        raise UsageError(f"the margin is {margin_s} s; give a number that is not negative")
+        raise UsageError(f"the margin must be 0 or more seconds, got {margin_s}")
     due_s = math.inf if deadline_s is None else deadline_s
     in_time = [one for one in options if one.bound_s <= due_s] if deadline_s is not None else list(options)
     if in_time:

@@ -149,10 +149,10 @@ def run(args: argparse.Namespace) -> int:
         spec = spec_of(loaded.engine.model, name=spec.model, tokenizer=spec.tokenizer, dtype=spec.dtype)
     contexts = cut(loaded, texts, args.contexts, args.tokens, args.continuation)
     store = CacheStore(args.work, loaded.engine.spec)
-    told: list[str] = []
+    results: list[str] = []
     search = calibration is not None and calibration.target is not None
     with StageBar(stage_titles(spec, search=search), console) as bar:
-        made = calibration and profiles(loaded, spec, calibration, store.folder, bar, told.append)
+        made = calibration and profiles(loaded, spec, calibration, store.folder, bar, results.append)
     plan = rd.BenchPlan(
         contexts,
         args.tracks,
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
     say(out, title, highlight=False)
     for name, (heads, lines) in shown:
         out.print(table(name, heads, lines, left=heads[:1]))
-    _print(out, [summary.sentence(result), *filter(None, [summary.text_sentence(result)]), *told])
+    _print(out, [summary.sentence(result), *filter(None, [summary.text_sentence(result)]), *results])
     if plan.profiles:
         _print(out, [seen_sentence({row["name"]: row["seen"] for row in result["contexts"]})])
     _print(console, [f"not measured: {note}" for note in notes])
@@ -221,7 +221,7 @@ def _check(args: argparse.Namespace) -> CalibrationPlan | None:
     if args.calibrate < 1:
         raise UsageError("--calibrate takes at least 1 context")
     if args.target_track not in (None, *AC_TRACKS):
-        raise UsageError(f"--target-track {args.target_track}: there are {', '.join(AC_TRACKS)}")
+        raise UsageError(f"--target-track {args.target_track}: must be one of {', '.join(AC_TRACKS)}")
     scales = args.step_scale or [1.0]
     _check_each("--step-scale takes scales from 0.01 to 100", scales, 0.01, 100)
     target = target_of(args.target_kl, args.target_track)
