@@ -87,8 +87,8 @@ def test_the_catalog_says_what_is_left_on_every_track():
 
 def test_the_catalog_says_which_groups_questions_are_about():
     catalog, model, text, store = made(), ToyModel(), prompt(), MemoryFrames()
-    assert len(catalog.question_tokens) == catalog.groups
-    assert sum(catalog.question_tokens) == pytest.approx(1.0)
+    assert len(catalog.asked) == catalog.groups
+    assert sum(catalog.asked) == pytest.approx(1.0)
     exact = model.prefill(text.tokens)
     frames = FrameEncoder(model.spec, catalog.chunks, len(text.tokens), TRACKS, None, store)
     frames.encode((exact,))
@@ -99,7 +99,7 @@ def test_the_catalog_says_which_groups_questions_are_about():
         frames.decode(group, worst, coded[:, :, :, first:last])
         lost.append(one.measure(coded).loss)
     assert sorted(range(catalog.groups), key=lost.__getitem__) == sorted(
-        range(catalog.groups), key=catalog.question_tokens.__getitem__
+        range(catalog.groups), key=catalog.asked.__getitem__
     )
 
 
