@@ -28,17 +28,17 @@ class PlayChoices:
     estimator: Annotated[str | None, Shown("--estimator NAME")] = None
     """Bandwidth estimator, see `kvabr estimators` (default: the policy's own)."""
     gpu_price: Annotated[float, Ge(0), Shown("--gpu-price NATS")] = GPU_PRICE
-    """Price of a second of the engine's time, nats per generated token: 0 where it is idle, inf to compute only
-    what would be late."""
+    """Price of a second of the engine's time, nats per generated token: 0 for an idle engine, inf to compute only
+    groups that would be late."""
     time_price: Annotated[float, Ge(0), Lt(math.inf), Shown("--time-price NATS")] = TIME_PRICE
     """Price of a second before the first token, nats per generated token; 0: only the deadline counts. A play ends
-    as soon as nothing that could still arrive is worth its wait."""
+    when waiting longer would not pay off."""
     live: bool = True
-    """Play caches that are still being prefilled, too: groups come as they are published. A complete cache of as
-    many tokens is preferred."""
+    """Also play caches during their prefill: groups arrive as they are published. A complete cache of as many tokens
+    is preferred."""
     wait_for_producer_s: Annotated[float, Ge(0), Lt(math.inf), Shown("--wait-for-producer S")] = 0.0
-    """If nothing of a prompt is cached, seconds to wait for a producer to start, which count against the deadline.
-    An engine that must begin to be in time begins."""
+    """If no part of a prompt is cached, seconds to wait for a producer to start. They count against the deadline; an
+    engine does not wait beyond its latest start."""
     max_loss: Annotated[float | None, Ge(0), Shown("--max-loss NATS")] = None
     """Maximum expected loss, nats per generated token (default: any, and 0.5 for a prompt in parts). To stay below it,
     a play computes more, cuts the prefix or misses the deadline. inf also joins passages without a measured fusion
@@ -47,17 +47,17 @@ class PlayChoices:
     """Chooses the tokens of passages that are computed again: a name that `kvabr selectors` lists, or
     ``FILE.py:CLASS``."""
     question_tokens: Annotated[int, Ge(0), Le(MAX_TAIL), Shown("--question N")] = 0
-    """Tokens that the engine will compute behind the prompt, such as a question's: losses are those behind them,
-    and the last tokens of the cache may be left to the same call."""
+    """Tokens that the engine will compute after the prompt, such as a question's: losses apply after them, and the
+    same call may compute the last tokens of the cache."""
     tail: Annotated[int | None, Ge(0), Le(MAX_TAIL), Shown("--tail N")] = None
-    """Most tokens at the end of what is cached that are left to that call, if that is worth its time (default: 512
-    with an engine, else none). Most of a coded cache's loss sits there."""
+    """Maximum tokens at the end of the cache that this call computes instead of fetching them, if that pays off
+    (default: 512 with an engine, else none). They have most of a coded cache's loss."""
     patience: Annotated[float, Ge(1), Lt(math.inf), Shown("--patience X")] = 1.0
-    """Deadlines after which a play ends although groups are missing. An engine may complete it beyond that, within
-    twice the time of a whole prefill."""
+    """Time limit of a play with missing groups, in deadlines. An engine may complete it later, within twice the time
+    of a whole prefill."""
     after: Annotated[float | None, Gt(0)] = None
-    """Seconds for which upgrades continue after the cache was handed over, see `Upgrades`; `math.inf`: until there
-    is nothing to upgrade; None: no upgrades."""
+    """Seconds that upgrades continue after the cache was handed over, see `Upgrades`; `math.inf`: until all groups are
+    on their best track; None: no upgrades."""
 
     @property
     def loss_limit(self) -> float:
