@@ -23,7 +23,7 @@ from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.result import NothingCached, Played
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import ConnectionStats
-from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, exhaustion_as_error
+from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, told_if_exhausted
 from kvabr.types.home import HomeProcess
 
 P = ParamSpec("P")
@@ -37,7 +37,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.home = HomeProcess("the client")
-        with exhaustion_as_error():
+        with told_if_exhausted():
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="kvabr-loop", daemon=True)
             try:

@@ -24,7 +24,7 @@ from kvabr.types.errors import (
     NotFoundError,
     TransportError,
     UsageError,
-    exhaustion_as_error,
+    told_if_exhausted,
 )
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -160,10 +160,10 @@ class ClientPeer(Downloads):
 
 @contextmanager
 def relieving(peers: Iterable[ClientPeer]) -> Iterator[None]:
-    """Release unused resources of the peers if one is exhausted; see `exhaustion_as_error`."""
+    """Release unused resources of the peers if one is exhausted; see `told_if_exhausted`."""
     with ExitStack() as told:
         for each in peers:
-            told.enter_context(exhaustion_as_error(each.peer.relieve))
+            told.enter_context(told_if_exhausted(each.peer.relieve))
         yield
 
 

@@ -189,7 +189,7 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
 
 
 @contextmanager
-def exhaustion_as_error(relieve: Callable[[], object] = lambda: None) -> Iterator[None]:
+def told_if_exhausted(relieve: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Raise `ExhaustedError` for errors that report an exhausted resource, after calling ``relieve``."""
     try:
         yield

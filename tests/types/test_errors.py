@@ -14,8 +14,8 @@ from kvabr.types.errors import (
     PlayError,
     TransportError,
     exhausted,
-    exhaustion_as_error,
     may_pass,
+    told_if_exhausted,
 )
 from kvabr.types.events import DecisionMade, PlayEvent, RequestFailed
 from tests.replay.report_samples import sample
@@ -57,10 +57,10 @@ def wrapped(error):
 
 def test_what_can_be_had_again_is_let_go_before_it_is_told():
     freed = []
-    with pytest.raises(ExhaustedError), exhaustion_as_error(lambda: freed.append(1)):
+    with pytest.raises(ExhaustedError), told_if_exhausted(lambda: freed.append(1)):
         raise MemoryError
     assert freed == [1]
-    with pytest.raises(KeyError), exhaustion_as_error(lambda: freed.append(2)):
+    with pytest.raises(KeyError), told_if_exhausted(lambda: freed.append(2)):
         raise KeyError
     assert freed == [1]
 
