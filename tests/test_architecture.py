@@ -21,7 +21,7 @@ import kvabr_lab
 ROOTS = tuple(Path(package.__file__).parent for package in (kvabr, kvabr_lab))
 LAB = ("lab.policies", "lab.route", "lab.day", "lab.live", "lab", "lab.report", "lab.bench", "lab.cli")
 FLOORS = (
-    *("types", "codec", "abr", "blend", "player", "moqt", "qmux", "store", "transfer", "link", "telemetry"),
+    *("types", "codec", "abr", "blend", "player", "moqt", "qmux", "store", "telemetry", "transfer", "link"),
     *("client", "publish", "server", "engines", "replay", "cli", *LAB),
 )
 """From the ground up."""

@@ -261,8 +261,8 @@ async def _transports(url: str, how: PeerOptions) -> list[Finding]:
             async with connect(url, by) as connection:
                 took, trip = time.monotonic() - began, connection.stats().rtt_s
                 trips = "" if trip is None else f", round trip {1000 * trip:.2g} ms"
-                rate = history.rate(connection.peer or "")
-                seen = f", plays saw {8e-6 * rate:.3g} Mbit/s" if rate > 0 else ""
+                known = history.of(connection.peer or "")
+                seen = "" if known is None else f", plays saw {8e-6 * known.rate:.3g} Mbit/s"
                 found.append(Finding(f"over {over}", "ok", f"connected in {1000 * took:.0f} ms{trips}{seen}"))
         except KvabrError as error:
             port = "UDP" if over == "quic" else "TCP (kvabr serve --tcp tls)"

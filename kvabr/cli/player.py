@@ -69,7 +69,7 @@ add = command(PlayerCommand, run)
 async def _serve(args: PlayerCommand, path: Path, listener: socket.socket) -> int:
     from kvabr.engines.player_process.process import PlayerProcess
     from kvabr.telemetry.client_metrics import ClientMetrics
-    from kvabr.transfer.work import cancel_all
+    from kvabr.transfer.interface import cancel_all
 
     metrics = ClientMetrics()
     with observed(args.seen, metrics) as log:

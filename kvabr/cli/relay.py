@@ -88,7 +88,7 @@ add = command(RelayCommand, run, serving.limits_help)
 
 
 async def _relay(args: RelayCommand) -> int:
-    from kvabr.client.origins import asset_of, dialling
+    from kvabr.link.moqt.connect import asset_of, connect
     from kvabr.server.relay import Relay
     from kvabr.server.server import Server, run_until_signal
 
@@ -100,7 +100,7 @@ async def _relay(args: RelayCommand) -> int:
         kv_events.relaying(args.kv_events, args.upstream_kv_events, setup.log, setup.metrics.registry) as prompts,
     ):
         log, metrics = setup.log, setup.metrics
-        async with dialling(args.upstream, network.checked(args.peer, "upstream-"), needed=False) as upstream:
+        async with connect(args.upstream, network.checked(args.peer, "upstream-"), needed=False) as upstream:
             if upstream.trouble is None:
                 log.info("upstream", url=args.upstream, transport=upstream.backend, protocol=upstream.protocol)
             else:

@@ -14,18 +14,17 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
 
+from kvabr.abr.estimator import Prior
 from kvabr.abr.tail import TailOffer
-from kvabr.client.call import Memory
 from kvabr.client.compute import compute
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_work import COSTS_FILE, costs_at, measure_prefill, on_engine
@@ -42,15 +41,15 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeersLike, Query, first_found, relieving
+from kvabr.client.peers import ClientPeer, PeersLike, Query
 from kvabr.client.play import play_coded, play_prefix, play_whole
-from kvabr.client.prepare import computes_at_once, computes_blindly, lookup_time, prepare, tail_choices
+from kvabr.client.prepare import Memory, computes_at_once, lookup_time, prepare, tail_choices
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.report import report_coded, report_prefix, report_whole
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
-from kvabr.client.shared_bandwidth import KnownLink, history_at
-from kvabr.client.sources import PlaySources, first_reached
+from kvabr.client.shared_bandwidth import combined, history_at
+from kvabr.client.sources import PlaySources, first_found, first_reached
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -59,17 +58,17 @@ from kvabr.store.files import sweep
 from kvabr.store.group_cache import GroupCache, StoreTier
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
-from kvabr.transfer.work import cancel_all, decoders
+from kvabr.transfer.work import decoders
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
 from kvabr.types.errors import (
     FormatError,
-    KvabrError,
     ModelError,
     PlayError,
     TransportError,
     UsageError,
+    told_if_exhausted,
 )
 from kvabr.types.events import LookupFailed
 from kvabr.types.home import HomeProcess
@@ -171,7 +170,7 @@ class AsyncClient:
         Raises `TransportError` if the peer cannot be reached, speaks another protocol, or refuses us.
         """
         some = self._some(peer)
-        with relieving(some):
+        with told_if_exhausted():
             peers = [one.peer for one in some]
             return peers[await first_reached(peers)]
 
@@ -193,20 +192,20 @@ class AsyncClient:
             pass
         raise TransportError(_unanswered(self._some(peer), probe_s))
 
-    async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[KnownLink, int]:
+    async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[Prior, int]:
         """Return the measured link, and the bytes of a cache's cheapest track that are not stored."""
         some = self._some(peer)
         links = []
         for one in some:
             known, now = self._memory.history.link(one.names, one.announced), one.link.known()
-            links.append(KnownLink(now, known.ttfb_s) if now else known)
+            links.append(Prior(now, known.ttfb_s) if now else known)
         if catalog is None:
-            return KnownLink.of_all(links), 0
+            return combined(links), 0
         cheapest = min((track for track in catalog.tracks if track.refines is None), key=lambda one: one.total_bytes)
         here = self.store.present([digest for digest in cheapest.digests if digest is not None])
         pairs = zip(cheapest.bytes, cheapest.digests, strict=False)
         lacks = sum(nbytes for nbytes, digest in pairs if digest not in here) if here else cheapest.total_bytes
-        return KnownLink.of_all(links), lacks
+        return combined(links), lacks
 
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
@@ -276,7 +275,7 @@ class AsyncClient:
         peers = self._some(peer)  # fixed now: peers may be added later
 
         alone = computing if prompt is None else None
-        at_once, deadline = await self._computed(tokens, deadline, options, wanted, alone, cost, peers)
+        at_once, deadline = await self._computed(tokens, deadline, options, alone, cost, peers)
         if at_once is not None:
             return at_once
         async with self._runner.play(peers, deadline, options, computing, cost, tokens) as play:
@@ -401,7 +400,7 @@ class AsyncClient:
         if not isinstance(name, Found):
             name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
         left_s = max(_MIN_S, ends_s - asyncio.get_running_loop().time())
-        async with self._runner.play(self._some(peer), left_s, options, purpose="hint") as play:
+        async with self._runner.play(self._some(peer), left_s, options, hint=True) as play:
             ended = await play_coded(play, await prepare(play, name))
             played = play.over(report_prefix(play, ended, 1))
         if keep_s > 0:
@@ -559,9 +558,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # -------------------------------------------------------------- internals
@@ -571,44 +568,21 @@ class AsyncClient:
         tokens: Sequence[int],
         deadline: float,
         options: PlayOptions,
-        model: KVSpec | str | None,
         engine: Engine | None,
         cost: PrefillCost | None,
         peers: Sequence[ClientPeer],
     ) -> tuple[Played | None, float]:
         """Compute a prompt without a lookup, if that pays; return the result or None, and the seconds left."""
-        if engine is None or cost is None:
-            return None, deadline
         link = self._memory.history.links((one.names, one.announced) for one in peers)
-        at_once = computes_at_once(options, cost, len(tokens), link)
-        timed = options.prefill_cost is not None or not self._memory.costs.of(engine).empty
-        if not at_once and not (timed and computes_blindly(options, cost, len(tokens), deadline, link)):
+        if engine is None or not computes_at_once(options, cost, len(tokens), link):
             return None, deadline
         async with self._runner.play(peers, deadline, options, engine, cost, tokens) as play:
-            trying = [] if at_once else [asyncio.create_task(self._try(tokens, deadline, options, model, peers))]
             try:
                 return play.over(await compute(play)), play.clock.left()
             except ModelError:  # the origin may have it
                 if play.clock.left() <= 0:
                     raise
-            finally:
-                await cancel_all(trying)
         return None, play.clock.left()
-
-    async def _try(
-        self,
-        tokens: Sequence[int],
-        deadline: float,
-        options: PlayOptions,
-        model: KVSpec | str | None,
-        peers: Sequence[ClientPeer],
-    ) -> None:
-        options = replace(options, log=None, telemetry=None, watch=None, out=None, after=None)
-        with suppress(KvabrError):
-            found = await self.find(tokens, model=model, salt=options.salt, peer=peers, live=False)
-            if found is not None:
-                async with self._runner.play(peers, deadline, options, purpose="trial") as play:
-                    play.over(report_coded(play, await play_coded(play, await prepare(play, found))))
 
     def _peer(self, peer: PeerConnection | ClientPeer | str) -> ClientPeer:
         if isinstance(peer, ClientPeer):
@@ -633,7 +607,7 @@ class AsyncClient:
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
         some = self._some(peers)
         try:
-            with relieving(some):
+            with told_if_exhausted():
                 async with asyncio.timeout(seconds), PlaySources(some) as connection:
                     yield connection
         except TimeoutError as error:

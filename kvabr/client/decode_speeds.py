@@ -9,7 +9,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,16 @@ from kvabr.client.machine_file import MAX_MODELS, MachineFile
 from kvabr.codec.base import GroupContext
 from kvabr.codec.block_slots import TensorPlace
 from kvabr.codec.builtin import BUILTIN
-from kvabr.codec.group import decode_group, payload_of
+from kvabr.codec.group import payload_of
 from kvabr.codec.native.coder import active_path
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below as track_below
-from kvabr.codec.sample_frames import CHUNK, SampleFrames
+from kvabr.codec.sample_frames import SampleFrames
 from kvabr.codec.threads import CORES
 from kvabr.player.decode_queue import DecodeRates, family
 from kvabr.types.catalog import Catalog, Track
-from kvabr.types.digests import digest_of
+from kvabr.types.digests import digest_of, has_digest
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
 from kvabr.types.once import once
@@ -37,15 +38,13 @@ from kvabr.types.once import once
 SPEEDS_FILE = "decode-rates.json"
 _MAX_TRACKS = 64
 _MAX_S = 10.0
-BUDGET_S, _GPU_BUDGET_S = 0.05, 0.5
-"""Seconds for all tracks of a model, on the processor and on a GPU; the rest is inferred by family."""
 BATCH = "batch "
 """Key prefix of a family's seconds per batch."""
 _GPU_GUESS = 32.0
 _BATCHED = 8
-_SMALL, _LARGE = 1 << 19, 3 << 19
-"""Elements to decode: for codecs with proportional time, and with a cost per 128 tokens."""
-_RUNS = 2
+_ELEMENTS = 3 << 19
+"""Most elements to decode on the processor: enough for codecs with a cost per 128 tokens."""
+_RUNS = 3
 _one_core = threading.local()
 _one_core_lock = threading.Lock()
 
@@ -72,69 +71,65 @@ def measure(
     profile: Profile | None,
     *,
     device: torch.device | None = None,
-    clock: Callable[[], float] = time.thread_time,
-    budget_s: float | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, float]:
     """Return the seconds that this thread takes to check and decode a token, by track.
 
-    A GPU decodes n groups at once in T(n) = a + b n, with b by track, and a by family under `BATCH`. The smallest track
-    of each family is measured on synthetic frames (`SampleFrames`), then others within the budget. Plug-in codecs, and
-    tracks without their profile, are skipped. ``device`` is the cache's (None: the processor). The processor's clock
-    excludes the machine's other work; ``budget_s`` is by default `BUDGET_S`, or more on a GPU.
+    The smallest track of each family is measured, on synthetic frames (`SampleFrames`); plug-in codecs, and tracks
+    without their profile, are skipped. ``device`` is the cache's (None: the processor). A GPU decodes n groups at once
+    in T(n) = a + b n, with b by track, and a by family under `BATCH`. ``clock`` by default excludes the machine's
+    other work on the processor.
     """
     on_one_core()
-    if device is not None and _is_gpu(device):
-        found = dict[str, float]()
-        with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-            found = _measure_batches(catalog, profile, device, _GPU_BUDGET_S if budget_s is None else budget_s)
-        return found  # empty if the GPU has no memory for it
-    budget_s = BUDGET_S if budget_s is None else budget_s
-    began, found = clock(), {}
-    samples: dict[int, SampleFrames] = {}
-    for track, share in _by_family(catalog):
-        if clock() - began >= share * budget_s:
-            break
-        with CORES.all_taken(), contextlib.suppress(KvabrError, RuntimeError, MemoryError):
-            seconds = _timed_decode(catalog, track.name, profile, samples, clock)
-            if _sound(seconds):
-                found[track.name] = seconds
+    gpu, spec, found = _is_gpu(device), catalog.spec.largest, dict[str, float]()
+    clock = clock or (time.perf_counter if gpu else time.thread_time)
+    tokens = spec.rows if gpu else min(spec.rows, max(16, _ELEMENTS // spec.elements_per_token))
+    sample = new_sample(spec, profile, tokens)
+    beside = torch.cuda.stream(torch.cuda.Stream(device)) if gpu else CORES.all_taken()  # type: ignore[no-untyped-call]
+    # A GPU may have no memory for it.
+    with contextlib.suppress(RuntimeError), beside:
+        shape, count = spec.shape(tokens), _BATCHED if gpu else 1
+        places = [TensorPlace(torch.zeros(shape, dtype=spec.torch_dtype, device=device)) for _ in range(count)]
+        for track in _smallest(catalog):
+            with contextlib.suppress(KvabrError, RuntimeError, MemoryError):
+                group, frame = sample_group(sample, track.name), sample.frame(track.name)
+                check = partial(has_digest, digest_of(frame, catalog.digest_kind), frame)
+                one_s = _timed(group, places[:1], clock, (lambda: None) if gpu else check)
+                each_s = one_s
+                if gpu:
+                    each_s = max(_timed(group, places, clock) - one_s, one_s / 1024) / (_BATCHED - 1)
+                if _sound(each_s / tokens):
+                    found[track.name] = each_s / tokens
+                    if one_s > each_s:
+                        found[BATCH + family(track.name)] = one_s - each_s
     return found
 
 
-def _by_family(catalog: Catalog) -> Iterator[tuple[Track, float]]:
-    """Yield the smallest track of each family, fast ones first, then others, each with its budget share."""
-    tracks = sorted((track for track in catalog.tracks if track.name in BUILTIN), key=lambda track: track.total_bytes)
-    first: dict[str, Track] = {}
-    for track in tracks:
-        if track.refines is None:
-            first.setdefault(family(track.name), track)
-    for track in sorted(first.values(), key=lambda track: BUILTIN[track.name].layout is None):
-        yield track, 1.0
-    for track in tracks:
-        if track not in first.values():
-            yield track, 0.5
+def _smallest(catalog: Catalog) -> Iterable[Track]:
+    """Return the smallest track of each family that is no layer on another."""
+    tracks = [track for track in catalog.tracks if track.name in BUILTIN and track.refines is None]
+    largest_first = sorted(tracks, key=lambda track: -track.total_bytes)
+    return {family(track.name): track for track in largest_first}.values()
 
 
-def _timed_decode(
-    catalog: Catalog,
-    track: str,
-    profile: Profile | None,
-    samples: dict[int, SampleFrames],
+def _timed(
+    group: CodedGroup,
+    places: Sequence[TensorPlace],
     clock: Callable[[], float],
+    check: Callable[[], object] = lambda: None,
 ) -> float:
-    spec, separable = catalog.spec.largest, BUILTIN[track].layout is not None
-    most = _SMALL if separable else _LARGE
-    tokens = min(spec.rows, max(16, most // spec.elements_per_token))
-    sample = samples.setdefault(tokens, new_sample(spec, profile, tokens))
-    frame, below = sample.frame(track), sample_group(sample, track).below
-    digest = digest_of(frame, catalog.digest_kind)
-    out = torch.zeros(spec.shape(tokens), dtype=spec.torch_dtype)
+    """Return the seconds to check a group, and decode it to some places at once."""
     times = []
-    for _ in range(_RUNS):
+    for _ in range(_RUNS):  # the first may compile kernels
         start = clock()
-        decode_group(frame, track, sample.context, CHUNK, 0, out, below, digest=digest)
+        check()
+        for wrong in expand([group] * len(places), places):
+            if wrong is not None:
+                raise wrong
+        if places[0].device.type == "cuda":
+            torch.cuda.current_stream(places[0].device).synchronize()
         times.append(clock() - start)
-    return min(times) / tokens
+    return min(times)
 
 
 def new_sample(spec: KVSpec, profile: Profile | None, tokens: int) -> SampleFrames:
@@ -153,62 +148,13 @@ def sample_group(sample: SampleFrames, track: str) -> CodedGroup:
     return CodedGroup(payload, track, sample.context, below)
 
 
-def _measure_batches(
-    catalog: Catalog, profile: Profile | None, device: torch.device, budget_s: float
-) -> dict[str, float]:
-    spec, found = catalog.spec.largest, dict[str, float]()
-    sample = new_sample(spec, profile, spec.rows)
-    places = [
-        TensorPlace(torch.zeros(spec.shape(spec.rows), dtype=spec.torch_dtype, device=device)) for _ in range(_BATCHED)
-    ]
-    spent_s = 0.0
-    for track, share in _by_family(catalog):
-        if spent_s >= share * budget_s:
-            break
-        with contextlib.suppress(KvabrError, RuntimeError, MemoryError):
-            group = sample_group(sample, track.name)
-            one_s, took_s = _timed_batch(group, places[:1])
-            many_s, also_s = _timed_batch(group, places)
-            spent_s += took_s + also_s
-            each_s = max(many_s - one_s, one_s / 1024) / (_BATCHED - 1)
-            if _sound(seconds := each_s / spec.rows):
-                found[track.name] = seconds
-                latency_s = max(0.0, one_s - each_s)
-                if latency_s:
-                    name = BATCH + family(track.name)
-                    found[name] = max(found.get(name, 0.0), latency_s)
-    return found
-
-
-def _timed_batch(group: CodedGroup, places: Sequence[TensorPlace]) -> tuple[float, float]:
-    times = []
-    for _ in range(1 + _RUNS):
-        start = time.perf_counter()
-        for wrong in expand([group] * len(places), places):
-            if wrong is not None:
-                raise wrong
-        if places[0].device.type == "cuda":
-            torch.cuda.current_stream(places[0].device).synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:]), sum(times[1:])
-
-
 def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
     """Return seconds per full group of a catalog's tracks, given some seconds per token; scale others by family."""
     tokens = catalog.spec.largest.rows
     found = {track.name: per_token[track.name] * tokens for track in catalog.tracks if track.name in per_token}
-    factors: dict[str, list[float]] = {}
-    for name, seconds in found.items():
-        said = catalog.track(name).decode_s
-        if said > 0 and 0 < (factor := seconds / said) < math.inf:  # catalogs are not trusted
-            factors.setdefault(family(name), []).append(factor)
-    for track in catalog.tracks:
-        known = factors.get(family(track.name))
-        if track.name not in found and known and track.decode_s > 0:
-            seconds = track.decode_s * math.exp(sum(map(math.log, known)) / len(known))
-            if 0 < seconds < math.inf:
-                found[track.name] = seconds
-    return found
+    factors = {family(name): seconds / (catalog.track(name).decode_s or math.inf) for name, seconds in found.items()}
+    scaled = {track.name: track.decode_s * factors.get(family(track.name), 0.0) for track in catalog.tracks}
+    return {name: seconds for name, seconds in scaled.items() if 0 < seconds < math.inf} | found  # untrusted catalogs
 
 
 def speeds_key(catalog: Catalog, device: torch.device | None = None) -> str:
@@ -252,7 +198,7 @@ class DecodeSpeeds:
         return wanted and key not in self._tried and self._file.get(key) is None
 
     def measure(self, catalog: Catalog, profile: Profile | None, device: torch.device | None = None) -> None:
-        """Measure a model within about `BUDGET_S`, and update the file; never raises."""
+        """Measure a model, and update the file; never raises."""
         key = speeds_key(catalog, device)
         with self._lock:
             if key in self._tried:
@@ -263,10 +209,8 @@ class DecodeSpeeds:
             self._file.keep(key, per_token)
 
 
-@once
-def speeds_at(path: Path | None) -> DecodeSpeeds:
-    """Return this process's `DecodeSpeeds` for a file."""
-    return DecodeSpeeds(path)
+speeds_at = once(DecodeSpeeds)
+"""Returns this process's `DecodeSpeeds` for a file."""
 
 
 def _is_gpu(device: torch.device | None) -> bool:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
-from kvabr.abr.plugins import shipped
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.engine_work import on_engine, timed, timings_of
@@ -36,9 +34,9 @@ from kvabr.player.session_types import (
     Recompute,
     RecomputeTokens,
 )
-from kvabr.transfer.interface import Connection
+from kvabr.transfer.interface import Connection, cancel_all
 from kvabr.transfer.transfer import GroupReader
-from kvabr.transfer.work import cancel_all, decoders
+from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.engine import Engine, ResidentCache, ResidentEngine, prefill_classes
 from kvabr.types.errors import (
@@ -103,11 +101,6 @@ _UNREACHABLE_S = 1.0
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
 """For real networks: bytes arrive in bursts, streams stall, peers fall silent."""
-
-
-_SLOW_S = 0.1
-_SLOW_EVERY_S = 60.0
-_next_slow_s = 0.0
 
 _log = logging.getLogger("kvabr.client")
 
@@ -188,10 +181,8 @@ class Driver:
         if self._over.done():
             return
         try:
-            begun_s = time.perf_counter()
             event(*arguments, now=self.now())
             actions = self.session.actions()
-            self._note_slow(time.perf_counter() - begun_s)
             if self.session.over:  # `run` ends everything at once
                 self._over.set_result(None)
                 return
@@ -202,14 +193,6 @@ class Driver:
                 self._over.set_exception(error)
         else:
             self._schedule()
-
-    def _note_slow(self, took_s: float) -> None:
-        global _next_slow_s  # noqa: PLW0603  # one warning a minute in the process
-        policy, now_s = self.session.guard.policy, time.monotonic()
-        if took_s >= _SLOW_S and now_s >= _next_slow_s and not shipped(policy):
-            _next_slow_s = now_s + _SLOW_EVERY_S
-            title = policy.name or type(policy).__name__
-            _log.warning("policy %s took %.2g s for one step; every play waits for it", title, took_s)
 
     def _obey(self, action: Action) -> None:
         match action:

@@ -199,10 +199,8 @@ class EngineCosts:
         timings.cost()
 
 
-@once
-def costs_at(path: Path | None) -> EngineCosts:
-    """Return this process's `EngineCosts` for a file."""
-    return EngineCosts(path)
+costs_at = once(EngineCosts)
+"""Returns this process's `EngineCosts` for a file."""
 
 
 def engine_key(engine: Engine) -> str:

@@ -17,8 +17,8 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kvabr.codec.base import codec
-from kvabr.transfer.interface import Connection, PrefixFinder, read_view
-from kvabr.transfer.work import cancel_all, decoders
+from kvabr.transfer.interface import Connection, PrefixFinder, cancel_all, read_view
+from kvabr.transfer.work import decoders
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_TRACKS, Catalog
 from kvabr.types.digests import require
 from kvabr.types.errors import (

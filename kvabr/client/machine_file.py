@@ -51,6 +51,8 @@ class MachineFile(Generic[V]):
         self.path, self.table, self._parse = path, table, read
         self._lock = threading.Lock()
         self._known = self._read()
+        self._changed: set[str] = set()
+        """Entries that are newer than the file's."""
 
     def get(self, key: str) -> V | None:
         """Return an entry, or None."""
@@ -61,37 +63,34 @@ class MachineFile(Generic[V]):
         """Set an entry, and write the file if there is one; never raises."""
         with self._lock:
             self._put(key, value)
-        self.save(key)
+        self.save()
 
-    def refresh(self, own: str | None = None) -> None:
-        """Read other processes' changes, except for ``own``; never raises."""
+    def refresh(self) -> None:
+        """Read other processes' changes; never raises."""
         merged = self._read()
         with self._lock:
             for key, known in self._known.items():
-                if key not in merged or key == own or self.newer(known, merged[key]):
+                if key not in merged or key in self._changed:
                     merged.pop(key, None)
                     merged[key] = known
             self._known = merged
             self._trim()
 
-    def save(self, own: str | None = None) -> None:
+    def save(self) -> None:
         """Refresh and write the file, if there is one; never raises."""
         if self.path is None:
             return
         try:
             self.path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             with _alone(self.path):
-                self.refresh(own)
+                self.refresh()
                 with self._lock:
                     text = self.dumps(self._known)
+                    self._changed.clear()
                 # Not under the lock: a starting play must not wait for a disk.
                 write_text(self.path, text, mode=PRIVATE)
         except (OSError, KvabrError) as error:
             self.tell(f"{self.path} cannot be saved: {error}")
-
-    def newer(self, known: V, written: V) -> bool:  # noqa: ARG002
-        """Return whether an entry is newer than another process's."""
-        return False
 
     def whose(self) -> Any:
         """Return the file's owner as plain JSON values."""
@@ -137,11 +136,13 @@ class MachineFile(Generic[V]):
     def _put(self, key: str, value: V) -> None:
         self._known.pop(key, None)
         self._known[key] = value
+        self._changed.add(key)
         self._trim()
 
     def _trim(self) -> None:
         for key in list(self._known)[: -self.most]:
             del self._known[key]
+            self._changed.discard(key)
 
 
 @cache

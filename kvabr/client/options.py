@@ -98,13 +98,10 @@ def check_deadline(deadline_s: float) -> None:
         raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
 
 
-_NOT_KEPT = {"groups": "groups are", "profile": "the codec profile is"}
-
-
 def warn_unkept(metrics: ClientMetrics, what: str, why: str) -> None:
     """Warn, and count, that received groups or a profile cannot be saved to disk."""
     metrics.failed_writes_total.labels(what).inc()
-    warnings.warn(f"{_NOT_KEPT[what]} not kept: {why}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"{what} not kept on disk: {why}", RuntimeWarning, stacklevel=2)
 
 
 def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:

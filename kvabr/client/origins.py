@@ -75,7 +75,7 @@ class StoreDialler:
         connection = StoreConnection(self._store)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await connection.open()
+                await connection.index.open()
         except BaseException as error:
             await connection.close()
             if isinstance(error, TimeoutError):

@@ -4,43 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-from kvabr.client.downloads import Downloads
+from kvabr.abr.estimator import Estimator, Prior
 from kvabr.client.lookup import Found, Unplayable, fetch_catalog, fetch_models, find_prefix
-from kvabr.client.sources import PlaySources
-from kvabr.player.sources import NOT_KNOWN
+from kvabr.client.shared_bandwidth import PeerHistory, link_of
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
+from kvabr.transfer.downloads import Download, Downloads
 from kvabr.transfer.interface import Connection, PeerConnection
+from kvabr.transfer.peer import Peer
 from kvabr.types.errors import (
-    ForeignError,
     FormatError,
     NotFoundError,
+    Reason,
+    RequestError,
     TransportError,
     UsageError,
-    told_if_exhausted,
 )
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
-_MODELS_S = 5.0
+_MODELS_S = 1.0
 """Seconds to reuse a peer's list of models."""
 _MAX_SHAPES = 4
-_OTHER_SIZES_FACTOR, _MIN_OTHER_SIZES_S = 4.0, 0.25
+OTHER_SIZES_FACTOR, MIN_OTHER_SIZES_S = 4.0, 0.25
 """Time for lookups in other group sizes: a multiple of the first lookup's, with a floor."""
-_REPORT_SHARE = 0.9
-"""Share of a lookup's time until silent sources are ignored."""
-_MIN_WAIT_S = 0.02
 _AGAIN_S = 0.05
 _Answer = Found | Unplayable | None
 Answered = tuple[_Answer, KVSpec | None]
-_Asked = asyncio.Task[Answered | Exception]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +55,66 @@ class Query:
 
 
 class ClientPeer(Downloads):
-    """An origin or a relay, created by `AsyncClient.peer`."""
+    """An origin or a relay, created by `AsyncClient.peer`; the client's plays share its downloads and its link."""
 
     def __init__(
-        self, name: str, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool
+        self, name: str, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool = False
     ) -> None:
-        """See `Downloads`."""
-        super().__init__(peer, store, metrics, own=own)
+        """``own``: close the peer with this, and count it while connected."""
+        super().__init__(peer, store, metrics)
         self.name = name
+        self.link = link_of(peer.names[0] if peer.names else peer)
+        self._own = own
+        if own and isinstance(peer, Peer):
+            peer.first_dialled = self._dialled
         self._models: Sequence[KVSpec] = ()
         self._asked_s = -math.inf
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The connection's names in a `PeerHistory`."""
+        return self.peer.names
+
+    @property
+    def announced(self) -> Prior:
+        """The announced rate, and the connection's round trip."""
+        return Prior(self.peer.announced_rate, self.peer.stats().rtt_s or 0.0)
+
+    @contextmanager
+    def estimating(self, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
+        """Yield a play's estimator, primed from the history; record its measurements at the end."""
+        names = self.names
+        with self.link.joined(estimator, history.before(names, self.announced)) as share:
+            try:
+                yield share
+            finally:
+                # A play without bytes must not refresh old records; a play redialled over another transport is not
+                # recorded.
+                if share.heard and len(self.names) == 1 and self.names[0] in names:
+                    history.heard(self.names[0], share.link_rate(), share.ttfb())
+
+    def arrived(self, download: Download, count: int) -> None:
+        if download.came_from == "network" and download.limit != "kept":
+            self.link.received(count)
+        super().arrived(download, count)
+
+    async def close(self) -> None:
+        """End all downloads, failing their readers. Idempotent."""
+        if self._own and self.peer.reached and not self._closed:
+            self.metrics.peers.dec()
+        await super().close()
+        if self._own:
+            await self.peer.close()
+
+    def _dialled(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        if error is None:
+            self.metrics.peers.inc()
+            return
+        self.metrics.dials_failed_total.inc()
+        if isinstance(error, RequestError) and error.reason == Reason.WRONG:
+            self.metrics.wrong_answers_total.inc()
 
     @property
     def trouble(self) -> str | None:
@@ -98,19 +142,12 @@ class ClientPeer(Downloads):
     async def _find(self, connection: Connection, query: Query) -> Answered:
         model = query.model
         if isinstance(model, KVSpec):
-            if query.any_group_tokens:
-                return await self._in_any_size(connection, query, model), model
-            return await _longest(connection, query, [model]), model
-        recent, tried, found = self._recent(), None, None
-        if recent is not None:
-            with suppress(ForeignError, UsageError):  # new publications may change the answer
-                specs = _shapes(recent, model)
-                found = await _longest(connection, query, specs)
-                if isinstance(found, Found):
-                    return found, found.catalog.spec
-                tried = specs
-        specs = _shapes(await self._ask(connection), model)
-        found = found if specs == tried else await _longest(connection, query, specs)
+            lookup = self._in_any_size if query.any_group_tokens else _longest
+            return await lookup(connection, query, [model]), model
+        specs = _shapes(await self._specs(connection), model)
+        found = await _longest(connection, query, specs)
+        if not isinstance(found, Found):  # there may be new models
+            self._asked_s = -math.inf
         return found, specs[0] if specs else None
 
     async def catalog(self, connection: Connection, name: TrackNamespace, *, live: bool) -> Answered:
@@ -118,179 +155,45 @@ class ClientPeer(Downloads):
         await self.peer.connected()
         return await fetch_catalog(connection, name, live=live), None
 
-    async def _in_any_size(self, connection: Connection, query: Query, model: KVSpec) -> _Answer:
+    async def _in_any_size(self, connection: Connection, query: Query, specs: Sequence[KVSpec]) -> _Answer:
         clock = asyncio.get_running_loop().time
         begun_s = clock()
-        others = asyncio.create_task(self._in_other_sizes(connection, query, model))
+        others = asyncio.create_task(self._in_other_sizes(connection, query, *specs))
         try:
-            found = await _longest(connection, query, [model])
-            if _tokens(found) < len(query.tokens):
+            found = await _longest(connection, query, specs)
+            if tokens_of(found) < len(query.tokens):
                 with suppress(TimeoutError):
-                    other = await asyncio.wait_for(
-                        others, max(_MIN_OTHER_SIZES_S, _OTHER_SIZES_FACTOR * (clock() - begun_s))
-                    )
-                    return max(found, other, key=_tokens)
+                    async with asyncio.timeout(max(MIN_OTHER_SIZES_S, OTHER_SIZES_FACTOR * (clock() - begun_s))):
+                        return max(found, await others, key=tokens_of)
         finally:
             others.cancel()
         return found
 
     async def _in_other_sizes(self, connection: Connection, query: Query, model: KVSpec) -> _Answer:
         with suppress(TransportError, FormatError, UsageError):
-            recent = self._recent()
-            told = await self._ask(connection) if recent is None else recent
+            told = await self._specs(connection)
             others = [spec for spec in told if spec != model and spec.same_cache(model)]
             return await _longest(connection, query, others[:_MAX_SHAPES])
         return None
 
-    def _recent(self) -> Sequence[KVSpec] | None:
-        return None if asyncio.get_running_loop().time() > self._asked_s + _MODELS_S else self._models
-
-    async def _ask(self, connection: Connection) -> Sequence[KVSpec]:
-        try:
-            self._models = await fetch_models(connection)
-        except NotFoundError as error:
+    async def _specs(self, connection: Connection) -> Sequence[KVSpec]:
+        """Return the peer's models, as they were a moment ago."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s > self._asked_s + _MODELS_S:
             self._models = ()
-            raise UsageError(
-                "the origin does not tell which models it has: give a spec, model=KVSpec(...), or an engine"
-            ) from error
-        finally:
-            self._asked_s = asyncio.get_running_loop().time()
+            try:
+                self._models = await fetch_models(connection)
+            except NotFoundError as error:
+                raise UsageError(
+                    "the origin does not tell which models it has: give a spec, model=KVSpec(...), or an engine"
+                ) from error
+            self._asked_s = now_s
         return self._models
-
-
-@contextmanager
-def relieving(peers: Iterable[ClientPeer]) -> Iterator[None]:
-    """Release unused resources of the peers if one is exhausted; see `told_if_exhausted`."""
-    with ExitStack() as told:
-        for each in peers:
-            told.enter_context(told_if_exhausted(each.peer.relieve))
-        yield
 
 
 PeerLike = ClientPeer | PeerConnection | str | None
 """A peer as named by a play; None: the client's."""
 PeersLike = PeerLike | Sequence[PeerLike]
-
-
-async def first_found(
-    connection: PlaySources,
-    peers: Sequence[ClientPeer],
-    look: Callable[[ClientPeer, Connection], Coroutine[Any, Any, Answered]],
-    tokens: int = 1,
-    within_s: float = math.inf,
-) -> Answered:
-    """Look up at all sources of a play at once, and return the longest prefix.
-
-    Once a source has all ``tokens``, wait briefly for the others, except recently unreachable ones, and at most
-    ``within_s`` seconds. Other sources with the same asset join the play when they answer.
-    """
-    pairs = list(zip(peers, connection.sources, strict=True))
-    if len(pairs) == 1:
-        connection.answered_by(0)
-        return await look(*pairs[0])
-    asked = [connection.meanwhile(_said(look(*pair))) for pair in pairs]
-    found: dict[int, Found] = {}
-    try:
-        round_trip_s = max((each or 0.0 for each in connection.round_trips), default=0.0)
-        doubted = {task for task, source in zip(asked, connection.sources, strict=True) if source.unreachable}
-        found = await _found_by(asked, doubted, tokens, round_trip_s, _REPORT_SHARE * within_s)
-    finally:
-        silent = [] if found else [task.cancel() for task in asked if not task.done()]
-    if not found:
-        said = [task.result() for task in asked if task.done() and not task.cancelled()]
-        answers = [each for each in said if not isinstance(each, Exception)]
-        if answers:
-            return next((answer for answer in answers if answer[0] is not None), answers[0])
-        errors = [each for each in said if isinstance(each, Exception)]
-        # "Not found" does not speak for sources that were not reached.
-        raise TimeoutError if silent else min(errors, key=lambda error: isinstance(error, NotFoundError))
-    best = max(found, key=lambda source: (_tokens(found[source]), -source))
-    connection.answered_by(best)
-    for source, task in enumerate(asked):
-        connection.offer(source, NOT_KNOWN)
-        offered = partial(_offer, connection, source, played=found[best])
-        if task.done():
-            offered(task)
-        else:
-            task.add_done_callback(offered)
-    return found[best], None
-
-
-async def _said(lookup: Coroutine[Any, Any, Answered]) -> Answered | Exception:
-    try:
-        return await lookup
-    except Exception as error:  # noqa: BLE001  # any error excludes only this source
-        return error
-
-
-def _offer(connection: PlaySources, source: int, asked: _Asked, played: Found) -> None:
-    if asked.cancelled():
-        return
-    same: Collection[str] = frozenset()
-    answer, found = asked.result(), _found(asked)
-    if isinstance(answer, Exception):
-        why: str | None = str(answer) or repr(answer)
-    elif found is None:
-        why = "it has nothing of it"
-    else:
-        same, why = _same_tracks(played, found)
-    connection.offer(source, same)
-    if why is not None:
-        connection.left_out(source, why)
-
-
-async def _found_by(
-    asked: Sequence[_Asked],
-    doubted: AbstractSet[_Asked],
-    tokens: int,
-    round_trip_s: float,
-    within_s: float,
-) -> dict[int, Found]:
-    """Return the prefixes by source: a while after the first, or shortly after a complete one.
-
-    After one answer, ignore ``doubted``, recently unreachable sources. ``round_trip_s`` is the farthest source's;
-    ``within_s`` bounds the lookup.
-    """
-    clock = asyncio.get_running_loop().time
-    begun_s, waits = clock(), False
-    end_s = begun_s + within_s
-    found: dict[int, Found] = {}
-    pending = set(asked)
-    while clock() < end_s and (pending - doubted or (pending and not any(map(_answered, asked)))):
-        left_s = None if end_s == math.inf else end_s - clock()
-        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        found |= {asked.index(task): each for task in done if (each := _found(task)) is not None}
-        took_s, whole = clock() - begun_s, max(map(_tokens, found.values()), default=0) >= tokens
-        if whole:
-            end_s = min(end_s, clock() + max(_MIN_WAIT_S, took_s / 2))
-        elif found and not waits:
-            waits = True
-            end_s = min(end_s, clock() + max(_MIN_OTHER_SIZES_S, _OTHER_SIZES_FACTOR * max(took_s, round_trip_s)))
-    return found
-
-
-def _answered(task: _Asked) -> bool:
-    return task.done() and not isinstance(task.result(), Exception)
-
-
-def _found(task: _Asked) -> Found | None:
-    answer = task.result()
-    return answer[0] if not isinstance(answer, Exception) and isinstance(answer[0], Found) else None
-
-
-def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]:
-    """Return the tracks with identical, complete groups at two peers, and any mismatch."""
-    if one is other:
-        return frozenset(one.catalog.by_name), None
-    if one.catalog.namespace != other.catalog.namespace:
-        return frozenset(), f"it has another asset, of {other.catalog.tokens:,} tokens"
-    if other.live is not None:
-        return frozenset(), "it is still being prefilled there"
-    theirs = other.catalog.by_name
-    both = [track for track in one.catalog.tracks if track.name in theirs]
-    same = frozenset(track.name for track in both if theirs[track.name].digests == track.digests)
-    differ = ", ".join(track.name for track in both if track.name not in same)
-    return same, f"its catalog names other groups of {differ}" if differ else None
 
 
 def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
@@ -316,8 +219,9 @@ async def _longest(connection: Connection, query: Query, specs: Sequence[KVSpec]
         if isinstance(answer, BaseException) and not found:
             raise answer
     unplayable = next((answer for answer in answers if isinstance(answer, Unplayable)), None)
-    return max(found, key=_tokens, default=unplayable)
+    return max(found, key=tokens_of, default=unplayable)
 
 
-def _tokens(answer: _Answer) -> int:
+def tokens_of(answer: Found | Unplayable | None) -> int:
+    """Return the tokens of a found prefix, or 0."""
     return answer.catalog.tokens if isinstance(answer, Found) else 0

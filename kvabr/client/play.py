@@ -17,12 +17,11 @@ import torch
 
 from kvabr.abr.estimator import Prior
 from kvabr.abr.plugins import load_policy
-from kvabr.client.call import PlayCall
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.prepare import Prepared
+from kvabr.client.prepare import PlayCall, Prepared
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned, warm_in_background

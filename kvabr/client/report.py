@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
-from kvabr.client.call import PlayCall
+import torch
+
 from kvabr.client.compute import compute
 from kvabr.client.play import EndedPlay, upgrade
-from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
+from kvabr.client.prepare import PlayCall
+from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed
 from kvabr.player.blend_plan import delivered_loss
 from kvabr.player.prefixes import PlacedPrefix, prefix_loss
 from kvabr.player.session_types import PlayRecord
+from kvabr.types.catalog import Catalog
 from kvabr.types.errors import KvabrError, ModelError
 from kvabr.types.events import CacheDelivered, PlayGaveUp
 from kvabr.types.loss import played_loss, predicted_loss, promised_loss
@@ -44,24 +48,27 @@ async def report_whole(call: PlayCall, ended: EndedPlay) -> Played:
     coverage = tuple(track or "" for track in assembler.coverage)
     loss, blend = promised_loss(catalog, coverage, delivered_loss(catalog, record)), record.blend
     options.note(CacheDelivered(ttft_s - ended.lookup_s, record.met, loss))
-    return Played(
-        parts=parts,
-        tokens=catalog.tokens,
-        coverage=coverage,
-        ttft_s=ttft_s,
-        lookup_s=ended.lookup_s,
+    return replace(
+        _played(ended, catalog, parts, coverage, ttft_s, loss),
         met=record.met,
-        loss=loss,
         fusion_loss=0.0 if blend is None else blend.fusion_loss,
         computed_again=assembler.computed_again,
-        record=record,
-        spec=catalog.spec,
-        catalog=catalog,
-        catalog_sha256=prepared.sha256,
-        limited_by=prepared.limited_by,
         tail=prepared.tail,
         upgrades=None if options.after is None else upgrade(call, ended, options.after),
     )
+
+
+def _played(
+    ended: EndedPlay,
+    catalog: Catalog,
+    parts: tuple[torch.Tensor, ...],
+    coverage: tuple[str, ...],
+    s: float,
+    loss: float,
+) -> Played:
+    prepared, tokens = ended.prepared, catalog.tokens
+    played = Played(parts, tokens, coverage, s, ended.lookup_s, False, loss, ended.record, catalog.spec, catalog)
+    return replace(played, catalog_sha256=prepared.sha256, limited_by=prepared.limited_by)
 
 
 def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> IncompleteError:
@@ -77,24 +84,11 @@ def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> 
             loss = promised_loss(begin, coverage, played_loss(begin, _steps_before(record, usable)))
         else:
             loss = predicted_loss(begin, coverage)
-        prefix = Played(
-            parts=parts,
-            tokens=begin.tokens,
-            coverage=coverage,
-            ttft_s=call.clock.now(),
-            lookup_s=ended.lookup_s,
-            met=False,
-            loss=loss,
-            record=record,
-            spec=catalog.spec,
-            catalog=begin,
-            catalog_sha256=prepared.sha256,
-            limited_by=prepared.limited_by,
-            tail=behind + prepared.tail,
-        )
+        prefix = _played(ended, begin, parts, coverage, call.clock.now(), loss)
+        prefix = replace(prefix, tail=behind + prepared.tail)
     tokens = 0 if prefix is None else prefix.tokens
-    said = numbers(missing) if catalog.every_token else listed(map(catalog.title, missing))
-    message += f"; missing: {said}; in place before them: {tokens:,} of {catalog.tokens:,} tokens"
+    names = map(str if catalog.every_token else catalog.title, missing)
+    message += f"; missing groups: {listed(names)}; in place before them: {tokens:,} of {catalog.tokens:,} tokens"
     return IncompleteError(call.with_trouble(message), reason, missing, record, prefix)
 
 

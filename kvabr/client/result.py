@@ -28,7 +28,7 @@ from kvabr.types.units import Span, Unit
 FORMAT = "kvabr.cache/1"
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_MAX_RANGES = 8
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,23 +229,8 @@ def _each(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterable[
 def listed(names: Iterable[str]) -> str:
     """Return names as text; a long list is cut."""
     every = list(names)
-    more = len(every) - _MAX_RANGES
-    return ", ".join(every[:_MAX_RANGES]) + (f" and {more} more" if more > 0 else "")
-
-
-def numbers(groups: Sequence[int]) -> str:
-    """Return group numbers, ascending, as text: ``groups 3 to 7 and 9``."""
-    ranges: list[tuple[int, int]] = []
-    for group in groups:
-        if ranges and group == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], group)
-        else:
-            ranges.append((group, group))
-    said = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:_MAX_RANGES]]
-    if more := sum(last - first + 1 for first, last in ranges[_MAX_RANGES:]):
-        said.append(f"{more} more")
-    word = "group" if len(groups) == 1 else "groups"
-    return f"{word} {', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else f"{word} {''.join(said) or 'none'}"
+    more = len(every) - _MAX_LISTED
+    return ", ".join(every[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def save(played: Played, path: str | os.PathLike[str]) -> None:

@@ -18,24 +18,22 @@ from bisect import insort
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
-from kvabr.client.call import Clock, Memory, PlayCall
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.peers import ClientPeer, relieving
+from kvabr.client.peers import ClientPeer
+from kvabr.client.prepare import Clock, Memory, PlayCall
 from kvabr.client.result import NothingCached, Played
 from kvabr.client.sources import PlaySources
 from kvabr.client.upgrades import Upgrades
 from kvabr.player.requests import DEARER_PRIORITY, UPGRADE_PRIORITY
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.work import cancel_all
+from kvabr.transfer.interface import cancel_all
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
-from kvabr.types.errors import BusyError, PlayError
+from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
 
 K = TypeVar("K")
-Purpose = Literal["play", "hint", "trial"]
-"""A play; a hint, which fetches ahead; or a trial of the link while an engine computes."""
 
 # ------------------------------------------------------------- admission and order
 
@@ -235,26 +233,26 @@ class PlayRunner:
         cost: PrefillCost | None = None,
         tokens: Sequence[int] = (),
         *,
-        purpose: Purpose = "play",
+        hint: bool = False,
     ) -> AsyncIterator[PlayCall]:
         """Yield a play when its turn comes; the body plays, and reports its result with `PlayCall.over`.
 
-        Hints use neither turns of plays nor, while plays use it, the link. The metrics omit trials and plays without a
-        result, which continue in another turn. Closing the client ends the body, not its task.
+        Hints use neither turns of plays nor, while plays use it, the link. The metrics omit plays without a result,
+        which continue in another turn. Closing the client ends the body, not its task.
 
         Raises:
             UsageError: the deadline is not a positive number of seconds.
             BusyError: there are too many plays.
             PlayError: the client was closed meanwhile.
         """
-        clock, result, ahead = Clock(deadline_s), "failed", purpose == "hint"
+        clock, result = Clock(deadline_s), "failed"
         closed = asyncio.timeout(None)
         try:
             with ExitStack() as reporting:
-                reporting.enter_context(relieving(peers))
+                reporting.enter_context(told_if_exhausted())
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
-                async with self._connected(peers, clock, ahead=ahead) as connection:
+                async with self._connected(peers, clock, ahead=hint) as connection:
                     call = PlayCall(connection, clock, options, self._memory, self._under_way, engine, cost, tokens)
                     async with closed:
                         closed.reschedule(0.0 if self._closing else None)
@@ -280,8 +278,8 @@ class PlayRunner:
             result = "aborted"
             raise PlayError("the client was closed before the cache was there") from error
         finally:
-            if purpose != "trial" and result:
-                self._metrics.plays_total.labels("hint" if ahead else result).inc()
+            if result:
+                self._metrics.plays_total.labels("hint" if hint else result).inc()
 
     # -------------------------------------------------------------- internals
 

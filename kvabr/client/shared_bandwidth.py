@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.client.machine_file import MachineFile, this_host
@@ -51,26 +51,22 @@ class PeerRecord:
     """Mean of the least time to first byte, equally weighted, seconds."""
     at: float
     """End of the last play, seconds since 1970."""
-    plays: int = 1
 
     def sound(self) -> bool:
         """Return whether the values are plausible."""
         numbers = (self.rate, self.ttfb_s, self.at)
         return (
             all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
-            and type(self.plays) is int
             and _SLOWEST <= self.rate <= _FASTEST
             and 0 <= self.ttfb_s <= _MAX_TTFB_S
             and self.at >= 0
-            and self.plays >= 1
         )
 
     def heard(self, last: PeerRecord) -> PeerRecord:
         """Return the record with one play added."""
         rate = math.exp((1 - _LAST_PLAY_WEIGHT) * math.log(self.rate) + _LAST_PLAY_WEIGHT * math.log(last.rate))
-        return PeerRecord(
-            rate, (1 - _LAST_PLAY_WEIGHT) * self.ttfb_s + _LAST_PLAY_WEIGHT * last.ttfb_s, last.at, self.plays + 1
-        )
+        ttfb_s = (1 - _LAST_PLAY_WEIGHT) * self.ttfb_s + _LAST_PLAY_WEIGHT * last.ttfb_s
+        return PeerRecord(rate, ttfb_s, last.at)
 
     def prior(self, now: float) -> Prior | None:
         """Return the prior for a play that begins now, or None if too old."""
@@ -80,19 +76,14 @@ class PeerRecord:
         return Prior(self.rate, self.ttfb_s, 0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
 
 
-class KnownLink(NamedTuple):
-    """Estimate of a link before a play."""
+def combined(links: Iterable[Prior]) -> Prior:
+    """Return the estimate of several links together."""
+    known = [link for link in links if link.rate > 0]
+    return Prior(sum(link.rate for link in known), min((link.ttfb_s for link in known), default=0.0))
 
-    rate: float
-    """Rate that the link should usually exceed, bytes per second; 0.0 if unknown."""
-    ttfb_s: float
-    """Seconds from a request to its first byte."""
 
-    @classmethod
-    def of_all(cls, links: Iterable[KnownLink]) -> KnownLink:
-        """Return the combined estimate of several links."""
-        known = [link for link in links if link.rate > 0]
-        return cls(sum(link.rate for link in known), min((link.ttfb_s for link in known), default=0.0))
+UNKNOWN = Prior(0.0, 0.0)
+"""A link without measurements."""
 
 
 class PeerHistory(MachineFile[PeerRecord]):
@@ -110,26 +101,19 @@ class PeerHistory(MachineFile[PeerRecord]):
         known = self.get(peer)
         return None if known is None else known.prior(time.time() if now is None else now)
 
-    def rate(self, peer: str) -> float:
-        """Return the recent rate to a peer, bytes per second; 0.0 if unknown."""
-        prior = self.of(peer)
-        return 0.0 if prior is None or prior.weight < _MIN_WEIGHT else prior.rate
+    def link(self, names: Iterable[str], announced: Prior = UNKNOWN) -> Prior:
+        """Return a cautious estimate of the fastest link to a peer by any name, or of the announced rate; 0.0: none."""
+        known = self.before(names, announced) or UNKNOWN
+        return UNKNOWN if known.weight < _MIN_WEIGHT else Prior(_RATE_SHARE * known.rate, known.ttfb_s)
 
-    def link(self, names: Iterable[str], announced: Prior | None = None) -> KnownLink:
-        """Return a cautious estimate of the fastest link to a peer by any name, or of the announced rate."""
-        known = [prior for name in names if (prior := self.of(name)) is not None and prior.weight >= _MIN_WEIGHT]
-        if not known and announced is not None and announced.rate:
-            known = [announced]
-        return max((KnownLink(_RATE_SHARE * one.rate, one.ttfb_s) for one in known), default=KnownLink(0.0, 0.0))
-
-    def links(self, peers: Iterable[tuple[Sequence[str], Prior]]) -> KnownLink:
+    def links(self, peers: Iterable[tuple[Sequence[str], Prior]]) -> Prior:
         """Return the combined estimate for peers, each with names and announced rate."""
-        return KnownLink.of_all(self.link(names, announced) for names, announced in peers)
+        return combined(self.link(names, announced) for names, announced in peers)
 
     def before(self, names: Iterable[str], announced: Prior) -> Prior | None:
         """Return a play's prior: of earlier plays, or if none is recent, the announced rate."""
         known = [prior for name in names if (prior := self.of(name)) is not None]
-        best = max(known, key=lambda prior: prior.rate, default=None)
+        best = max(known, key=lambda prior: (prior.weight >= _MIN_WEIGHT, prior.rate), default=None)
         if (best is None or best.weight < _MIN_WEIGHT) and announced.rate:
             return replace(announced, weight=_MIN_WEIGHT)
         return best
@@ -146,9 +130,6 @@ class PeerHistory(MachineFile[PeerRecord]):
                 record = before.heard(record)
             self._put(peer, record)
 
-    def newer(self, known: PeerRecord, written: PeerRecord) -> bool:
-        return written.at <= known.at
-
     def whose(self) -> str:
         return this_host()
 
@@ -162,10 +143,8 @@ class PeerHistory(MachineFile[PeerRecord]):
             warnings.warn(f"the speed of peers: {what}", RuntimeWarning, stacklevel=2)
 
 
-@once
-def history_at(path: Path | None) -> PeerHistory:
-    """Return this process's `PeerHistory` for a file."""
-    return PeerHistory(path)
+history_at = once(PeerHistory)
+"""Returns this process's `PeerHistory` for a file."""
 
 
 def _record(plain: Any) -> PeerRecord:

@@ -6,17 +6,20 @@ Groups are named by content, so any source may serve them. A play starts with co
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from kvabr.client.downloads import Downloads
+from kvabr.client.lookup import Found
+from kvabr.client.peers import MIN_OTHER_SIZES_S, OTHER_SIZES_FACTOR, Answered, ClientPeer, tokens_of
 from kvabr.player.sources import NOT_KNOWN, Offer
-from kvabr.transfer.interface import Connection, ConnectionStats, PrefixFinder, read_view
+from kvabr.transfer.interface import Connection, ConnectionStats, PrefixFinder, cancel_all, read_view
 from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer
-from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import NotFoundError, TransportError
 from kvabr.types.kv import MAX_MODELS_BYTES
 from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
@@ -24,6 +27,10 @@ from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
 T = TypeVar("T")
 TrackDigests = dict[tuple[TrackNamespace, str], Sequence[str]]
 """Digests of a track's groups; empty for groups never requested."""
+_Asked = asyncio.Task[Answered | Exception]
+_REPORT_SHARE = 0.9
+"""Share of a lookup's time until silent sources are ignored."""
+_MIN_WAIT_S = 0.02
 
 
 class PlayReader(GroupReader):
@@ -55,7 +62,7 @@ class PlaySource(Connection):
     trouble: str | None = _of_peer("trouble")
     unreachable: bool = _of_peer("unreachable")
 
-    def __init__(self, downloads: Downloads, place: Callable[[int], int], digests: TrackDigests) -> None:
+    def __init__(self, downloads: ClientPeer, place: Callable[[int], int], digests: TrackDigests) -> None:
         self.downloads, self.place = downloads, place
         self._digests = digests
         self._readers: set[PlayReader] = set()
@@ -114,7 +121,7 @@ class PlaySources(Connection):
 
     sources: Sequence[PlaySource] = ()
 
-    def __init__(self, peers: Sequence[Downloads], place: Callable[[int], int] = lambda priority: priority) -> None:
+    def __init__(self, peers: Sequence[ClientPeer], place: Callable[[int], int] = lambda priority: priority) -> None:
         """``place`` maps a priority within the play to one among all plays."""
         self._digests: TrackDigests = {}
         self.peers = peers
@@ -263,3 +270,120 @@ async def first_reached(peers: Sequence[Connection]) -> int:
         await cancel_all(dials)
     await dials[0]  # raises the reason
     raise AssertionError("unreachable")
+
+
+async def first_found(
+    connection: PlaySources,
+    peers: Sequence[ClientPeer],
+    look: Callable[[ClientPeer, Connection], Coroutine[Any, Any, Answered]],
+    tokens: int = 1,
+    within_s: float = math.inf,
+) -> Answered:
+    """Look up at all sources of a play at once, and return the longest prefix.
+
+    Once a source has all ``tokens``, wait briefly for the others, except recently unreachable ones, and at most
+    ``within_s`` seconds. Other sources with the same asset join the play when they answer.
+    """
+    pairs = list(zip(peers, connection.sources, strict=True))
+    if len(pairs) == 1:
+        connection.answered_by(0)
+        return await look(*pairs[0])
+    asked = [connection.meanwhile(_said(look(*pair))) for pair in pairs]
+    found: dict[int, Found] = {}
+    try:
+        round_trip_s = max((each or 0.0 for each in connection.round_trips), default=0.0)
+        doubted = {task for task, source in zip(asked, connection.sources, strict=True) if source.unreachable}
+        found = await _found_by(asked, doubted, tokens, round_trip_s, _REPORT_SHARE * within_s)
+    finally:
+        silent = [] if found else [task.cancel() for task in asked if not task.done()]
+    if not found:
+        said = [task.result() for task in asked if task.done() and not task.cancelled()]
+        answers = [each for each in said if not isinstance(each, Exception)]
+        if answers:
+            return next((answer for answer in answers if answer[0] is not None), answers[0])
+        errors = [each for each in said if isinstance(each, Exception)]
+        # "Not found" does not speak for sources that were not reached.
+        raise TimeoutError if silent else min(errors, key=lambda error: isinstance(error, NotFoundError))
+    best = max(found, key=lambda source: (tokens_of(found[source]), -source))
+    connection.answered_by(best)
+    for source, task in enumerate(asked):
+        connection.offer(source, NOT_KNOWN)
+        task.add_done_callback(partial(_offer, connection, source, played=found[best]))
+    return found[best], None
+
+
+async def _said(lookup: Coroutine[Any, Any, Answered]) -> Answered | Exception:
+    try:
+        return await lookup
+    except Exception as error:  # noqa: BLE001  # any error excludes only this source
+        return error
+
+
+def _offer(connection: PlaySources, source: int, asked: _Asked, played: Found) -> None:
+    if asked.cancelled():
+        return
+    same: Collection[str] = frozenset()
+    answer, found = asked.result(), _found(asked)
+    if isinstance(answer, Exception):
+        why: str | None = str(answer) or repr(answer)
+    elif found is None:
+        why = "it has nothing of it"
+    else:
+        same, why = _same_tracks(played, found)
+    connection.offer(source, same)
+    if why is not None:
+        connection.left_out(source, why)
+
+
+async def _found_by(
+    asked: Sequence[_Asked],
+    doubted: AbstractSet[_Asked],
+    tokens: int,
+    round_trip_s: float,
+    within_s: float,
+) -> dict[int, Found]:
+    """Return the prefixes by source: a while after the first, or shortly after a complete one.
+
+    After one answer, ignore ``doubted``, recently unreachable sources. ``round_trip_s`` is the farthest source's;
+    ``within_s`` bounds the lookup.
+    """
+    clock = asyncio.get_running_loop().time
+    begun_s, waits = clock(), False
+    end_s = begun_s + within_s
+    found: dict[int, Found] = {}
+    pending = set(asked)
+    while clock() < end_s and (pending - doubted or (pending and not any(map(_answered, asked)))):
+        left_s = None if end_s == math.inf else end_s - clock()
+        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        found |= {asked.index(task): each for task in done if (each := _found(task)) is not None}
+        took_s, whole = clock() - begun_s, max(map(tokens_of, found.values()), default=0) >= tokens
+        if whole:
+            end_s = min(end_s, clock() + max(_MIN_WAIT_S, took_s / 2))
+        elif found and not waits:
+            waits = True
+            end_s = min(end_s, clock() + max(MIN_OTHER_SIZES_S, OTHER_SIZES_FACTOR * max(took_s, round_trip_s)))
+    return found
+
+
+def _answered(task: _Asked) -> bool:
+    return task.done() and not isinstance(task.result(), Exception)
+
+
+def _found(task: _Asked) -> Found | None:
+    answer = task.result()
+    return answer[0] if not isinstance(answer, Exception) and isinstance(answer[0], Found) else None
+
+
+def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]:
+    """Return the tracks with identical, complete groups at two peers, and any mismatch."""
+    if one is other:
+        return frozenset(one.catalog.by_name), None
+    if one.catalog.namespace != other.catalog.namespace:
+        return frozenset(), f"it has another asset, of {other.catalog.tokens:,} tokens"
+    if other.live is not None:
+        return frozenset(), "it is still being prefilled there"
+    theirs = other.catalog.by_name
+    both = [track for track in one.catalog.tracks if track.name in theirs]
+    same = frozenset(track.name for track in both if theirs[track.name].digests == track.digests)
+    differ = ", ".join(track.name for track in both if track.name not in same)
+    return same, f"its catalog names other groups of {differ}" if differ else None

@@ -24,7 +24,7 @@ from kvabr.server.seen_prompts import SeenPrompts
 from kvabr.store.group_cache import GroupCache, StoreTier
 from kvabr.store.locations import Location
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import Connection, read_all
+from kvabr.transfer.interface import PeerConnection, read_all
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.transfer.work import decoders
 from kvabr.types.backoff import Backoff
@@ -63,7 +63,7 @@ class Relay(Source):
 
     def __init__(
         self,
-        upstream: Connection,
+        upstream: PeerConnection,
         log: FilteringBoundLogger,
         metrics: Metrics,
         *,
@@ -170,7 +170,7 @@ class Relay(Source):
     def _dropped(self, facts: AssetFacts) -> None:
         why = "the asset was removed or replaced; request its catalog again"
         gone = facts.all_digests() - self.catalogs.named(facts.firsts())
-        self.groups.drop(gone, NotFoundError(why, reason=Reason.MISSING))
+        self.groups.withdraw(gone, NotFoundError(why, reason=Reason.MISSING))
         self.prompts.remove([facts.mark])
         self._changes.add([facts.mark])
         self._notify()
@@ -179,14 +179,14 @@ class Relay(Source):
         frames = {level.frame(group).digest for level in asset.levels.values() for group in range(level.groups)}
         kept = self.catalogs.named({level.frame(0).digest for level in asset.levels.values() if level.groups})
         why = NotFoundError("the asset was removed or replaced", reason=Reason.MISSING)
-        self.groups.drop({digest for digest in frames if digest} - kept, why)
+        self.groups.withdraw({digest for digest in frames if digest} - kept, why)
         self._changes.add([mark_of(asset.namespace)])
         self._notify()
 
     def _revoked(self) -> None:
         self.prompts.clear()
         self.live.remove(lambda _: True)
-        self.groups.drop(None, UnauthorizedError(_REFUSED))
+        self.groups.withdraw(None, UnauthorizedError(_REFUSED))
         self._changes.add(everything=True)
         self._notify()
 

@@ -1,28 +1,28 @@
 """Groups that pass through a relay, from its store or its origin to all of their readers.
 
-A group is fetched once, at the priority of its most urgent reader, until the last reader leaves. Readers get its bytes
-as they arrive, except for the last part, which waits for the digest check: a wrong group never looks complete. Assets
-share complete groups, not arriving ones, so a removed or wrong asset does no harm to others.
+They are `Downloads`, which begin again after a lost connection. Readers get the bytes as they arrive, except for the
+last one, which waits for the digest check: a wrong group never looks complete. Assets share complete groups, not
+arriving ones, so a removed or wrong asset does no harm to others.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.server.publication import ArrivingGroup
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import Connection
-from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer, TransferListener
-from kvabr.transfer.work import decoders
+from kvabr.transfer.downloads import Download, Downloads
+from kvabr.transfer.interface import PeerConnection
+from kvabr.transfer.transfer import GroupRequest, TransferListener
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
-"""Seconds without a byte on the connection until a group fails because the origin is away."""
+"""Seconds without a byte on the connection until requested groups fail because the origin is away."""
 DISCONNECTED_S = 1.0
 """The same without a connection: players can then react in time."""
 MAX_EXPECTED, MAX_EXPECTED_BYTES = 256, 64 << 20
@@ -31,61 +31,28 @@ _TRIES, _PAUSE_S = 5, 0.1
 """Downloads of a group on lost connections, and the pause before the next."""
 _BUSY_S = 1.0
 _TOP_PRIORITY = 0
+_WRONG = "the origin sent a group whose digest is not the one in its catalog"
 
 _Place = tuple[TrackNamespace, str, int]
-
-
-class RelayTransfer(GroupTransfer):
-    """A group arriving or being read; complete once its digest was checked."""
-
-    readers: list[TransferReader]  # type: ignore[assignment]
-
-    def __init__(self, groups: RelayGroups, request: GroupRequest) -> None:
-        """``request`` has the exact size and the digest."""
-        super().__init__(request)
-        self.upstream: GroupReader | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.expected = False
-        """It arrives in any case, and is stored even without a reader."""
-        self._groups = groups
-
-    def reprioritise(self) -> bool:
-        changed = super().reprioritise()
-        if changed and self.upstream is not None:
-            self.upstream.prioritise(self.priority)
-            self._groups.metrics.priority_changes_total.inc()
-        return changed
-
-    def leave(self, reader: TransferListener) -> None:
-        """Remove a reader; the next one accounts for the memory, and the last one ends the transfer."""
-        accounted = self.readers[:1] == [reader]
-        super().leave(reader)
-        if accounted and self.readers:
-            self.readers[0].on_more()
-        elif not self.readers and not (self.expected and not self.over):
-            self._groups.forget(self)
-
-    def unread(self) -> None:
-        """Leave the end to `leave`."""
 
 
 @dataclass(eq=False)
 class TransferReader(ArrivingGroup, TransferListener):
     """One player's view of a group."""
 
-    transfer: RelayTransfer
+    download: Download
     objects: tuple[ObjectSpan, ...]
     priority: int
     more: Callable[[], None]
 
     def __post_init__(self) -> None:
-        request = self.transfer.request
+        request = self.download.request
         self.digest, self.size = request.digest or "", request.limit
 
     @property
     def memory(self) -> int:
         """The size for the first reader, 0 for others."""
-        return self.size if self.transfer.readers[:1] == [self] else 0
+        return self.size if self.download.readers[:1] == [self] else 0
 
     @property
     def wire_priority(self) -> int:
@@ -93,47 +60,47 @@ class TransferReader(ArrivingGroup, TransferListener):
 
     @property
     def available(self) -> int:
-        if self.transfer.error is not None:
-            raise self.transfer.error
-        return len(self.transfer.data)
+        if self.download.error is not None:
+            raise self.download.error
+        if self.download.right is False:
+            raise RequestError(_WRONG, reason=Reason.WRONG)
+        return self.size if self.download.right else min(len(self.download.data), self.size - 1)
 
     def on_more(self) -> None:
         self.more()
 
     def read(self, begin: int, end: int) -> memoryview:
-        return self.transfer.data[begin:end]
+        return self.download.data[begin:end]
 
     def prioritise(self, priority: int) -> None:
         self.priority = priority
-        self.transfer.reprioritise()
+        self.download.reprioritise()
 
     def close(self) -> None:
-        self.transfer.leave(self)
+        """Leave; the next reader accounts for the memory."""
+        accounted = bool(self.memory)
+        self.download.leave(self)
+        if accounted and self.download.readers:
+            self.download.readers[0].on_more()
 
 
-class RelayGroups:
+class RelayGroups(Downloads):
     """All groups arriving at a relay or being read, and the store of complete ones."""
 
     def __init__(
         self,
-        upstream: Connection,
+        upstream: PeerConnection,
         store: GroupCache,
         metrics: ClientMetrics,
         on_failed: Callable[[GroupRequest, TransportError], None],
     ) -> None:
         """``on_failed`` is called for groups refused by the origin, or wrong."""
-        self._upstream, self._store, self.metrics, self._on_failed = upstream, store, metrics, on_failed
-        self._transfers: dict[GroupRequest, RelayTransfer] = {}
-        self._expected: dict[_Place, GroupReader] = {}
+        super().__init__(upstream, store, metrics)
+        self._on_failed = on_failed
+        self._expected: dict[_Place, Download] = {}
         """Unpublished groups that the origin will send by subscription."""
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def __len__(self) -> int:
-        return len(self._transfers)
-
-    def __contains__(self, request: GroupRequest) -> bool:
-        """Return whether a group is arriving or being read, so that another reader needs no memory."""
-        return request in self._transfers
+        self._watching: asyncio.Task[None] | None = None
+        self._deleting: set[asyncio.Task[None]] = set()
 
     def open(
         self, request: GroupRequest, objects: tuple[ObjectSpan, ...], priority: int, on_more: Callable[[], None]
@@ -142,178 +109,135 @@ class RelayGroups:
 
         ``request`` must have the group's exact size and its digest; otherwise as `Publication.open`.
         """
-        transfer = self._transfers.get(request) or self._begin(request, None)
-        reader = TransferReader(transfer, objects, priority, on_more)
-        transfer.join(reader)
+        reader = TransferReader(self.get(request, priority), objects, priority, on_more)
+        reader.download.join(reader)
+        self._watch(reader.download)
         return reader
 
     def expect(self, request: GroupRequest) -> None:
         """Subscribe to a group with unknown size and digest, if there is memory for it."""
-        place = _place(request)
-        if (before := self._expected.get(place)) is not None and not _has_ended(before):
+        place, before = _place(request), self._expected.get(_place(request))
+        if before is not None and not (before.over and not before.received):
             return
         self._cancel_expected(place)
-        taken = [one.transfer.request for one in self._expected.values() if one.transfer is not None]
-        taken += [one.request for one in self._transfers.values() if one.expected]
+        taken = [*self._expected.values(), *(one for one in self._under_way.values() if one.expected)]
         most = MAX_EXPECTED_BYTES - request.limit
-        if len(taken) < MAX_EXPECTED and sum(one.limit for one in taken) <= most:
-            self._expected[place] = self._upstream.request(request, _TOP_PRIORITY)
+        if len(taken) < MAX_EXPECTED and sum(one.request.limit for one in taken) <= most:
+            download = self._expected[place] = Download(request, self)
+            download.priority, download.expected = _TOP_PRIORITY, True
+            download.begin(self.peer)
 
     def receive_expected(self, request: GroupRequest) -> None:
         """Receive and store an expected group that is published by now; ``request`` as of `open`."""
-        expected = self._expected.pop(_place(request), None)
-        if expected is None:
+        download = self._expected.pop(_place(request), None)
+        if download is None:
             return
-        if request in self or self._store.held(request.digest or "") is not None:
-            expected.cancel()
+        if request in self or self.store.held(request.digest or "") is not None:
+            download.end(None)
+        elif download.error is not None:
+            download = self.get(request, _TOP_PRIORITY)
+            download.expected = True
         else:
-            self._begin(request, expected)
+            self._under_way[request] = download
+            download.identify(request)
+        self._watch(download)
 
     def stop_expecting(self, namespace: TrackNamespace, track: str | None = None) -> None:
         """Cancel expected groups of an asset, or of one track."""
         for place in [place for place in self._expected if place[0] == namespace and track in (None, place[1])]:
             self._cancel_expected(place)
 
-    def forget(self, transfer: RelayTransfer) -> None:
-        """End a transfer without readers."""
-        self._forget(transfer)
-        if transfer.task is not None:
-            transfer.task.cancel()
-
-    def drop(self, digests: Collection[str] | None, error: TransportError) -> None:
+    def withdraw(self, digests: Collection[str] | None, error: TransportError) -> None:
         """Fail transfers, and delete stored groups, of some digests or all."""
-        for transfer in list(self._transfers.values()):
-            if digests is None or transfer.request.digest in digests:
-                transfer.fail(error)
-                self.forget(transfer)
-        self._start(self._delete(list(self._store) if digests is None else digests))
+        for download in list(self._under_way.values()):
+            if digests is None or download.request.digest in digests:
+                download.end(error)
+        task = asyncio.get_running_loop().create_task(self._delete(list(self.store) if digests is None else digests))
+        self._deleting.add(task)
+        task.add_done_callback(self._deleting.discard)
 
     async def close(self) -> None:
         """End all transfers, and finish deleting."""
         for place in list(self._expected):
             self._cancel_expected(place)
-        for transfer in list(self._transfers.values()):
-            self.forget(transfer)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await super().close()
+        if self._deleting:
+            await asyncio.wait(self._deleting)
+
+    # --------------------------------------------------------------- Downloads
+
+    def may_store(self, digest: str) -> bool:
+        """Other relays may have put a group into a shared bucket."""
+        return self.store.disk is not None or super().may_store(digest)
+
+    def failed(self, download: Download, error: Exception) -> Exception | None:
+        """Begin again after a lost connection, since groups do not change; fetch a group that no subscription sent."""
+        if download.unwanted or download.tries >= _TRIES or download.request.digest is None:
+            return error
+        lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
+        unsent = download.expected and not (download.received or download.tries) and isinstance(error, RequestError)
+        if not (lost or unsent):
+            return error
+        download.tries += 1
+        if download.tries == _TRIES:
+            return _away(download.request)
+        if download.carrier is not None:
+            download.carrier.released(download)
+        self._track(self._again(download, _PAUSE_S if lost else 0.0))
+        return None
+
+    def settled(self, download: Download) -> None:
+        error, request = download.error, download.request
+        super().settled(download)
+        if download.unwanted or request.digest is None or not isinstance(error, TransportError):
+            return
+        if not isinstance(error, ConnectionLostError) or isinstance(error, UnauthorizedError):
+            self._on_failed(request, error)
+
+    def damaged(self, download: Download) -> None:
+        self._on_failed(download.request, RequestError(_WRONG, reason=Reason.WRONG))
 
     # -------------------------------------------------------------- internals
 
-    def _begin(self, request: GroupRequest, expected: GroupReader | None) -> RelayTransfer:
-        transfer = self._transfers[request] = RelayTransfer(self, request)
-        held = self._store.held(request.digest or "")
-        if held is not None and len(held) == request.limit:
-            transfer.show(held)
-            return transfer
-        transfer.expected = expected is not None
-        transfer.task = self._start(self._bring(transfer, expected))
-        return transfer
+    async def _again(self, download: Download, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        if not download.over:
+            download.begin(self.peer)
 
-    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _watch(self, download: Download) -> None:
+        if self._watching is None and not download.over:
+            self._watching = asyncio.get_running_loop().create_task(self._until_silent())
+            self._tasks.add(self._watching)
+
+    async def _until_silent(self) -> None:
+        """Fail groups when the origin has sent nothing for too long, as long as there are any."""
+        quiet_s, before = 0.0, self.peer.stats().bytes_received
+        try:
+            while waiting := [one for one in self._under_way.values() if not (one.over or one.subscribed)]:
+                await asyncio.sleep(DISCONNECTED_S)
+                received = self.peer.stats().bytes_received
+                quiet_s, before = quiet_s + DISCONNECTED_S if received == before else 0.0, received
+                if quiet_s >= (PATIENCE_S if self.peer.trouble is None else DISCONNECTED_S):
+                    for download in waiting:
+                        download.tries = _TRIES
+                        download.reject(_away(download.request))
+        finally:
+            self._tasks.discard(self._watching)
+            self._watching = None
 
     async def _delete(self, digests: Collection[str]) -> None:
         for digest in digests:
-            await self._store.delete(digest)
-
-    async def _bring(self, transfer: RelayTransfer, expected: GroupReader | None) -> None:
-        request = transfer.request
-        try:
-            data = await self._store.get(request.digest or "")
-            if data is None or len(data) != request.limit:
-                data = await self._from_origin(transfer, expected)
-            transfer.show(data)
-        except TransportError as error:
-            if not isinstance(error, ConnectionLostError) or isinstance(error, UnauthorizedError):
-                self._on_failed(request, error)
-            transfer.fail(error)
-        finally:
-            if expected is not None:
-                expected.cancel()
-            if not transfer.complete or not transfer.readers:
-                self._forget(transfer)
-
-    async def _from_origin(self, transfer: RelayTransfer, expected: GroupReader | None) -> memoryview:
-        """Download a group, again if the connection is lost: groups do not change."""
-        request = transfer.request
-        for _ in range(_TRIES):
-            download = expected or self._upstream.request(request, transfer.priority)
-            try:
-                return await self._download(transfer, download)
-            except UnauthorizedError:
-                raise
-            except RequestError:
-                if expected is None or download.data:
-                    raise  # otherwise the subscription has ended, so it must be fetched
-            except ConnectionLostError:
-                await asyncio.sleep(_PAUSE_S)
-            except TimeoutError:
-                break
-            expected = None
-        why = f"{request.track[:80]}, group {request.group}: the relay's origin is away"
-        raise RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S)
-
-    async def _download(self, transfer: RelayTransfer, download: GroupReader) -> memoryview:
-        """Receive a group, check it, and store it.
-
-        Raises `TransportError` if it failed or is wrong, `TimeoutError` if the origin is away.
-        """
-        size, digest, result, received = transfer.request.limit, transfer.request.digest or "", "failed", 0
-        transfer.upstream = download
-        download.prioritise(transfer.priority)
-        try:
-            while received < size and (part := await self._read(download)):
-                received += len(part)
-                self.metrics.downloaded_bytes_total.inc(len(part))
-                # A restarted download must not withdraw available bytes.
-                if len(transfer.data) < received < size:
-                    transfer.show(download.data[:received])
-            result, data = "damaged", download.data
-            loop, right = asyncio.get_running_loop(), len(data) == size
-            if not right or not await loop.run_in_executor(decoders(), download.has_digest, digest):
-                why = "the origin sent a group whose digest is not the one in its catalog"
-                raise RequestError(why, reason=Reason.WRONG)
-            await self._store.put(digest, data)
-            result = "done"
-        except asyncio.CancelledError:
-            result = "cancelled"
-            raise
-        finally:
-            transfer.upstream = None
-            download.cancel()
-            self.metrics.downloads_total.labels(result).inc()
-        return data
-
-    async def _read(self, download: GroupReader) -> memoryview:
-        reading, quiet_s = asyncio.ensure_future(download.read()), 0.0
-        try:
-            while True:
-                before = self._upstream.stats().bytes_received
-                await asyncio.wait({reading}, timeout=DISCONNECTED_S)
-                if reading.done():
-                    return reading.result()
-                quiet_s = quiet_s + DISCONNECTED_S if self._upstream.stats().bytes_received == before else 0.0
-                if quiet_s >= (PATIENCE_S if self._upstream.trouble is None else DISCONNECTED_S):
-                    raise TimeoutError
-        finally:
-            reading.cancel()
+            await self.store.delete(digest)
 
     def _cancel_expected(self, place: _Place) -> None:
-        if (expected := self._expected.pop(place, None)) is not None:
-            expected.cancel()
+        if (download := self._expected.pop(place, None)) is not None:
+            download.end(None)
 
-    def _forget(self, transfer: RelayTransfer) -> None:
-        if self._transfers.get(transfer.request) is transfer:
-            del self._transfers[transfer.request]
+
+def _away(request: GroupRequest) -> RequestError:
+    why = f"{request}: the relay's origin is away"
+    return RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S)
 
 
 def _place(request: GroupRequest) -> _Place:
     return request.namespace, request.track, request.group
-
-
-def _has_ended(expected: GroupReader) -> bool:
-    transfer = expected.transfer
-    return transfer is None or (transfer.over and not transfer.received)

@@ -15,10 +15,10 @@ from kvabr.server.live_tracks import GrowingAsset, LiveLevel
 from kvabr.server.publication import ArrivingGroup, BytesPublication
 from kvabr.server.relay_catalogs import Catalogs, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
-from kvabr.transfer.interface import Connection
+from kvabr.transfer.interface import Connection, cancel_all
 from kvabr.transfer.news import News
 from kvabr.transfer.transfer import GroupRequest
-from kvabr.transfer.work import cancel_all, decoders
+from kvabr.transfer.work import decoders
 from kvabr.types.errors import AssetError, NotFoundError, Reason, RequestError
 from kvabr.types.live import EdgeMessage, LiveCatalog
 from kvabr.types.naming import LIVE_TRACK, TrackNamespace

@@ -43,9 +43,6 @@ class ClientMetrics(MetricSet):
             "kvabr_client_downloads_total", "Finished downloads: done, cancelled, failed, or damaged.", "result"
         )
         self.downloaded_bytes_total = self.counter("kvabr_client_downloaded_bytes_total", "Bytes received from peers.")
-        self.priority_changes_total = self.counter(
-            "kvabr_client_priority_changes_total", "Priority changes of downloads in progress."
-        )
         self.store_bytes = self.gauge("kvabr_client_store_bytes", "Bytes of stored groups, by tier.", "tier")
         self.store_groups = self.gauge("kvabr_client_store_groups", "Stored groups, by tier.", "tier")
         self.store_evicted_total = self.counter("kvabr_client_store_evicted_total", "Evicted groups, by tier.", "tier")

@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
 from kvabr.types.catalog import Catalog
@@ -35,7 +34,6 @@ class ConnectionStats:
     rtt_s: float | None = None
     bytes_received: int = 0
     """Payload bytes of all downloads."""
-    lanes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +131,6 @@ class Connection(ABC):
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """Request one group of one track, at a priority from 0 (most urgent) to 255."""
 
-    def relieve(self) -> None:  # noqa: B027  # most hold no spare resources
-        """Release unused resources: the process has run out of descriptors or memory."""
-
     async def renew(self) -> None:  # noqa: B027  # most have no token
         """Reconnect with the current token; running transfers continue.
 
@@ -161,9 +156,7 @@ class Connection(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -190,6 +183,18 @@ async def read_view(reader: GroupReader) -> memoryview:
         return reader.data
     finally:
         reader.cancel()
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, wait for their end, and retrieve their errors, so that asyncio does not log them."""
+    tasks = list(tasks)  # the caller's set may shrink as tasks end
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
 
 
 _WINDOW_S = 0.05

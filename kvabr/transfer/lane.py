@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
-from enum import Enum, auto
+from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import Protocol
 
@@ -72,29 +72,9 @@ class Dialler(Protocol):
 class Health(Enum):
     """How the peer of a lane answers."""
 
-    GOOD = auto()
-    SILENT = auto()
-    STUCK = auto()
-
-
-class Sign(Enum):
-    """An observation that may change the health."""
-
-    BYTES = auto()
-    ANSWERED = auto()
-    """Requests have not waited for long."""
-    UNANSWERED = auto()
-    """Requests are in flight."""
-    OVERDUE = auto()
-    """Requests have waited for too long."""
-    REPLACED = auto()
-
-
-_PROBLEMS: Mapping[Health, str | None] = {
-    Health.GOOD: None,
-    Health.SILENT: "the peer has fallen silent",
-    Health.STUCK: "the peer answers probes, but no request",
-}
+    GOOD = ""
+    SILENT = "the peer has fallen silent"
+    STUCK = "the peer answers probes, but no request"
 
 
 class PeerLane(Carrier):
@@ -142,8 +122,6 @@ class PeerLane(Carrier):
         """Seconds that requests have waited since the last bytes, while the peer answered probes."""
         self._outage_s: float | None = None
         """Time of the first unanswered probe since the last bytes."""
-        self._given_up: int | None = None
-        """Received bytes when a request was given up, perhaps because of an outage, until the peer answers."""
         self._stuck_s = _STUCK_S
         self._answer_s = 0.0
         """Seconds of the last answer to a probe or a dial, or to requests since."""
@@ -238,10 +216,7 @@ class PeerLane(Carrier):
         """Close a replaced connection after its last transfer; see `Carrier.released`."""
         self._waiting.pop(transfer, None)
         used, _ = self._using.pop(transfer, (None, 0.0))
-        if used is not None and used is self.connection:
-            if not (transfer.complete or transfer.subscribed or transfer.readers):
-                self._given_up = used.stats().bytes_received
-        elif used in self._leaving and not self._carries(used):
+        if used is not None and used in self._leaving and not self._carries(used):
             self._retire(used)
         self._released()
 
@@ -278,35 +253,19 @@ class PeerLane(Carrier):
 
     # ------------------------------------------------------------------ health
 
-    def _note(self, sign: Sign) -> None:
-        before = self.health
-        if sign is Sign.OVERDUE:
-            self.health = Health.STUCK
-        elif sign is not Sign.UNANSWERED:
-            self.health = Health.GOOD
-        elif before is Health.GOOD:
-            self.health = Health.SILENT  # a stuck connection is replaced in any case
-        if sign is Sign.UNANSWERED:
-            self._outage_s = self._outage_s or asyncio.get_running_loop().time()
-        elif sign in (Sign.BYTES, Sign.REPLACED):
-            self._quiet_s, self._outage_s = 0.0, None
-        if sign is Sign.BYTES:
-            self._stuck_s = _STUCK_S
-        elif sign is Sign.REPLACED and before is Health.STUCK:
-            self._stuck_s *= 2
-        if self.health is Health.GOOD:
-            self._trouble, self._failed_dials, self.unreachable = None, 0, False
-        else:
-            self._trouble = self._trouble or _PROBLEMS[self.health]
-            self._redial()
+    def _recover(self) -> None:
+        self.health, self._trouble, self._failed_dials, self.unreachable = Health.GOOD, None, 0, False
+
+    def _doubt(self, health: Health) -> None:
+        if self.health is not Health.STUCK:  # a stuck connection is replaced in any case
+            self.health = health
+        self._trouble = self._trouble or self.health.value
+        self._redial()
 
     async def _watch(self) -> None:
-        """Probe the peer while transfers are in flight and no bytes arrive.
-
-        After a request was given up, probe once more, to notice an outage.
-        """
+        """Probe the peer while transfers are in flight and no bytes arrive."""
         try:
-            while self._using or (self._given_up is not None and self._usable()):
+            while self._using:
                 connection = self.connection
                 assert connection is not None  # noqa: S101  # it has requests
                 before, since_s = self._checked_bytes, asyncio.get_running_loop().time()
@@ -321,18 +280,15 @@ class PeerLane(Carrier):
                     self._look_s = _LOOK_S
                 elif (received := connection.stats().bytes_received) != before:
                     self._look_s, self._checked_bytes = _LOOK_S, received
-                    if self._given_up != received:
-                        self._given_up = None
-                    self._note(Sign.BYTES)
-                elif not requested and self._usable():
+                    self._quiet_s, self._outage_s, self._stuck_s = 0.0, None, _STUCK_S
+                    self._recover()
+                elif not requested and self._usable() and self._carries(connection):
                     await self._check(connection, since_s)
         finally:
             self._watching = None
 
     async def _check(self, connection: PeerConnection, since_s: float) -> None:
-        if self._given_up is None and not self._carries(connection):
-            return
-        dialling, self._given_up = self._dialling, None
+        dialling = self._dialling
         if await self._probe(connection):
             if connection.stats().bytes_received != self._checked_bytes:
                 return  # payload arrived meanwhile
@@ -340,15 +296,13 @@ class PeerLane(Carrier):
             if any(used is connection and not one.subscribed for one, (used, _) in self._using.items()):
                 self._quiet_s += asyncio.get_running_loop().time() - since_s
             if self._quiet_s < self._patient_s(connection):
-                self._note(Sign.ANSWERED)
+                self._recover()
             elif connection is self.connection and self._usable():
-                self._note(Sign.OVERDUE)
+                self._doubt(Health.STUCK)
         elif connection is self.connection and self._usable() and dialling is self._dialling:
             # Not if a dial has ended meanwhile, which is better evidence.
-            if self._carries(connection):
-                self._note(Sign.UNANSWERED)
-            else:  # no transfer is left, but one was given up during an outage
-                self._outage_s = self._outage_s or asyncio.get_running_loop().time()
+            self._outage_s = self._outage_s or asyncio.get_running_loop().time()
+            self._doubt(Health.SILENT)
 
     def _patient_s(self, connection: PeerConnection) -> float:
         """Return how long a peer that answers probes may leave requests unanswered."""
@@ -455,7 +409,7 @@ class PeerLane(Carrier):
                     with contextlib.suppress(TransportError):
                         await made.close()
             if alive:
-                self._note(Sign.ANSWERED)
+                self._recover()
                 self._answer_s = max(self._answer_s, took_s)
                 return
         self._adopt(made)
@@ -463,7 +417,7 @@ class PeerLane(Carrier):
     def _adopt(self, made: PeerConnection) -> None:
         self._adopted_s = asyncio.get_running_loop().time()
         old, self.connection = self.connection, made
-        self._checked_bytes, self._given_up = made.stats().bytes_received, None
+        self._checked_bytes = made.stats().bytes_received
         forgotten = self.health is not Health.GOOD
         if old is not None:
             self.dials += 1
@@ -476,7 +430,10 @@ class PeerLane(Carrier):
                 self._retire(old)
         else:
             self._dialled_first(None)
-        self._note(Sign.REPLACED)
+        if self.health is Health.STUCK:
+            self._stuck_s *= 2
+        self._quiet_s, self._outage_s = 0.0, None
+        self._recover()
         self._start_waiting()
 
     def _retire(self, connection: PeerConnection) -> None:

@@ -11,10 +11,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection, PrefixFinder
+from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection, PrefixFinder, cancel_all
 from kvabr.transfer.lane import Dialler, PeerLane
 from kvabr.transfer.transfer import GroupTransfer
-from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import ConnectionLostError, NoAnswerError, RequestError, TransportError, UnauthorizedError
 
 _WAITS_BYTES = 1 << 20
@@ -132,11 +131,6 @@ class Peer(PeerConnection):
         for lane in self._lanes:
             await lane.renew()
 
-    def relieve(self) -> None:
-        for lane in self._lanes:
-            if lane.connection is not None:
-                lane.connection.relieve()
-
     async def answers(self, within_s: float) -> bool:
         return self._connection is not None and await self._connection.answers(within_s)
 
@@ -144,7 +138,7 @@ class Peer(PeerConnection):
         every = [lane.connection.stats() for lane in self._lanes if lane.connection is not None]
         if not every:
             return ConnectionStats()
-        return ConnectionStats(every[0].rtt_s, self._received(), self.used)
+        return ConnectionStats(every[0].rtt_s, self._received())
 
     async def close(self) -> None:
         self._over = True

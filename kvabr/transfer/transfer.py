@@ -115,8 +115,9 @@ class GroupTransfer:
     # ------------------------------------------------------------ for readers
 
     def begin(self, carrier: Carrier) -> None:
-        """Pass it to a carrier, from its first byte."""
+        """Pass it to a carrier, from its first byte; readers keep bytes of an earlier one."""
         self.carrier = self.source = carrier
+        self._memory, self.received, self._started = memoryview(b""), 0, False
         carrier.carry(self)
 
     def join(self, reader: TransferListener) -> None:
@@ -133,15 +134,13 @@ class GroupTransfer:
             elif not self.over:
                 self.unread()
 
-    def reprioritise(self) -> bool:
-        """Take the priority of the most urgent reader; return whether it has changed."""
+    def reprioritise(self) -> None:
+        """Take the priority of the most urgent reader."""
         priority = min((reader.wire_priority for reader in self.readers), default=_LOWEST_PRIORITY)
-        if priority == self.priority or self.over:
-            return False
-        self.priority = priority
-        if self.source is not None:
-            self.source.reprioritise(self)
-        return True
+        if priority != self.priority and not self.over:
+            self.priority = priority
+            if self.source is not None:
+                self.source.reprioritise(self)
 
     def unread(self) -> None:
         """End without readers."""
@@ -193,11 +192,6 @@ class GroupTransfer:
         if not self.over and count:
             self.received += count
             self.progressed(limit)
-
-    def show(self, data: memoryview) -> None:
-        """Use memory that contains all bytes so far, instead of copying them."""
-        if not self.over and len(data) > len(self.data):
-            self._more(data, "network")
 
     def finish(self) -> None:
         """End as complete."""

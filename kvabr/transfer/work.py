@@ -1,13 +1,10 @@
-"""Threads that check and decode groups, and cancellation of tasks."""
+"""Threads that check and decode groups."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 from kvabr.codec.threads import decoder_threads
 
@@ -24,15 +21,3 @@ def decoders() -> ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):  # a child does not inherit threads
     os.register_at_fork(after_in_child=decoders.cache_clear)
-
-
-async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, wait for their end, and retrieve their errors, so that asyncio does not log them."""
-    tasks = list(tasks)  # the caller's set may shrink as tasks end
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import errno
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -189,14 +189,13 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
 
 
 @contextmanager
-def told_if_exhausted(relieve: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Raise `ExhaustedError` for errors that report an exhausted resource, after calling ``relieve``."""
+def told_if_exhausted() -> Iterator[None]:
+    """Raise `ExhaustedError` for errors that report an exhausted resource."""
     try:
         yield
     except Exception as error:
         if (replaced := exhausted(error)) is None:
             raise
-        relieve()
         raise replaced from error
 
 

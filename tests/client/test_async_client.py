@@ -3,24 +3,19 @@
 import asyncio
 import gc
 import os
-import threading
 import time
 
 import pytest
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.downloads import Downloads
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
-from kvabr.client.prepare import computes_blindly
-from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.client.sources import PlaySources
 from kvabr.store.files import STALE_S
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import read_all
+from kvabr.transfer.interface import cancel_all, read_all
 from kvabr.transfer.peer import Peer
-from kvabr.transfer.work import cancel_all
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, ConnectionLostError, PlayError, UsageError
 from kvabr.types.peer import PeerOptions
@@ -268,46 +263,8 @@ async def test_what_an_engine_has_computed_before_a_lookup_needs_no_peer(tmp_pat
     assert played.tokens == later.tokens == len(TOKENS)
 
 
-class Late(ToyModel):
-    def __init__(self):
-        super().__init__()
-        self.may = threading.Event()
-
-    def prefill(self, tokens, before=None):
-        assert self.may.wait(300.0)
-        return super().prefill(tokens, before)
-
-
-def counted_plays(client):
-    """How many plays are over, by their results."""
-    (family,) = client.metrics.plays_total.collect()
-    return {one.labels["result"]: one.value for one in family.samples if one.name.endswith("_total")}
-
-
-async def test_a_lookup_beside_an_engine_learns_what_the_link_carries(origin, short):
-    """Of a link of which nothing is known the engine does not wait; the cache is fetched as long as it computes."""
-    engine, options = Late(), PlayOptions(prefill_cost=PrefillCost(0.1, 0.001))
-    async with origin(rate=1e6) as link, AsyncClient(link, engine=engine, options=options) as client:
-        link.peer = "10.0.0.1:443"
-        playing = soon(client.play(TOKENS, deadline=60.0))
-        while client.metrics.value("kvabr_client_groups_total", source="network") < short.groups:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        engine.may.set()
-        played = await playing
-        assert set(played.coverage) == {"recomputed"}
-        assert close(played.kv)
-        assert link.downloads == 0
-        assert client._memory.history.link([link.peer]).rate > 0
-        assert counted_plays(client) == {"met": 1}
-        assert computes_blindly(options, options.prefill_cost, len(TOKENS), 60.0, KnownLink(0.0, 0.0))
-        assert not computes_blindly(options, PrefillCost(0.1, 0.01), len(TOKENS), 600.0, KnownLink(0.0, 0.0))
-        assert not computes_blindly(
-            options, options.prefill_cost, len(TOKENS), 60.0, client._memory.history.link([link.peer])
-        )
-
-
 def sharing(link):
-    return Downloads(link, GroupCache(1 << 30), ClientMetrics())
+    return ClientPeer("a peer", link, GroupCache(1 << 30), ClientMetrics())
 
 
 def joining(shared):
@@ -379,7 +336,7 @@ async def test_a_store_that_fails_while_it_is_looked_into_fails_its_readers_and_
             raise MemoryError(digest)
 
     metrics = ClientMetrics()
-    downloads = Downloads(MemoryConnection(lambda *_: None), Failing(0), metrics)
+    downloads = ClientPeer("a peer", MemoryConnection(lambda *_: None), Failing(0), metrics)
     track = short.track("Int8")
     async with PlaySources([downloads]) as sources:
         sources.identify(short.namespace, "Int8", track.digests)

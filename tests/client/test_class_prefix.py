@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
+from kvabr.abr.estimator import Prior
 from kvabr.abr.policy import Decision, Policy
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.prepare import shortened
-from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
 from tests.client.classes import HYBRID, INDEXED, SLIDING, WINDOWS, Computer, link, numbers, published
@@ -161,7 +161,7 @@ def cheapest(catalog):
 @pytest.mark.parametrize("skip", [0, 3])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.1])
 def test_the_longest_prefix_that_is_in_time_is_played(sliding, share, skip):
-    speed, left_s = KnownLink(share * cheapest(sliding.suffix(skip)) / 2.0, 0.0), 2.0
+    speed, left_s = Prior(share * cheapest(sliding.suffix(skip)) / 2.0, 0.0), 2.0
     found = shortened(sliding, COST, speed, left_s, skip=skip, behind=0)
 
     def seconds(count):
@@ -176,15 +176,15 @@ def test_the_longest_prefix_that_is_in_time_is_played(sliding, share, skip):
 
 
 def test_all_is_played_where_nothing_is_known_or_an_engine_can_take_over_anywhere(libraries, sliding):
-    assert shortened(sliding, COST, KnownLink(0.0, 0.0), 1.0, skip=0, behind=0) is sliding
+    assert shortened(sliding, COST, Prior(0.0, 0.0), 1.0, skip=0, behind=0) is sliding
     indexed = libraries["indexed"].assets[0].catalog.to_play
-    assert shortened(indexed, COST, KnownLink(1.0, 0.0), 1.0, skip=0, behind=0) is indexed
+    assert shortened(indexed, COST, Prior(1.0, 0.0), 1.0, skip=0, behind=0) is indexed
     hybrid = libraries["hybrid"].assets[0].catalog.to_play
-    assert shortened(hybrid, COST, KnownLink(1.0, 0.0), 1.0, skip=0, behind=0) is hybrid  # one snapshot alone
+    assert shortened(hybrid, COST, Prior(1.0, 0.0), 1.0, skip=0, behind=0) is hybrid  # one snapshot alone
 
 
 def test_it_ends_with_a_block(sliding):
-    slow = KnownLink(0.5 * cheapest(sliding) / 2.0, 0.0)
+    slow = Prior(0.5 * cheapest(sliding) / 2.0, 0.0)
     for block in (8, 24, 48):
         found = shortened(sliding, COST, slow, 0.0, skip=0, behind=0, block=block)
         end = found.tokens // block * block

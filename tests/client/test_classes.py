@@ -98,7 +98,7 @@ async def test_a_class_that_does_not_come_is_missing(library, name):
     def faults(ask):
         return Fault(refuse=0x10) if ask.track.partition(".")[2] == name else None
 
-    with pytest.raises(IncompleteError, match=rf"missing: {name} #") as caught:
+    with pytest.raises(IncompleteError, match=rf"missing groups: {name} #") as caught:
         await play(library, faults=faults, policy="anytime")
     assert caught.value.prefix is None
     assert {catalog_part(library, group) for group in caught.value.missing} == {name}

@@ -9,7 +9,7 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.engine_work import THREADS
-from kvabr.client.result import FORMAT, IncompleteError, numbers, save
+from kvabr.client.result import FORMAT, IncompleteError, listed, save
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.publisher import Publisher
@@ -54,7 +54,7 @@ async def test_what_came_before_the_first_missing_group_can_be_used(origin, shor
     assert prefix.catalog.groups == first
     assert not prefix.met
     assert prefix.loss < 1e-3
-    assert f"missing: {numbers(error.missing)}; in place before them: {16 * first} of 70 tokens" in str(error)
+    assert f"missing groups: {listed(map(str, error.missing))}; in place before" in str(error)
     assert error.record.gave_up == error.reason
     save(prefix, tmp_path / "c.safetensors")
     assert FORMAT.encode() in (tmp_path / "c.safetensors").read_bytes()
@@ -67,40 +67,9 @@ async def test_a_byte_now_and_then_is_no_reason_to_wait(origin):
     async with origin(rate=10.0) as link:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        with pytest.raises(IncompleteError, match="missing: groups 0 to 4"):
+        with pytest.raises(IncompleteError, match="missing groups: 0, 1, 2, 3, 4"):
             await play_asset(link, found, deadline=1.5)
         assert loop.time() - start <= 1.5 + LATE_S
-
-
-SLOW = """
-import time
-
-from kvabr.abr.policies.fixed import Fixed
-
-class Slow(Fixed):
-    name = "slow"
-
-    def __init__(self):
-        super().__init__("Int4")
-
-    def decide(self, view):
-        time.sleep(0.2)
-        return super().decide(view)
-"""
-
-
-@virtual
-async def test_a_slow_policy_is_named_once(origin, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("kvabr.client.driver._next_slow_s", 0.0)
-    path = tmp_path / "slow.py"
-    path.write_text(SLOW)
-    async with origin() as link:
-        await play(link, TOKENS, deadline=1.0, spec=SPEC, policy=f"{path}:Slow")
-        await play(link, TOKENS, deadline=1.0, spec=SPEC, policy=f"{path}:Slow")
-    (record,) = [record for record in caplog.records if record.name == "kvabr.client"]
-    policy, took_s = record.args
-    assert policy == "slow"
-    assert took_s >= 0.2
 
 
 @virtual

@@ -18,7 +18,7 @@ NOW = 1.8e9
 def written(path, peers=None, **changes):
     """A file as `PeerHistory.save` would have it, but for ``changes``."""
     if peers is None:
-        peers = {"a:443": {"rate": 1e6, "ttfb_s": 0.02, "at": NOW, "plays": 3}}
+        peers = {"a:443": {"rate": 1e6, "ttfb_s": 0.02, "at": NOW}}
     whole = {"schema": SCHEMA, "host": this_host(), "sha256": digest(peers), "peers": peers, **changes}
     path.write_text(json.dumps(whole))
     return path
@@ -60,7 +60,7 @@ def test_what_cannot_be_is_not_kept(rate, ttfb_s):
 
 
 def known(**changes):
-    return {"a:443": {"rate": 1e6, "ttfb_s": 0.02, "at": NOW, "plays": 3, **changes}}
+    return {"a:443": {"rate": 1e6, "ttfb_s": 0.02, "at": NOW, **changes}}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,6 @@ def known(**changes):
         lambda path: written(path, known(rate="fast")),
         lambda path: written(path, known(rate=True)),
         lambda path: written(path, known(ttfb_s=1e9)),
-        lambda path: written(path, known(plays=0)),
         lambda path: written(path, known(more=1)),
         lambda path: written(path, {"a:443": [1, 2]}),
         lambda path: written(path, {"x" * 5000: known()["a:443"]}),
@@ -162,7 +161,7 @@ def test_what_a_server_announces_is_a_prior_until_there_is_a_recent_play_of_ones
     assert priors.before(names, silent) is None
     assert priors.link(names, silent).rate == 0.0
     assert priors.before(names, announced) == weak
-    assert priors.link(names, announced) == (4e6, 0.01)  # as cautious as with one's own
+    assert priors.link(names, announced) == Prior(4e6, 0.01)  # as cautious as with one's own
     priors.heard("a:443", 1e6, 0.02, now - 2 * 3600)
     assert priors.before(names, announced) == weak
     assert priors.before(names, silent).rate == 1e6

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvabr.abr.estimators import BUILTIN
-from kvabr.client.downloads import Downloads
+from kvabr.client.peers import ClientPeer
 from kvabr.client.shared_bandwidth import PeerHistory, link_of
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -25,7 +25,7 @@ def connection(cls=MemoryConnection):
 
 
 def peer(connection):
-    return Downloads(connection, GroupCache(1 << 20), ClientMetrics())
+    return ClientPeer("a peer", connection, GroupCache(1 << 20), ClientMetrics())
 
 
 def fresh(name="harmonic"):

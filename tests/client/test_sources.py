@@ -15,8 +15,9 @@ from kvabr.client import sources as play_sources
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.peers import ClientPeer, _same_tracks
+from kvabr.client.peers import ClientPeer
 from kvabr.client.result import NothingCached
+from kvabr.client.sources import _same_tracks
 from kvabr.moqt.codes import RequestCode
 from kvabr.transfer.peer import Peer
 from kvabr.types.errors import TransportError

@@ -94,21 +94,6 @@ async def test_what_was_removed_is_computed_and_then_not_found(stored):
         assert close((await client.play(TOKENS, deadline=LIMIT_S, model=SPEC)).kv)
 
 
-@pytest.mark.parametrize("fault", [Fault(silent=True), Fault(stop_after=1000)], ids=["silent", "stops"])
-async def test_what_no_player_watches_is_asked_for_again(stored, short, fault, monkeypatch):
-    url, keys = stored
-    size = short.by_name["FP16"].bytes[0]
-    async with WebServer(url, [on_data(keys, fault, times=1)]) as server, dialling(server.url) as connection:
-        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
-        monkeypatch.setattr(store_connection, "FIRST_BYTE_S", 0.3)
-        monkeypatch.setattr(store_connection, "SILENCE_S", 0.3)
-        download = connection.fetch(short.namespace, "FP16", 0, limit=size, exact=True)
-        assert len(await read_all(download)) == size
-        assert download.has_digest(short.by_name["FP16"].digests[0])
-        asked = [end - first for asked, first, end in server.asked if asked in keys]
-    assert asked[0] == size >= asked[1]  # and once more, or more often where even the second answer is as late
-
-
 async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, monkeypatch):
     url, keys = stored
     async with WebServer(url, [on_data(keys, Fault(silent=True))]) as server, dialling(server.url) as connection:

@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from kvabr.link.moqt.endpoint import StreamTransport
 from kvabr.link.quic.backend import REQUESTS_CONNECTION_WINDOW, REQUESTS_STREAM_WINDOW
-from kvabr.link.transport import StreamTransport
 from kvabr.moqt.events import Ready
 from kvabr.moqt.parameters import Parameters
 from kvabr.store import asset

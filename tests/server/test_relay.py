@@ -95,7 +95,7 @@ async def test_a_cancel_reaches_the_origin_when_nobody_else_waits(asset, tls):
         for download in downloads:
             assert await download.read()
         downloads[0].cancel()
-        (transfer,) = relay.source.groups._transfers.values()
+        (transfer,) = relay.source.groups._under_way.values()
         await until(lambda: len(transfer.readers) == 1)
         assert upstream.downloads == 1
         await other.close()  # as good as a cancel
@@ -149,7 +149,7 @@ async def test_the_memory_of_a_shared_group_is_counted_for_the_reader_that_is_le
             assert await download.read()
         accounts = [peer._room.accounts[0] for peer in relay.peers]
         assert sorted(account.memory for account in accounts) == [0, size]
-        (transfer,) = relay.source.groups._transfers.values()
+        (transfer,) = relay.source.groups._under_way.values()
         downloads[0].cancel()
         await until(lambda: len(transfer.readers) == 1)
         assert sorted(account.memory for account in accounts) == [0, size]
@@ -211,7 +211,7 @@ class Held:
 
     @property
     def readers(self):
-        return [len(transfer.readers) for transfer in self.relay.source.groups._transfers.values()]
+        return [len(transfer.readers) for transfer in self.relay.source.groups._under_way.values()]
 
     @property
     def download(self):

@@ -3,7 +3,7 @@
 import pytest
 
 from kvabr.codec.container import ObjectSpan
-from kvabr.link.transport import MAX_AHEAD_BYTES
+from kvabr.link.moqt.endpoint import MAX_AHEAD_BYTES
 from kvabr.moqt.messages import Fetch
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
 from kvabr.moqt.parameters import Parameters

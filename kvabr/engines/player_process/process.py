@@ -29,7 +29,8 @@ from kvabr.engines.player_process.messages import (
 )
 from kvabr.engines.player_process.regions import Regions, laid_out
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.work import cancel_all, decoders
+from kvabr.transfer.interface import cancel_all
+from kvabr.transfer.work import decoders
 from kvabr.types.errors import ConnectionLostError, FormatError, PlayError, UsageError
 
 if TYPE_CHECKING:

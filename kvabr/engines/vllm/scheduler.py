@@ -23,7 +23,7 @@ from kvabr.client.blocking import Background, Handle
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.prefill_timings import guess
-from kvabr.client.shared_bandwidth import KnownLink
+from kvabr.client.shared_bandwidth import UNKNOWN
 from kvabr.engines.clients import EngineClient
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.origin_pause import OriginPause
@@ -170,7 +170,7 @@ class SchedulerHalf:
         self._cost: PrefillCost | None = None
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._rtt_s = 0.0
-        self._link = KnownLink(0.0, 0.0)
+        self._link = UNKNOWN
         self._link_s = -math.inf
         self._looking = False
         self._trouble = TroubleLog(_log)
@@ -310,7 +310,7 @@ class SchedulerHalf:
         step.polling = bool(self._digesting) or any(each.handle is not None for each in self._lookups.values())
         now = time.monotonic()
         self._look_at_link(now)
-        self._promises.link(*self._link)
+        self._promises.link(self._link.rate, self._link.ttfb_s)
         if step.scheduled <= len(scheduled):  # no prompt in this step
             self._promises.idle(now)
         begun, step.dropped, *without = self._promises.take(now)

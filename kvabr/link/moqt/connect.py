@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
+import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
 from kvabr.link.moqt.connection import MoqtConnection
-from kvabr.link.moqt.names import addresses_of
 from kvabr.link.moqt.options import (
     DRAFTS,
     DialOptions,
-    Names,
     trust,
-    trusted_itself,
-    why_refused,
 )
 from kvabr.link.quic.backend import IDLE_S, LibraryName, QuicLibrary, installed_libraries, library
 from kvabr.link.quic.transport import protocol_class
-from kvabr.link.tcp.tls import certificate_at, client_context
+from kvabr.link.tcp.tls import client_context
 from kvabr.link.tcp.transport import QmuxTransport
 from kvabr.transfer.peer import Peer
 from kvabr.types.errors import FormatError, NoAnswerError, TransportError, UnauthorizedError, UsageError
@@ -43,6 +40,7 @@ _REFUSED_S = 2.0
 """Seconds for QUIC to answer after TCP was refused: the host is up, but probably without a server."""
 Over = Literal["quic", "tcp"]
 TransportName = LibraryName | Literal["tcp"]
+Address = tuple[socket.AddressFamily, Any]
 
 A = TypeVar("A")
 C = TypeVar("C", bound=MoqtConnection)
@@ -98,15 +96,13 @@ def connect(
     how: PeerOptions | None = None,
     *,
     drafts: tuple[str, ...] = DRAFTS,
-    names: Names = "draft",
     needed: bool = True,
 ) -> Peer:
     """Return an origin or a relay, dialled on entering its context manager or by the first request.
 
     It is redialled after a lost connection and after GOAWAY. ``url`` is ``moqt://host[:port][/path][?query]``, by
-    default port 443. ``drafts`` are protocols to offer, preferred first; ``names`` the notation of namespaces,
-    ``split`` for peers that cannot carry a slash inside a field. ``needed``: raise on entering if the peer does not
-    answer or its name is unknown; otherwise requests dial again.
+    default port 443. ``drafts`` are protocols to offer, preferred first. ``needed``: raise on entering if the peer
+    does not answer or its name is unknown; otherwise requests dial again.
 
     Raises:
         UsageError: the URL or an option is wrong.
@@ -114,7 +110,7 @@ def connect(
     """
     how = how or PeerOptions()
     host, port, path = parse_url(url)
-    return Peer(MoqtDialler(DialOptions(host, port, path, how.secret(), how, drafts, names)), needed=needed)
+    return Peer(MoqtDialler(DialOptions(host, port, path, how.secret(), how, drafts)), needed=needed)
 
 
 def peer_name(where: str, over: Over) -> str:
@@ -197,13 +193,39 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
             f"{where}: no such host ({error.strerror or error}); check the host's name in the URL"
         ) from error
 
-    async def attempt(address: tuple[int, Any]) -> MoqtConnection:
+    async def attempt(address: Address) -> MoqtConnection:
         return await _dial_address(name, options, address, end_s, connect_s)
 
     try:
         return await first_of(addresses[:_MAX_ADDRESSES], attempt, HEAD_START_S)
     except TransportError as error:
         raise type(error)(f"{where}: {error}") from error
+
+
+async def addresses_of(host: str, port: int) -> Sequence[Address]:
+    """Return the addresses of a host, each once; raise `OSError` if it has none."""
+    with contextlib.suppress(socket.gaierror):  # a name
+        return _found(host, port, socket.AI_NUMERICHOST)
+    answer: Future[Sequence[Address]] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def look_up() -> None:
+        try:
+            answer.set_result(_found(host, port))
+        except Exception as error:  # noqa: BLE001  # raised in the caller
+            answer.set_exception(error)
+
+    # The system call cannot be cancelled: silent name servers would occupy all of the event loop's own threads.
+    try:
+        threading.Thread(target=look_up, name="kvabr-names", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(str(error)) from error  # the system has no more threads
+    return await asyncio.wrap_future(answer)
+
+
+def _found(host: str, port: int, flags: int = 0) -> Sequence[Address]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=flags)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
 async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any, Any, C]], head_start_s: float) -> C:
@@ -256,7 +278,7 @@ def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:
     return answers[0] if answers else errors[0] if len(errors) == len(tasks) else None
 
 
-async def _dial_quic(lib: QuicLibrary, options: DialOptions, address: tuple[int, Any]) -> MoqtConnection:
+async def _dial_quic(lib: QuicLibrary, options: DialOptions, address: Address) -> MoqtConnection:
     family, where = address
     configuration = lib.configure(client=True, alpn=options.drafts, server_name=options.host)
     trust(configuration, options)
@@ -275,7 +297,7 @@ async def _dial_quic(lib: QuicLibrary, options: DialOptions, address: tuple[int,
     return connection
 
 
-async def _dial_tcp(options: DialOptions, address: tuple[int, Any], connect_s: float) -> MoqtConnection:
+async def _dial_tcp(options: DialOptions, address: Address, connect_s: float) -> MoqtConnection:
     family, where = address
     context = client_context(options)
     with contextlib.ExitStack() as stack:
@@ -298,7 +320,7 @@ async def _dial_tcp(options: DialOptions, address: tuple[int, Any], connect_s: f
 
 
 async def _dial_address(
-    name: TransportName, options: DialOptions, address: tuple[int, Any], end_s: float, connect_s: float | None
+    name: TransportName, options: DialOptions, address: Address, end_s: float, connect_s: float | None
 ) -> MoqtConnection:
     def left_s() -> float:
         return max(0.0, end_s - asyncio.get_running_loop().time())
@@ -318,19 +340,11 @@ async def _dial_address(
         raise NoAnswerError(
             f"no answer {within}; is a server running there, and is {over} allowed? timeout_s= (--timeout) allows more"
         ) from error
-    except UnauthorizedError:
-        await connection.close()
-        raise
     except TransportError as error:
         await connection.close()
-        why, transport = str(error), connection.transport
-        if isinstance(transport, QmuxTransport) and isinstance(transport.failure, ssl.SSLCertVerificationError):
-            connection.refused = await certificate_at(address[1], options.host, left_s())
-            why = why_refused(connection.refused, options.host)
-        if (itself := trusted_itself(connection.refused, options)) is None:
-            raise TransportError(why) from error
-        options = replace(options, how=replace(options.how, fingerprint=itself))
-        return await _dial_address(name, options, address, end_s, connect_s)
+        if isinstance(error, UnauthorizedError):
+            raise
+        raise TransportError(str(error)) from error  # the peer answered: it is not lost
     except BaseException:
         await connection.close()
         raise

@@ -11,9 +11,7 @@ from collections.abc import Callable
 
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.link.moqt.options import DialOptions, check_pinned, why_refused
-from kvabr.link.moqt.placing import filled, place
-from kvabr.link.moqt.requests import MoqtRequest, RequestQueue
-from kvabr.link.moqt.subscriber import Subscriber
+from kvabr.link.moqt.requests import MoqtRequest, RequestQueue, Subscriber, filled, place
 from kvabr.moqt.codes import RequestCode, SessionCode, name_of
 from kvabr.moqt.events import (
     Answered,
@@ -68,8 +66,6 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._lost_kind = ConnectionLostError
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the peer's SETUP has arrived, or connecting has failed."""
-        self.refused: bytes | None = None
-        """The peer's certificate, DER, if TLS refused it."""
         self.shaken = False
         self._received_any = asyncio.Event()
         self._announces = False
@@ -199,7 +195,7 @@ class MoqtConnection(Endpoint, PeerConnection):
 
     def ended(self, reason: str, code: int) -> None:
         if not self.shaken and code in _BAD_CERTIFICATE:
-            der = self.refused = self.transport.peer_certificate()
+            der = self.transport.peer_certificate()
             why = why_refused(der, self._options.host)
             # Libraries word one cause differently.
             reason = why if der is not None else f"{why} ({reason})"

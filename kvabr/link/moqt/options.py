@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Names = Literal["draft", "split"]
 """Notation of namespaces: as in the draft, or split at slashes for peers that cannot carry one in a field."""
 
+TRUST_HINT = "trust its authority with ca= (--ca FILE), or this one certificate with fingerprint= (--fingerprint HEX)"
+
 DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
 """ALPN identifiers of the offered drafts, preferred first."""
 
@@ -64,26 +66,6 @@ def _check_ca(path: Path) -> None:
         raise TransportError(f"{path}: contains no readable PEM certificate") from error
 
 
-def trusted_itself(der: bytes | None, options: DialOptions) -> str | None:
-    """Return the fingerprint of a refused certificate that is itself in the --ca file, and valid for this host today.
-
-    ``openssl req -x509`` makes such authorities, which qh3 does not accept as servers.
-    """
-    if der is None or options.how.ca is None or options.how.fingerprint is not None:
-        return None
-    from cryptography import x509  # noqa: PLC0415  # slow to load
-    from cryptography.hazmat.primitives.serialization import Encoding  # noqa: PLC0415
-
-    try:
-        known = x509.load_pem_x509_certificates(options.how.ca.read_bytes())
-        parsed = _parsed(der)
-    except (OSError, ValueError, TransportError):
-        return None
-    given = any(each.public_bytes(Encoding.DER) == der for each in known)
-    fits = _outdated(parsed) is None and _fits(options.host, parsed)
-    return hashlib.sha256(der).hexdigest() if given and fits else None
-
-
 def check_pinned(der: bytes | None, fingerprint: str) -> None:
     """Raise TransportError unless the peer's certificate, DER, has this SHA-256 fingerprint and is valid today."""
     if der is None:
@@ -112,10 +94,7 @@ def why_refused(der: bytes | None, host: str) -> str:
     if not _fits(host, parsed):
         known = ", ".join(names[:4]) or "no host at all"
         return f"the peer's certificate is for another name: {known}, not {host}"
-    return (
-        "the peer's certificate is not signed by a trusted authority; trust the authority with ca= (--ca FILE), or "
-        "this one certificate with fingerprint= (--fingerprint HEX)"
-    )
+    return f"the peer's certificate is not signed by a trusted authority; {TRUST_HINT}"
 
 
 def _parsed(der: bytes) -> Certificate:

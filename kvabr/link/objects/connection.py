@@ -17,10 +17,8 @@ from kvabr.link.objects.index import StoreIndex
 from kvabr.link.objects.lanes import Lanes, Piece, RangeTransfer
 from kvabr.store.names import FramePlace, profile_name
 from kvabr.store.store import PART_BYTES, Store
-from kvabr.transfer.interface import CLOSED, ConnectionStats, LimitWatch, PeerConnection
+from kvabr.transfer.interface import CLOSED, ConnectionStats, LimitWatch, PeerConnection, cancel_all
 from kvabr.transfer.transfer import GroupTransfer
-from kvabr.transfer.work import cancel_all
-from kvabr.types.backoff import scattered
 from kvabr.types.catalog import MAX_PROFILE_BYTES
 from kvabr.types.errors import (
     ConnectionLostError,
@@ -28,17 +26,13 @@ from kvabr.types.errors import (
     Reason,
     RequestError,
     TransportError,
-    UnauthorizedError,
 )
 from kvabr.types.events import Limit
-from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_live, is_lookup
+from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_live
 
 PROTOCOL = "kvabr.objects/1"
 FIRST_BYTE_S, SILENCE_S = 2.0, 2.0
-"""Seconds of a GET to its first byte, and between bytes; doubled for each further try. Players repeat stalled requests
-much sooner; these are for requests that no player watches."""
-_TRIES, _PAUSE_S = 3, 0.05
-"""GETs for the same bytes, and the pause if the store is busy; doubled each time."""
+"""Seconds of a GET to its first byte, and between bytes. Players repeat stalled requests much sooner."""
 _PART_S, _MAX_PART_BYTES = 0.005, 1 << 20
 """Progress is reported at most every this many seconds or bytes: reports take processor time, but estimators need the
 times of bytes."""
@@ -75,10 +69,6 @@ class StoreConnection(PeerConnection):
         # Only for data about this processor: HTTP has no PING.
         self._watch = LimitWatch(lambda: None, lambda: None)
 
-    async def open(self) -> None:
-        """Check that the store can be read; raise `TransportError`."""
-        await self.index.open()
-
     def carry(self, transfer: GroupTransfer) -> None:
         request, track, namespace = transfer.request, transfer.request.track, transfer.request.namespace
         if self.closed:
@@ -87,8 +77,9 @@ class StoreConnection(PeerConnection):
             self._find(transfer, lambda: self._whole(transfer, self.index.catalog(namespace)))
         elif track == MODELS_TRACK:
             self._find(transfer, lambda: self._whole(transfer, self.index.models()))
-        elif is_lookup(track) and not is_live(track):
-            self._find(transfer, lambda: self._whole(transfer, self.index.lookup(namespace, track)))
+        elif track == PROFILE_TRACK:
+            name, limit = profile_name(namespace.prompt), min(request.limit, MAX_PROFILE_BYTES)
+            self._find(transfer, lambda: self._whole(transfer, self.index.whole(name, limit)))
         elif is_live(track) or request.live:
             transfer.fail(NotFoundError(f"{request}: a store has only complete assets", reason=Reason.MISSING))
         elif (place := self.index.place(namespace, track, request.group)) is not None:
@@ -115,9 +106,6 @@ class StoreConnection(PeerConnection):
         """The round trip is the fastest recent time to first byte; see `Connection.stats`."""
         seconds = self._soonest[0]
         return ConnectionStats(rtt_s=seconds if math.isfinite(seconds) else None, bytes_received=self._bytes)
-
-    def relieve(self) -> None:
-        self._store.close()
 
     async def answers(self, within_s: float) -> bool:
         try:
@@ -161,20 +149,11 @@ class StoreConnection(PeerConnection):
         transfer.finish()
 
     async def _locate(self, transfer: GroupTransfer) -> None:
-        """Locate and request a codec profile, or a group that no lookup found."""
+        """Locate and request a group that no lookup found."""
         request, namespace = transfer.request, transfer.request.namespace
-        place: FramePlace | None
-        if request.track == PROFILE_TRACK:
-            name, size = profile_name(namespace.prompt), self.index.profile_bytes(namespace.prompt)
-            if size is None:
-                await self._whole(transfer, self.index.whole(name, min(request.limit, MAX_PROFILE_BYTES)))
-                return
-            place = FramePlace(name, 0, size, "")
-        else:
-            if not self.index.knows(namespace):
-                await self.index.catalog(namespace)
-            place = self.index.place(namespace, request.track, request.group)
-        if place is None:
+        if not self.index.knows(namespace):
+            await self.index.catalog(namespace)
+        if (place := self.index.place(namespace, request.track, request.group)) is None:
             raise NotFoundError(f"{request}: not found in {self.peer}", reason=Reason.MISSING)
         self._want(transfer, place)
 
@@ -197,12 +176,11 @@ class StoreConnection(PeerConnection):
         self._starting = None
         loop = asyncio.get_running_loop()
         for transfer in self._lanes.due():
-            tries = max(piece.tries for piece in transfer.pieces)
-            self._transfers[transfer] = loop.create_task(self._carry(transfer, 2.0**tries))
+            self._transfers[transfer] = loop.create_task(self._carry(transfer))
 
-    async def _carry(self, transfer: RangeTransfer, patience: float) -> None:
+    async def _carry(self, transfer: RangeTransfer) -> None:
         error: Exception | None = None
-        wait_s, begun_s, late_until_s = patience * FIRST_BYTE_S, time.monotonic(), math.nan
+        wait_s, begun_s, late_until_s = FIRST_BYTE_S, time.monotonic(), math.nan
         part_bytes = int(min(_MAX_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
         stream = self._store.stream(transfer.key, transfer.begin, transfer.end, part_bytes=part_bytes)
         silence = asyncio.timeout(wait_s)
@@ -211,7 +189,7 @@ class StoreConnection(PeerConnection):
                 async for part in parts:
                     now = time.monotonic()
                     if math.isnan(late_until_s):
-                        wait_s, late_until_s = patience * SILENCE_S, self._first_byte(begun_s, now)
+                        wait_s, late_until_s = SILENCE_S, self._first_byte(begun_s, now)
                     if not silence.expired():
                         silence.reschedule(asyncio.get_running_loop().time() + wait_s)
                     self._push(transfer, part, self.received(len(part), late=now < late_until_s))
@@ -241,23 +219,9 @@ class StoreConnection(PeerConnection):
             if isinstance(error, NotFoundError):
                 self.index.lost(transfer.key)
         for piece in left:
-            self._try_again(piece, error or RequestError("no data was received"))
+            if piece.group is not None and self._pieces.pop(piece.group, None) is not None:
+                piece.group.fail(error or RequestError("no data was received"))
         self._start_soon()
-
-    def _try_again(self, piece: Piece, error: Exception) -> None:
-        piece.tries += 1
-        busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
-        lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
-        if (busy or lost) and piece.tries < _TRIES and not self.closed:
-            pause_s = scattered(_PAUSE_S * 2.0**piece.tries) if busy else 0.0
-            asyncio.get_running_loop().call_later(pause_s, self._again, piece)
-        elif piece.group is not None and self._pieces.pop(piece.group, None) is not None:
-            piece.group.fail(error)
-
-    def _again(self, piece: Piece) -> None:
-        if piece.wanted and not self.closed:
-            self._lanes.again(piece)
-            self._start_soon()
 
     def _end(self, transfer: RangeTransfer) -> None:
         """End an unwanted transfer; its other pieces wait again."""

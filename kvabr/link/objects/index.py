@@ -22,8 +22,8 @@ from kvabr.store.failures import strange
 from kvabr.store.names import MAX_MODELS, PAGE_GROUPS, FramePlace, catalog_name, has_states, model_name, page_name
 from kvabr.store.pages import MAX_PAGE_BYTES, Page, placed
 from kvabr.store.store import Store
-from kvabr.transfer.interface import FoundPrefix
-from kvabr.transfer.work import cancel_all, decoders
+from kvabr.transfer.interface import FoundPrefix, cancel_all
+from kvabr.transfer.work import decoders
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import (
     ConnectionLostError,
@@ -34,7 +34,7 @@ from kvabr.types.errors import (
     RequestError,
 )
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
-from kvabr.types.naming import LOOKUP_RUN, MAX_PREFIX_DIGESTS, TrackNamespace, parse_prefix_track
+from kvabr.types.naming import TrackNamespace
 
 LOG = logging.getLogger("kvabr.store")
 T = TypeVar("T")
@@ -75,7 +75,6 @@ _PAGES, _PAGES_S = 1024, 60.0
 _MAX_MISSING = 4096
 """Most objects remembered as missing, for as long."""
 _MAX_PLACES = 4096
-_RUNS, _PAGES_AT_ONCE = 1024, 32
 _AT_ONCE = 64
 
 
@@ -93,10 +92,7 @@ class StoreIndex:
         self._pages: TTLCache[str, Page] = TTLCache(_PAGES, _PAGES_S, time.monotonic)
         self._gone: TTLCache[str, bool] = TTLCache(_MAX_MISSING, _PAGES_S, time.monotonic)
         """Missing objects with frames that a page names."""
-        self._runs: LRUCache[str, Sequence[str]] = LRUCache(_RUNS)
-        """Chained digests of prompts up to a found group, by that group's page name."""
         self._placed: LRUCache[TrackNamespace, Callable[[str, int], FramePlace | None]] = LRUCache(_MAX_PLACES)
-        self._profiles: LRUCache[str, int] = LRUCache(_MAX_PLACES)
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._admitted = False
         """An object could be read: then a refusal means that there is none, since S3 hides missing objects from users
@@ -146,84 +142,22 @@ class StoreIndex:
 
     async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
         await self.open()
-        return await self._search(digests, has_states(spec), lambda page: page.fits(spec, any_dtype=any_dtype))
-
-    async def lookup(self, namespace: TrackNamespace, track: str) -> bytes:
-        """Return the answer to a relay's lookup: the catalog of the longest prefix.
-
-        A very long prompt has too many groups for the name. Its full pages, and the groups after the last one, are
-        found; the client then looks up groups inside the first missing page.
-
-        Raises:
-            NotFoundError: there is none.
-            RequestError: its pages do not fit together.
-            TransportError: the store cannot be reached.
-        """
-        try:
-            keys = [namespace.prompt[:16], *(key.hex() for key in parse_prefix_track(track))]
-        except FormatError as error:
-            raise NotFoundError(str(error)) from error
-        await self.open()
-        try:
-            best = await self._search_named(keys, namespace.model)
-        except FormatError as error:
-            raise RequestError(f"{self._store.url}: {error}; publish it again") from error
-        if best is None or best.catalog is None:
-            raise NotFoundError(f"nothing of this prompt is in {self._store.url}")
-        return best.catalog.dumps().encode()
-
-    async def _search_named(self, keys: Sequence[str], model: str) -> FoundPrefix | None:
-        """Search for a prompt by a lookup's groups, at `prefix_positions`."""
-
-        def fits(page: Page) -> bool:
-            return page.spec.model == model
-
-        digests = await self._whole_digests(keys) or keys
-        found = await self._search(digests, False, fits)
-        if found is not None and (found.catalog is None or has_states(found.catalog.spec)):
-            found = await self._search(digests, True, fits)
-        if found is not None and found.catalog is not None:
-            chunks = found.catalog.chunks
-            for end in range(len(chunks), max(0, len(chunks) - PAGE_GROUPS), -1):
-                self._runs[page_name(chunks[end - 1])] = chunks[:end]
-        return found
-
-    async def _whole_digests(self, keys: Sequence[str]) -> list[str] | None:
-        """Return a prompt's digests from the first group on, if the lookup and pages contain them.
-
-        None: the lookup contains all of them.
-        """
-        if len(keys) > (MAX_PREFIX_DIGESTS + 1) // LOOKUP_RUN and (run := await self._run(keys[1:])):
-            return [*run, *keys[1 + len(run) // PAGE_GROUPS :]]
-        # A prompt's second lookup begins at the end of the first one's result.
-        known = self._runs.get(page_name(keys[1])) if len(keys) > 1 else None
-        return None if known is None else [*known, *keys[2:]]
-
-    async def _run(self, keys: Sequence[str]) -> list[str]:
-        run = list[str]()
-        while len(run) < PAGE_GROUPS * len(keys):
-            first = len(run) // PAGE_GROUPS
-            end = min(len(keys), first + (_PAGES_AT_ONCE if run else 1))
-            found = await self._ask([Ask("page", at) for at in range(first, end)], keys)
-            for number, page in enumerate(found, first):
-                whole = page is not None and page.first == number * PAGE_GROUPS and page.whole
-                if page is None or not whole or not page.chunks[-1].startswith(keys[number]):
-                    return run
-                run += page.chunks
-        return run
-
-    async def _search(self, digests: Sequence[str], states: bool, fits: Callable[[Page], bool]) -> FoundPrefix | None:
-        search = PageSearch(digests, states=states)
+        search = PageSearch(digests, states=has_states(spec))
         while asks := search.wanted():
             answers = await self._ask(asks, digests)
-            fitting = (page if page is not None and fits(page) and not self._lost(page) else None for page in answers)
-            search.take(dict(zip(asks, fitting, strict=True)))
+            search.take(
+                {
+                    ask: page
+                    for ask, page in zip(asks, answers, strict=True)
+                    if page is not None and page.fits(spec, any_dtype=any_dtype) and not self._lost(page)
+                }
+            )
         pages = search.found
         if not pages:
             return None
         made = await asyncio.get_running_loop().run_in_executor(decoders(), prefix_of, pages)
         if made.catalog is not None:
-            self._keep(made.catalog.namespace, made.catalog, partial(_place_in, pages))
+            self._placed[made.catalog.namespace] = partial(_place_in, pages)
         return made
 
     def _lost(self, page: Page) -> bool:
@@ -260,7 +194,7 @@ class StoreIndex:
         if catalog.spec.model != namespace.model:
             message = f"is of the model {catalog.spec.model}, not {namespace.model}"
             raise NotFoundError(f"{self._store.where(name)}: {message}")
-        self._keep(namespace, catalog, partial(placed, catalog))
+        self._placed[namespace] = partial(placed, catalog)
         return text
 
     def place(self, namespace: TrackNamespace, track: str, group: int) -> FramePlace | None:
@@ -271,10 +205,6 @@ class StoreIndex:
     def knows(self, namespace: TrackNamespace) -> bool:
         """Return whether `place` has an asset."""
         return namespace in self._placed
-
-    def profile_bytes(self, sha256: str) -> int | None:
-        """Return a codec profile's size, if a page or a catalog names it."""
-        return self._profiles.get(sha256)
 
     async def whole(self, name: str, limit: int) -> memoryview:
         """Return an object; raise `NotFoundError`."""
@@ -288,13 +218,6 @@ class StoreIndex:
         self._gone[name] = True
 
     # -------------------------------------------------------------- internals
-
-    def _keep(
-        self, namespace: TrackNamespace, catalog: Catalog, place: Callable[[str, int], FramePlace | None]
-    ) -> None:
-        self._placed[namespace] = place
-        if catalog.profile is not None:
-            self._profiles[catalog.profile] = catalog.profile_bytes
 
     async def _get(self, name: str, limit: int) -> memoryview | None:
         async with self._turns:

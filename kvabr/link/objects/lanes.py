@@ -45,7 +45,6 @@ class Piece:
     """Order among equal priorities."""
     group: GroupTransfer | None = field(default=None, repr=False)
     """The transfer that wants it."""
-    tries: int = 0
     transfer: RangeTransfer | None = field(default=None, repr=False)
     """The GET that carries it."""
     wanted: bool = True

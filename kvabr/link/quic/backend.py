@@ -42,7 +42,6 @@ RETRY_LIFETIME_S = 30
 _INSTALL = {"qh3": f"{extra('fast')} ({WHERE})", "aioquic": "pip install aioquic"}
 _INTERNAL_ERROR = 0x1
 """QUIC error code (RFC 9000, section 20.1)."""
-_PEER_CLOSED = "Native peer close"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +90,6 @@ class QuicLibrary:
         return await loop.create_datagram_endpoint(protocol, sock=sock)
 
 
-def _quiet_goodbye(record: logging.LogRecord) -> bool:
-    event = record.args[0] if isinstance(record.args, tuple) and record.args else None
-    if str(record.msg).startswith(_PEER_CLOSED) and isinstance(event, tuple) and event[2:3] == (0,):
-        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
-        return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-    return True
-
-
 @cache
 def _limit_gaps() -> None:
     """Let aioquic end connections with more than `_MAX_GAPS` gaps in a stream."""
@@ -120,7 +111,7 @@ def library(name: LibraryName) -> QuicLibrary:
         import_module(name)
         asyncio_part: Any = import_module(f"{name}.asyncio.protocol")
         if name == "qh3":
-            logging.getLogger("quic").addFilter(_quiet_goodbye)  # has no effect when repeated
+            logging.getLogger("quic").setLevel(logging.CRITICAL)  # it reports every end of a connection as an error
         else:
             _limit_gaps()
         return QuicLibrary(

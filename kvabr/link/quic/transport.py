@@ -10,9 +10,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvabr.link.moqt.endpoint import Endpoint
+from kvabr.link.moqt.endpoint import MAX_AHEAD_BYTES, MIN_AHEAD_BYTES, Endpoint, StreamTransport
 from kvabr.link.quic.backend import QuicLibrary
-from kvabr.link.transport import MAX_AHEAD_BYTES, MIN_AHEAD_BYTES, StreamTransport
 from kvabr.moqt.codes import SessionCode, name_of
 
 _CRYPTO_ERROR = 0x100

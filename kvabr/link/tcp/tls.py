@@ -1,13 +1,10 @@
-"""TLS 1.3 for QMux: contexts of both ends, and reading an untrusted certificate."""
+"""TLS 1.3 for QMux: contexts of both ends."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ssl
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from kvabr.link.moqt.options import DialOptions, trust
 from kvabr.types.errors import TransportError
@@ -34,20 +31,6 @@ def server_context(certfile: Path, keyfile: Path, drafts: Iterable[str]) -> ssl.
     except (OSError, ValueError) as error:
         raise TransportError(f"{certfile}, {keyfile}: not a certificate and its key ({error})") from error
     return _with_protocols(context, drafts)
-
-
-async def certificate_at(address: tuple[Any, ...], host: str, timeout_s: float) -> bytes | None:
-    """Return a server's certificate, DER, trusted or not, or None."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(*address[:2], ssl=context, server_hostname=host)
-            found: ssl.SSLObject = writer.get_extra_info("ssl_object")
-            writer.transport.abort()
-            return found.getpeercert(binary_form=True)
-    return None
 
 
 def _with_protocols(context: ssl.SSLContext, drafts: Iterable[str]) -> ssl.SSLContext:

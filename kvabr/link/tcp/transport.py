@@ -23,10 +23,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-from kvabr.link.moqt.endpoint import Endpoint
+from kvabr.link.moqt.endpoint import MIN_AHEAD_BYTES, Endpoint, StreamTransport
+from kvabr.link.moqt.options import TRUST_HINT
 from kvabr.link.tcp.channel import EmptyRecordsError, TlsChannel
 from kvabr.link.tcp.tls import PREFIX
-from kvabr.link.transport import MIN_AHEAD_BYTES, StreamTransport
 from kvabr.moqt.codes import SessionCode, name_of
 from kvabr.qmux.connection import (
     Buffer,
@@ -163,7 +163,6 @@ class QmuxTransport(StreamTransport):
         self._active_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = self._shut = self._lingers = False
-        self.failure: Exception | None = None
         self._gone: asyncio.Future[None] = self._loop.create_future()
 
     def start(self) -> None:
@@ -302,7 +301,6 @@ class QmuxTransport(StreamTransport):
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
-            self.failure = error
             self.abandon(_why(error), SessionCode.INTERNAL_ERROR)
             return False
         self._watch_room(bool(self._channel.unsent))
@@ -574,6 +572,8 @@ def _rest(buffers: list[memoryview], count: int) -> Iterator[memoryview]:
 def _why(error: Exception) -> str:
     if isinstance(error, ssl.SSLEOFError):
         return "the peer has closed the connection"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate was not accepted ({error.verify_message}); {TRUST_HINT}"
     if isinstance(error, ssl.SSLError):
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
             return "the peer does not speak TLS there"

@@ -119,7 +119,7 @@ async def test_a_state_that_cannot_be_had_is_computed(engine, library):
     ready = await ready_from(library, engine, faults=faults)
     assert set(ready.played.coverage) == {"recomputed"}
     assert same(ready.cache, prefilled(engine, IDS[: ready.tokens]))
-    with pytest.raises(PlayError, match=rf"missing: {name} #0"):
+    with pytest.raises(PlayError, match=rf"missing groups: {name} #0"):
         await ready_from(library, engine, faults=faults, recompute=False)
 
 

@@ -2,21 +2,16 @@
 
 import asyncio
 import importlib.util
-import ipaddress
 import os
 import re
 import signal
 import sys
 import threading
 from collections import Counter
-from datetime import UTC, datetime, timedelta
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvabr.client.blocking import Client
 from kvabr.link.moqt.connect import asset_of, connect, parse_namespace, parse_url
@@ -165,44 +160,6 @@ def test_ctrl_c_cancels_what_the_main_thread_waits_for(served, monkeypatch):
 
 
 # ---------------------------------------------------------------------- files of certificates
-
-
-def self_signed(*, kind="ec", authority=True, name="127.0.0.1", use=False):
-    """Make a certificate and its key as ``openssl req -x509`` does."""
-    key = ec.generate_private_key(ec.SECP256R1()) if kind == "ec" else rsa.generate_private_key(65537, 2048)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "origin")])
-    now = datetime.now(UTC)
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(key.public_key())
-    builder = builder.serial_number(1).not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(1))
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(name))])
-    builder = builder.add_extension(names, critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-    if use:
-        builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    return (
-        builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM),
-        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-    )
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize(
-    "made",
-    [{}, {"kind": "rsa"}, {"authority": False}, {"use": True}],
-    ids=["openssl", "rsa", "no authority", "of a server"],
-)
-async def test_a_self_signed_certificate_in_the_file_is_trusted(root, tmp_path, library, made):
-    certificate = self_signed(**made)
-    bundle = tmp_path / "bundle.pem"
-    bundle.write_bytes(self_signed()[0] + certificate[0] + make()[0])
-    with Served(root / "short", tmp_path, certificate=certificate) as served:
-        for ca in (served.pem, str(served.pem), bundle):
-            async with connect(served.url, PeerOptions(ca=ca, quic=library, timeout_s=LIMIT_S)) as origin:
-                assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
-        bundle.write_bytes(self_signed(**made)[0])  # the same name, another key
-        with pytest.raises(TransportError, match="not signed by a trusted authority"):
-            async with connect(served.url, PeerOptions(ca=bundle, quic=library, timeout_s=LIMIT_S)):
-                pass
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -10,7 +10,7 @@ from kvabr.link.objects.index import first_answer
 from kvabr.link.objects.page_search import Ask, PageSearch
 from kvabr.store.names import PAGE_GROUPS
 from kvabr.store.pages import Page, PageTrack
-from kvabr.transfer.work import cancel_all
+from kvabr.transfer.interface import cancel_all
 from kvabr.types.catalog import Level
 from kvabr.types.errors import NotFoundError
 from kvabr.types.kv import KVSpec

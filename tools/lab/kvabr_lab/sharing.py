@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from kvabr.abr.estimator import Estimator
-from kvabr.client.downloads import TURN_S
 from kvabr.client.runner import EdfScheduler, wire_priority
 from kvabr.client.shared_bandwidth import SharedLink
 from kvabr.player.session import Session
@@ -25,6 +24,7 @@ from kvabr.replay.link import FIRST_BYTE_S, HANDSHAKE_BYTES, INITIAL_WINDOW, Cap
 from kvabr.replay.outcome import PlayOutcome, rounded, valued
 from kvabr.replay.simulator import EPSILON, Machine
 from kvabr.replay.trace import Trace
+from kvabr.transfer.downloads import TURN_S
 from kvabr.types.errors import UsageError
 from kvabr.types.events import PlayEvent
 from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream, packet_bytes, queue_bytes

@@ -1,56 +1,68 @@
-"""The downloads from one peer, shared by all plays of a client.
+"""Downloads from one peer, each shared by all readers of its group: plays of a client, players of a relay.
 
-A group is taken from the client's store or the peer, and stored once checked. A download ends when its last reader
-leaves, fails if its peer is lost, and accepts no readers once damaged; `kvabr.transfer.lane` handles lost connections.
+A group is taken from a store or the peer, and stored once checked. A download has the priority of its most urgent
+reader, ends with its last one, and accepts no readers once damaged. It fails if its peer is lost, unless its owner
+tries again; `kvabr.transfer.lane` handles lost connections.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from typing import Any
 
-from kvabr.abr.estimator import Estimator, Prior
-from kvabr.client.shared_bandwidth import PeerHistory, link_of
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import PeerConnection
-from kvabr.transfer.peer import Peer
-from kvabr.transfer.transfer import Carrier, GroupRequest, GroupTransfer
-from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
+from kvabr.transfer.interface import CLOSED, PeerConnection, cancel_all
+from kvabr.transfer.transfer import GroupRequest, GroupTransfer, TransferListener
+from kvabr.transfer.work import SMALL_BYTES, decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError
 
 TURN_S = 0.25
 """Seconds without more urgent bytes until a stalled download no longer counts as waiting."""
 _HASHING = tuple(threading.Lock() for _ in range(64))
 """Shared: a lock for each digest would cost more than waiting."""
-_CLOSED = "the client was closed"
 
 
 class Download(GroupTransfer):
-    """One group in transfer to some plays, from the store or the peer."""
+    """One group in transfer to some readers, from the store or the peer."""
 
     def __init__(self, request: GroupRequest, owner: Downloads) -> None:
         super().__init__(request)
         self.heard_s = 0.0
         self.unwanted = False
         self.came_from = "network"
+        self.expected = False
+        """It is received and stored even without a reader."""
+        self.tries = 0
+        """Further tries after failures."""
+        self.unchecked = False
+        """It is complete, and its digest is being checked."""
         self._owner = owner
         self._hashing = _HASHING[hash(request) % len(_HASHING)]
         self._hashed: dict[str, bool] = {}
 
     @property
-    def damaged(self) -> bool:
-        """True if checked, and not the requested group."""
-        return self._hashed.get(self.request.digest or "") is False
+    def right(self) -> bool | None:
+        """Whether it is the requested group; None before the check."""
+        return self._hashed.get(self.request.digest or "")
 
     def keep(self, data: memoryview, where: str) -> None:
         """Take the checked group from the store."""
         if not self.over:
             self.came_from, self._hashed = where, {self.request.digest or "": True}
             self._more(data, "kept")
+            self.finish()
+
+    def identify(self, request: GroupRequest) -> None:
+        """Give a group that was requested before its publication its exact size and digest."""
+        self.request = request
+        if self.received > request.limit:
+            self.too_long()
+        elif self.complete:
+            self.settle()
+        elif self.received == request.limit:
             self.finish()
 
     def has_digest(self, digest: str) -> bool:
@@ -63,11 +75,17 @@ class Download(GroupTransfer):
                     self._owner.identified(self, digest)
             return self._hashed[digest]
 
-    def reprioritise(self) -> bool:
-        changed = super().reprioritise()
-        if changed and self.carrier is not None:
-            self._owner.metrics.priority_changes_total.inc()
-        return changed
+    def leave(self, reader: TransferListener) -> None:
+        super().leave(reader)
+        if self.over:
+            self._owner.forget(self)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless the owner tries again."""
+        if not self.over:
+            left = self._owner.failed(self, error if self.carrier is None else self.carrier.explain(self, error))
+            if left is not None:
+                super().fail(left)
 
     def arrived(self, part: memoryview) -> None:
         self._owner.arrived(self, len(part))
@@ -76,77 +94,58 @@ class Download(GroupTransfer):
         self._owner.settled(self)
 
     def unread(self) -> None:
+        if self.expected:
+            return
         if self._owner.waits_its_turn(self):
             # A player repeats stalled requests. A waiting download keeps its place if its reader rejoins now.
             asyncio.get_running_loop().call_soon(self._end_unread)
         else:
-            self._end_unread()
+            self.end(None)
 
     def _end_unread(self) -> None:
-        if not self.readers and not self.over:
-            self.unwanted = True
-            super().unread()
+        if not self.readers:
+            self.end(None)
+
+    def end(self, error: Exception | None) -> None:
+        """End it, since it is no longer wanted; None: it was cancelled."""
+        self.unwanted = True
+        self.reject(error or RequestError(f"{self.request}: cancelled", reason=Reason.INTERNAL))
 
 
-class Downloads(Carrier):
+class Downloads:
     """All downloads from one peer, for one event loop."""
 
-    def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool = False) -> None:
-        """``own``: close the peer with this, and count it while connected."""
+    def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics) -> None:
         self.peer, self.store, self.metrics = peer, store, metrics
-        self.link = link_of(peer.names[0] if peer.names else peer)
-        self._own = own
-        if own and isinstance(peer, Peer):
-            peer.first_dialled = self._dialled
         self._under_way: dict[GroupRequest, Download] = {}
         self._heard_s: dict[int, float] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._closed = False
 
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def __contains__(self, request: GroupRequest) -> bool:
+        """Return whether a group is arriving or being read, so that another reader needs no memory."""
+        return request in self._under_way
+
     def get(self, request: GroupRequest, priority: int) -> Download:
         """Return a group's download; start it if necessary."""
         self._loop = asyncio.get_running_loop()
         download = self._under_way.get(request)
-        if download is not None and not download.damaged:
+        if download is not None and download.right is not False:
             self._count(download, "joined")
             return download
-        download = Download(request, self)
+        download = self._under_way[request] = Download(request, self)
         download.priority = priority
-        kept = request.digest is not None and request.digest in self.store
-        data = self.store.held(request.digest) if kept and request.digest is not None else None
+        data = None if request.digest is None else self.store.held(request.digest)
         if data is not None and len(data) == request.limit:
             download.keep(data, "memory")
+        elif request.digest is not None and self.may_store(request.digest):
+            self._track(self._look(download, request.digest))
         else:
-            self._under_way[request] = download
-            download.begin(self if kept else self.peer)
+            download.begin(self.peer)
         return download
-
-    def carry(self, transfer: GroupTransfer) -> None:
-        assert isinstance(transfer, Download)  # noqa: S101  # it carries only downloads
-        self._track(self._look(transfer, transfer.request.digest or ""))
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The connection's names in a `PeerHistory`."""
-        return self.peer.names
-
-    @property
-    def announced(self) -> Prior:
-        """The announced rate, and the connection's round trip."""
-        return Prior(self.peer.announced_rate, self.peer.stats().rtt_s or 0.0)
-
-    @contextmanager
-    def estimating(self, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
-        """Yield a play's estimator, primed from the history; record its measurements at the end."""
-        names = self.names
-        with self.link.joined(estimator, history.before(names, self.announced)) as share:
-            try:
-                yield share
-            finally:
-                # A play without bytes must not refresh old records; a play redialled over another transport is not
-                # recorded.
-                if share.heard and len(self.names) == 1 and self.names[0] in names:
-                    history.heard(self.names[0], share.link_rate(), share.ttfb())
 
     def waits_its_turn(self, download: GroupTransfer) -> bool:
         """Return whether a download is idle because others, at least as urgent, receive bytes."""
@@ -156,15 +155,24 @@ class Downloads(Carrier):
 
     async def close(self) -> None:
         """End all downloads, failing their readers. Idempotent."""
-        if self._own and self.peer.reached and not self._closed:
-            self.metrics.peers.dec()
         self._closed = True
         for download in list(self._under_way.values()):
-            download.unwanted = True
-            download.reject(ConnectionLostError(_CLOSED))
+            download.end(ConnectionLostError(CLOSED))
         await cancel_all(self._tasks)
-        if self._own:
-            await self.peer.close()
+
+    # ---------------------------------------------------------- for subclasses
+
+    def may_store(self, digest: str) -> bool:
+        """Return whether to look for a group in the store first."""
+        return digest in self.store
+
+    def failed(self, download: Download, error: Exception) -> Exception | None:
+        """Return the error with which a download ends; None: it will begin again."""
+        del download
+        return error
+
+    def damaged(self, download: Download) -> None:
+        """Note that a complete download is not the requested group."""
 
     # ------------------------------------------------------ from the downloads
 
@@ -174,17 +182,18 @@ class Downloads(Carrier):
             self._count(download, download.came_from)
         if download.came_from == "network":
             download.heard_s = self._heard_s[download.priority] = asyncio.get_running_loop().time()
-            if download.limit != "kept":
-                self.link.received(count)
             self.metrics.downloaded_bytes_total.inc(count)
 
     def settled(self, download: Download) -> None:
         """Handle a download's end; check it if its digest is known."""
-        if download.complete and download.came_from == "network" and download.request.digest is not None:
-            self._track(self._check(download, download.request.digest))
+        known, network = download.request.digest is not None, download.came_from == "network"
+        if download.complete and network and known:
+            download.unchecked = True
+            self._track(self._check(download, download.request.digest or ""))
             return
-        self._forget(download)
-        if download.came_from == "network" and download.source is not self:  # store reads are not counted
+        if not (download.complete and known) and self._under_way.get(download.request) is download:
+            del self._under_way[download.request]
+        if network and download.source is not None:  # store reads are not counted
             result = "done" if download.complete else "cancelled" if download.unwanted else "failed"
             self.metrics.downloads_total.labels(result).inc()
 
@@ -192,17 +201,12 @@ class Downloads(Carrier):
         """Store a complete group requested without this digest; runs in a thread."""
         self._loop.call_soon_threadsafe(self._put, digest, download.data)
 
-    # -------------------------------------------------------------- internals
+    def forget(self, download: Download) -> None:
+        """Accept no further readers of a download, once it has none."""
+        if not (download.readers or download.unchecked) and self._under_way.get(download.request) is download:
+            del self._under_way[download.request]
 
-    def _dialled(self, error: BaseException | None) -> None:
-        if self._closed:
-            return
-        if error is None:
-            self.metrics.peers.inc()
-            return
-        self.metrics.dials_failed_total.inc()
-        if isinstance(error, RequestError) and error.reason == Reason.WRONG:
-            self.metrics.wrong_answers_total.inc()
+    # -------------------------------------------------------------- internals
 
     def _count(self, download: Download, source: str) -> None:
         if download.request.digest is not None:
@@ -217,11 +221,15 @@ class Downloads(Carrier):
                 good = download.has_digest(digest)
             else:
                 good = await asyncio.get_running_loop().run_in_executor(decoders(), download.has_digest, digest)
-            if good:
+            if good and not download.unwanted:
                 await self.store.put(digest, download.data)
         finally:
-            self._forget(download)
+            download.unchecked = False
+            self.forget(download)
         self.metrics.downloads_total.labels("done" if good else "damaged").inc()
+        if not good:
+            self.damaged(download)
+        download.tell()
 
     def _put(self, digest: str, data: memoryview) -> None:
         if not self._closed and digest not in self.store:
@@ -238,10 +246,6 @@ class Downloads(Carrier):
             download.keep(*kept)
         elif not download.over:
             download.begin(self.peer)
-
-    def _forget(self, download: Download) -> None:
-        if self._under_way.get(download.request) is download:
-            del self._under_way[download.request]
 
     def _track(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)
