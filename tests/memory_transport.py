@@ -18,7 +18,7 @@ from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, Reason, RequestError
 from kvabr.types.events import Limit
-from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
+from kvabr.types.naming import TrackNamespace
 from tests.assets import whole
 
 Find = Callable[[TrackNamespace, str], Publication | None]
@@ -175,12 +175,9 @@ class _Sending:
                     raise NotFoundError(f"{what}: not published yet", reason=Reason.MISSING)
                 if data := b"".join(whole(publication.open(group)) for group in groups):
                     return memoryview(data)
-            elif publication is not None:
-                publication.objects(ask.group)  # which checks the number
+            elif publication is not None and ask.group < publication.groups:
                 level = isinstance(publication, LevelPublication)  # whose frames may have to be loaded
                 return memoryview(whole(publication.frame(ask.group) if level else publication.open(ask.group)))
-        except IndexError:
-            pass
         except AssetError as error:
             raise RequestError(f"{what}: the publisher cannot read it ({error})") from error
         why = f"{what} of {ask.namespace.model}: there is none that we may read"
@@ -279,7 +276,6 @@ class MemoryConnection(PeerConnection):
         self.bytes_received = 0
         self._faults = faults
         self._sending: list[_Sending] = []
-        self._standing: list[_Sending] = []
         self._asked: dict[tuple[TrackNamespace, str, int], int] = {}
         self._requests = 0
         self._carried: _Carried | None = None
@@ -288,16 +284,9 @@ class MemoryConnection(PeerConnection):
         self._lasts = None if lasts_s is None else self.loop.call_later(lasts_s, self.lose, "the connection timed out")
 
     def carry(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.carry`. Subscriptions to changes are not counted, and bring nothing."""
+        """See `Carrier.carry`."""
         request = transfer.request
         key = (request.namespace, request.track, request.group)
-        if request.track.startswith(CHANGES_TRACK):
-            standing = _Sending(self, Ask(self._requests, *key, 0), transfer)
-            if self._lost is not None:
-                standing.fail(self._lost)
-            else:
-                self._standing.append(standing)
-            return
         ask = Ask(self._requests, *key, self._asked.get(key, 0))
         self._requests += 1
         self._asked[key] = ask.attempt + 1
@@ -352,9 +341,8 @@ class MemoryConnection(PeerConnection):
         if self._carried is not None:
             self._carried.timer.cancel()
             self._carried = None
-        sending = [*self._sending, *self._standing]
+        sending = list(self._sending)
         self._sending.clear()
-        self._standing.clear()
         for one in sending:
             one.fail(self._lost)
 

@@ -37,7 +37,6 @@ NAMES = {
     "kvabr.engines",
     "kvabr.selectors",
     "kvabr.catalog",
-    "kvabr.changes",
     "kvabr.edge",
     "kvabr.live",
     "kvabr.models",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from kvabr.cli.options import is_loopback
 from kvabr.types.errors import UsageError
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from structlog.typing import FilteringBoundLogger
 
-    from kvabr.server.seen_prompts import SeenPrompts
-    from kvabr.telemetry.kv_events.announced import AnnouncedPrompt, Reason
+    from kvabr.server.published_assets import PublishedAssets
+    from kvabr.telemetry.kv_events.announced import Reason
     from kvabr.telemetry.kv_events.hashes import BlockHashes
 
 _WHY: dict[Reason, str] = {
@@ -27,12 +27,11 @@ _WHY: dict[Reason, str] = {
     "another model": "its model is excluded: --kv-events-topic, --kv-events-model",
     "unreadable": "its token ids are damaged or cannot be read",
 }
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventOptions:
-    """Options of commands that publish KV events."""
+    """Options of `kvabr serve` for KV events."""
 
     about: ClassVar = Heading(
         "KV events",
@@ -56,28 +55,17 @@ class KVEventOptions:
 
 @contextmanager
 def announcements(
-    args: KVEventOptions,
-    read: Callable[[T], AnnouncedPrompt | Reason],
-    assets: Callable[[], Mapping[str, T]],
-    listen: Callable[[Callable[[], None]], None],
-    log: FilteringBoundLogger,
-    registry: CollectorRegistry,
+    args: KVEventOptions, library: PublishedAssets, log: FilteringBoundLogger, registry: CollectorRegistry
 ) -> Iterator[None]:
-    """Announce the assets of a store until the context ends, if the options request it.
+    """Announce the assets of a server until the context ends, if the options request it.
 
-    Args:
-        args: the options.
-        read: returns the prompt of an asset, or the reason to skip it; called in a thread.
-        assets: returns the assets by name; called in a thread.
-        listen: takes a function to call when the assets may have changed.
-        log: receives events.
-        registry: receives the metrics.
+    ``registry`` receives the metrics.
 
     Raises:
         UsageError: an option is wrong, or ZeroMQ is not installed.
         TransportError: an address cannot be bound.
     """
-    from kvabr.telemetry.kv_events.announced import AnnouncedAssets
+    from kvabr.telemetry.kv_events.announced import AnnouncedAssets, everything, prompt_of
     from kvabr.telemetry.kv_events.publisher import (
         EventSockets,
         KVEventMetrics,
@@ -96,10 +84,10 @@ def announcements(
     def warn(name: str, why: Reason) -> None:
         log.warning("not announced in KV events", asset=name, why=_WHY[why], hint="similar assets are only counted")
 
-    announced = AnnouncedAssets(_hashes(args), read, topic=args.topic, models=args.model, warn=warn)
+    announced = AnnouncedAssets(_hashes(args), prompt_of, topic=args.topic, models=args.model, warn=warn)
     sockets, metrics = EventSockets(args.to, args.replay), KVEventMetrics(registry)
-    publisher = KVEventPublisher(sockets, announced, assets, log, metrics)
-    listen(publisher.changed)
+    publisher = KVEventPublisher(sockets, announced, lambda: everything(library.assets), log, metrics)
+    library.listen(publisher.changed)
     log.info("KV events", endpoint=publisher.endpoint, replay=publisher.replay, block=args.block)
     for endpoint in (publisher.endpoint, publisher.replay):
         if endpoint is not None and (host := host_of(endpoint)) is not None and not is_loopback(host):
@@ -107,30 +95,6 @@ def announcements(
             log.warning("KV events are open to all", endpoint=endpoint, hint=hint)
     with publisher:
         yield
-
-
-@contextmanager
-def relaying(
-    args: KVEventOptions, origin: str | None, log: FilteringBoundLogger, registry: CollectorRegistry
-) -> Iterator[SeenPrompts]:
-    """Announce the prompts looked up through a relay, with the tokens from its origin's events.
-
-    Errors as in `announcements`, and a `UsageError` if the origin's events are missing.
-    """
-    from kvabr.server.seen_prompts import SeenPrompts
-    from kvabr.telemetry.kv_events.publisher import EventSockets
-    from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
-
-    prompts = SeenPrompts()
-    if (origin is None) != (args.to is None):
-        raise UsageError("give --kv-events and --upstream-kv-events together: the origin's events have the tokens")
-    with announcements(args, lambda prompt: prompt, prompts.assets, prompts.listen, log, registry):
-        if origin is None:
-            yield prompts
-            return
-        sockets = EventSockets.parse(origin, "--upstream-kv-events")
-        with KVEventSubscriber(sockets, prompts.receive, lambda _: None, log):
-            yield prompts
 
 
 def _hashes(args: KVEventOptions) -> BlockHashes:

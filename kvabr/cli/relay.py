@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt, Lt
 
-from kvabr.cli import kv_events, network, serving
+from kvabr.cli import network, serving
 from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
 from kvabr.types.errors import TransportError, UsageError
@@ -45,11 +45,13 @@ class RelayCommand:
       kvabr relay --upstream moqt://localhost:4443/ --upstream-fingerprint HEX --bind 127.0.0.1:4444 --dev
 
     A group is fetched from the origin once and passed on as it arrives. It is kept, in memory and in the folder or
-    object store of --disk, if its digest matches the asset's catalog; a wrong group is aborted at its end. Assets that
-    the origin removes or replaces are dropped at once. If the origin revokes the relay's token, everything is dropped
-    and the players' connections are closed. If the origin does not announce changes, the relay asks again for catalogs
-    and lookups after two seconds. While the origin cannot be reached, the relay serves its cache and keeps trying; it
-    also starts without its origin, but serves the folder of --disk only after it has reached the origin once.
+    object store of --disk, if its digest matches the asset's catalog; a wrong group is aborted at its end.
+
+    The relay requests a catalog or a lookup again when players need it and its answer is older than two seconds (up to
+    30, if fetching it takes long). So it notices within 30 seconds that the origin has removed or replaced an asset,
+    and serves it no longer; and that the origin refuses the relay's token: then it drops everything and closes the
+    players' connections. While the origin cannot be reached, the relay serves its cache; it also starts without its
+    origin, but serves the folder of --disk only after it has reached the origin once.
 
     --memory bounds the groups that are kept. In addition, catalogs and lookups may use an eighth of it (at least 64
     MiB), and groups that are fetched or sent the memory of --limit.
@@ -73,9 +75,6 @@ class RelayCommand:
     """Size of that folder in GiB (default: 16); stores are not bounded."""
     player_token_file: Annotated[Path | None, Shown("--player-token-file F")] = None
     """File with a token that players must present (default: everyone may enter)."""
-    kv_events: Annotated[kv_events.KVEventOptions, OptionGroup()]
-    upstream_kv_events: Annotated[str | None, Shown("--upstream-kv-events ENDPOINT[,REPLAY]")] = None
-    """KV events of the origin, which contain the tokens of prompts; required by --kv-events."""
     peer: Annotated[PeerOptions, OptionGroup("the origin", prefix="upstream-")]
 
 
@@ -95,21 +94,18 @@ async def _relay(args: RelayCommand) -> int:
     limits = serving.parse_limits(args.serving.limit)
     asset = asset_of(args.upstream)
     token = None if args.player_token_file is None else _player_token(args.player_token_file)
-    with (
-        serving.prepared(args.serving) as setup,
-        kv_events.relaying(args.kv_events, args.upstream_kv_events, setup.log, setup.metrics.registry) as prompts,
-    ):
+    with serving.prepared(args.serving) as setup:
         log, metrics = setup.log, setup.metrics
         async with connect(args.upstream, network.checked(args.peer, "upstream-"), needed=False) as upstream:
             if upstream.trouble is None:
                 log.info("upstream", url=args.upstream, transport=upstream.backend, protocol=upstream.protocol)
             else:
-                hint = "the relay starts anyway, and keeps dialling"
+                hint = "the relay starts anyway, and dials again when players request something"
                 log.warning("the origin cannot be reached", why=upstream.trouble, hint=hint)
             disk_bytes = int(args.disk_gib * (1 << 30))
             async with Relay(
                 upstream, log, metrics,
-                memory_bytes=args.memory, disk=args.disk, disk_bytes=disk_bytes, token=token, prompts=prompts,
+                memory_bytes=args.memory, disk=args.disk, disk_bytes=disk_bytes, token=token,
             ) as relay:  # fmt: skip
                 server = Server(
                     relay, setup.host, setup.port, setup.tls, limits, log, metrics,

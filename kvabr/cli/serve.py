@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt, Le
 
 from kvabr.cli import kv_events, serving
 from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.serve_processes import MAX_PROCESSES, run_processes
 from kvabr.types.errors import AssetError, FormatError, UsageError
 from kvabr.types.fields import OptionGroup, Shown
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 _EXPIRES_SOON_DAYS = 14
 _MAX_DAYS = 36_500
-_MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +58,6 @@ class ServeCommand:
     root: Annotated[str | None, Shown("ROOT")] = None
     """The store: a folder or a URL, or a folder with stores."""
     serving: Annotated[serving.ServingOptions, OptionGroup()]
-    processes: Annotated[int, Ge(1), Le(MAX_PROCESSES), Shown("--processes N")] = 1
-    """Processes that share the address, if one core is too slow (default: 1); each has its own limits, and its own
-    metrics port, counted from --metrics."""
     grants: Annotated[Path | None, Shown("--grants F")] = None
     """Who may read which assets, JSON (default: all read all)."""
     new_token: Annotated[bool, Shown()] = False
@@ -82,36 +76,10 @@ def run(args: ServeCommand) -> int:
     if args.root is None:
         raise UsageError("give the folder with your assets: kvabr serve ROOT --dev")
     limits = serving.parse_limits(args.serving.limit)
-    if args.processes == 1:
-        return run_async(_serve(args, args.root, limits))
-    _check_processes(args)
-    from kvabr.server.server import claimed
-
-    with claimed(*args.serving.bind, tcp=args.serving.tcp != "off"):
-        return run_processes(args.processes, partial(_process, args, args.root, limits))
+    return run_async(_serve(args, args.root, limits))
 
 
 add = command(ServeCommand, run, serving.limits_help)
-
-
-def _check_processes(args: ServeCommand) -> None:
-    if args.serving.dev:
-        raise UsageError("--processes: give --cert and --key: all processes need the same certificate")
-    if args.kv_events.to is not None:
-        raise UsageError("--processes: --kv-events is for one process")
-    for what, address in (("--bind", args.serving.bind), ("--metrics", args.serving.seen.metrics)):
-        if address is not None and address.port == 0:
-            raise UsageError(f"--processes: give a port with {what}: all processes share it or count from it")
-    metrics = args.serving.seen.metrics
-    if metrics is not None and metrics.port + args.processes - 1 > _MAX_PORT:
-        raise UsageError(f"--metrics: {args.processes} processes count from port {metrics.port} on, past {_MAX_PORT}")
-
-
-def _process(args: ServeCommand, root: str, limits: ServerLimits, number: int) -> int:
-    if (metrics := args.serving.seen.metrics) is not None:
-        metrics = metrics._replace(port=metrics.port + number)
-    mine = replace(args.serving, seen=replace(args.serving.seen, metrics=metrics))
-    return run_async(_serve(replace(args, serving=mine), root, limits))
 
 
 def _new_token(days: float | None, file: Path | None) -> int:
@@ -136,7 +104,6 @@ async def _serve(args: ServeCommand, root: str, limits: ServerLimits) -> int:
     from kvabr.server.grants import Grants
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server, Watcher, run_until_signal
-    from kvabr.telemetry.kv_events.announced import everything, prompt_of
 
     # Check everything before binding the address.
     try:
@@ -150,16 +117,12 @@ async def _serve(args: ServeCommand, root: str, limits: ServerLimits) -> int:
         library = PublishedAssets(root, grants, log)
         server = Server(
             library, setup.host, setup.port, setup.tls, limits, log, metrics,
-            quic=args.serving.quic, tcp=args.serving.tcp, shared=args.processes > 1,
-            announce_rates=args.serving.announce_rates == "on",
+            quic=args.serving.quic, tcp=args.serving.tcp, announce_rates=args.serving.announce_rates == "on",
         )  # fmt: skip
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:
             if (path := args.grants) is not None:
                 files.add("tokens", [path], lambda: library.regrant(Grants.from_file(path)))
-            tokens = kv_events.announcements(
-                args.kv_events, prompt_of, lambda: everything(library.assets), library.listen, log, metrics.registry
-            )
-            with tokens:
+            with kv_events.announcements(args.kv_events, library, log, metrics.registry):
                 return await run_until_signal(
                     server, args.serving.drain, log, metrics, lambda: _announce(server, library, setup, args)
                 )

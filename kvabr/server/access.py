@@ -76,7 +76,7 @@ class Access:
         renewed = self._renew(grant, now_s)
         if isinstance(renewed, Denial):
             return renewed
-        return None if self._source.holds(renewed, publication) else REMOVED
+        return None if publication.readable(renewed) else REMOVED
 
     def _of(self, token: bytes | None) -> Grant | Denial:
         grant = self._source.admit(token)

@@ -22,7 +22,7 @@ from kvabr.moqt.wire import Draft
 from kvabr.server.access import Access, Denial
 from kvabr.server.announced_rates import AnnouncedRates, SiteRate
 from kvabr.server.budgets import Budgets, Room
-from kvabr.server.fetch_range import DESCENDING, FetchRange, GroupRange, InvalidRangeError, LeftOutError, last_object
+from kvabr.server.fetch_range import DESCENDING, FetchRange, FetchRangeError, GroupRange
 from kvabr.server.grants import Grant, token_in_path
 from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, ServerLimits, refusal
 from kvabr.server.metrics import Metrics
@@ -53,6 +53,7 @@ class Host:
         self.rates: AnnouncedRates | None = None
         self.peers: set[ClientConnection] = set()
         self.requests = 0
+        """In flight, on all connections."""
         self.draining = False
 
     @property
@@ -186,15 +187,15 @@ class ClientConnection(Endpoint):
         if self._room is not None:
             self._server.budgets.left(self._room)
             self._room = None
-        self._measure(limited=False)
+        self._measure(self._delivered, limited=False)
         self._server.left(self)
         self.log.debug("connection over", why=reason, code=code)
 
     def feed(self) -> None:
         if self._underway:
             self._underway = {stream for stream in self._underway if not self.transport.delivered(stream)}
-        session, room = self.session, self._room
-        if self._feeding or session is None or room is None or not (len(self._queue) or room.in_flight):
+        room = self._room
+        if self._feeding or self.session is None or room is None or not (len(self._queue) or room.in_flight):
             return
         self._feeding = True
         try:
@@ -203,56 +204,45 @@ class ClientConnection(Endpoint):
             unsent = self.transport.unsent(chain(streams, self._underway))
             room.note(unsent + self.transport.in_flight())
             left, given = min(self.transport.ahead() - unsent, room.allowance()), self._given
-            done, broken = self._queue.feed(left, self.transport.piece)
+            ended = self._queue.feed(left, self.transport.piece)
             self._measure(given - room.in_flight, limited=len(self._queue) > 0 and self._given - given >= left)
-            for job in done:
-                self._end(job, session.responder)
-            for job, error in broken:
-                self._broke(job, error, session.responder)
-            if done or broken:
+            for job, error in ended:
+                self._end(job, error)
+            if ended:
                 self.settle()
-            if any(job.subgroup is not None for job in (*done, *(job for job, _ in broken))):
+            if any(job.subgroup is not None for job, _ in ended):
                 self._wake()  # for the groups that follow
         finally:
             self._feeding = False
 
-    def _measure(self, delivered: int | None = None, *, limited: bool) -> None:
+    def _measure(self, delivered: int, *, limited: bool) -> None:
         if self._site is None or self._server.rates is None:
             return
-        more = 0 if delivered is None else max(0, delivered - self._delivered)
+        more = max(0, delivered - self._delivered)
         self._delivered += more
         self._site.note(self, more, self.transport.round_trip() or 0.0, self._server.rates.clock(), limited=limited)
 
-    def _end(self, job: Sending, responder: Responder) -> None:
-        assert job.stream is not None  # noqa: S101  # it was sent
-        if job.subgroup is None:
-            responder.fetch_sent(job.request.number)
-        else:
-            responder.pushed(job.request.number, job.stream)
-        self._underway.add(job.stream)
-        self._server.metrics.group_sent(job.request.track)
-        self._server.metrics.group_bytes.observe(job.sent)
-        self._subscriptions.sent(job)
-
-    def _broke(self, job: Sending, error: Exception, responder: Responder) -> None:
-        number = job.request.number
-        if job.stream is None:
+    def _end(self, job: Sending, error: Exception | None) -> None:
+        """Finish an answer that was sent, or broke with an error."""
+        number, stream, responder = job.request.number, job.stream, self._responder
+        if stream is None:
+            assert error is not None  # noqa: S101  # nothing is sent without a stream
             self._refuse_for(number, error)
+        elif job.subgroup is not None:
+            responder.pushed(number, stream, reset=None if error is None else ResetCode.INTERNAL_ERROR)
+        elif error is None:
+            responder.fetch_sent(number)
         else:
+            responder.break_off(number, ResetCode.INTERNAL_ERROR)
+        if stream is not None and error is None:
+            self._underway.add(stream)
+            self._server.metrics.group_sent(job.request.track)
+        elif stream is not None:
             self.log.warning("group cannot be sent", error=str(error))
-            if job.subgroup is None:
-                responder.break_off(number, ResetCode.INTERNAL_ERROR)
-            else:
-                responder.pushed(number, job.stream, reset=ResetCode.INTERNAL_ERROR)
-                self._subscriptions.fail(job)
-            self._server.metrics.cancelled_total.inc()
-        self._subscriptions.sent(job)
+        self._subscriptions.sent(job, failed=error is not None)
 
-    def _give_up(self, job: Sending, reset: ResetCode | None = None) -> None:
+    def _give_up(self, job: Sending) -> None:
         self._queue.remove(job)
-        if reset is not None and job.stream is not None:
-            self._responder.pushed(job.request.number, job.stream, reset=reset)
-        self._server.metrics.cancelled_total.inc()
         self._subscriptions.sent(job)
 
     def _wake(self) -> None:
@@ -277,19 +267,17 @@ class ClientConnection(Endpoint):
         session = self.session
         if self._over or session is None:
             return
-        metrics, access = self._server.metrics, self.access
+        access = self.access
         if (denial := access.recheck(now_s)) is not None:
             token = "" if access.grant is None else access.grant.id
-            metrics.token_lost(token, denial.result)
             self.log.info("connection ended", token=token, why=denial.reason)
             self.shut(denial.session, denial.reason)
             return
         for request in self._answered():
             denial = access.recheck_request(request.grant, request.publication, now_s)
             if denial is not None:
-                metrics.token_lost(request.grant.id, denial.result)
                 self.log.info("request ended", token=request.grant.id, track=request.track, why=denial.reason)
-                if isinstance(request, Subscription):
+                if request in self._subscriptions:
                     session.responder.publish_done(request.number, denial.done, denial.reason)
                 elif any(job.stream is None for job in self._queue.of(request.number)):
                     self._refuse(request.number, denial.request, denial.reason)
@@ -331,7 +319,6 @@ class ClientConnection(Endpoint):
 
     def _requested(self, event: Requested) -> None:
         message, number = event.message, event.request_id
-        self._server.metrics.requests_total.labels(type(message).__name__).inc()
         if (why := self._overload()) is not None:
             self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=BUSY_MS)
             return
@@ -414,54 +401,42 @@ class ClientConnection(Endpoint):
                 self._fetch(request, message)
             else:
                 self._subscriptions.to_track(request, message)
-        except InvalidRangeError as error:
-            self._refuse(number, RequestCode.INVALID_RANGE, found.failure or str(error))
-        except LeftOutError as error:
-            self._refuse(number, RequestCode.DOES_NOT_EXIST, str(error))
-        except (AssetError, IndexError, TransportError) as error:
+        except FetchRangeError as error:
+            self._refuse(number, error.code, str(error))
+        except (AssetError, TransportError) as error:
             self._refuse_for(number, error)
 
     def _fetch(self, request: TrackRequest, message: Fetch) -> None:
-        number, publication = request.number, request.publication
-        wanted = FetchRange.of(
-            message,
-            publication.groups,
-            lambda group: last_object(publication.objects(group), dense=self._dense),
-            growing=publication.growing,
-            has=publication.has,
-        )
-        accept = partial(self._responder.accept_fetch, number, wanted.end, end_of_track=wanted.end_of_track)
+        wanted = FetchRange.of(message, request.publication, dense=self._dense)
+        accept = partial(self._responder.accept_fetch, request.number, wanted.end, end_of_track=wanted.end_of_track)
         job = self._job(request, wanted.groups, accept=accept)
-        if publication.dear:
+        if request.publication.dear:
             job.ready()  # begin to fetch the group if there is room for it
         self._queue.add(job)
 
     def _push(self, subscription: Subscription, part: GroupRange, header: SubgroupHeader, stream: int) -> None:
-        job = self._job(subscription, [part], stream=stream, subgroup=header)
-        self._queue.add(job)
-        if subscription.timeout_s is not None:
-            asyncio.get_running_loop().call_later(subscription.timeout_s, self._too_late, job)
+        self._queue.add(job := self._job(subscription.request, [part], stream=stream, subgroup=header))
+        if (timeout_s := subscription.timeout_s) is not None:
+            asyncio.get_running_loop().call_later(timeout_s, self._too_late, job)
+
+    def _too_late(self, job: Sending) -> None:
+        if job in self._queue.of(job.request.number) and job.stream is not None:
+            self._responder.pushed(job.request.number, job.stream, reset=ResetCode.DELIVERY_TIMEOUT)
+            self._give_up(job)
+            self._wake()
 
     def _job(self, request: TrackRequest, ranges: Sequence[GroupRange], **more: Any) -> Sending:
         assert self._room is not None  # noqa: S101  # the handshake is done
         return Sending(request, ranges, self._room, self._wake, **more)
-
-    def _too_late(self, job: Sending) -> None:
-        if job in self._queue.of(job.request.number):
-            self._give_up(job, ResetCode.DELIVERY_TIMEOUT)
-            self._wake()
 
     def _refuse(self, number: int, code: RequestCode, reason: str, *, retry_ms: int | None = None) -> None:
         self._server.metrics.refusals_total.labels(code.name).inc()
         self._responder.refuse(number, code, reason, retry_ms=retry_ms)
 
     def _refuse_for(self, number: int, error: Exception) -> None:
-        if not isinstance(error, TransportError):
-            self.log.warning("group cannot be read", error=str(error))
-            self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that group")
-            return
         code, reason, retry_ms = refusal(error)
-        self.log.debug("request refused", why=str(error))
+        report = self.log.debug if isinstance(error, TransportError) else self.log.warning
+        report("request refused", why=str(error))
         self._refuse(number, code, reason[:500], retry_ms=retry_ms)
 
     def _may_send(self, job: Sending) -> bool:

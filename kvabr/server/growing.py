@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 
 from kvabr.codec.container import ObjectSpan
+from kvabr.server.grants import Grant
 from kvabr.server.publication import Publication, PublishedGroup
 from kvabr.types.digests import digest_of
-from kvabr.types.words import counted
 
 
 class GrowingPublication(Publication):
@@ -24,11 +24,7 @@ class GrowingPublication(Publication):
         self._notifying = False
 
     def grow(self, groups: int) -> None:
-        """Announce that groups below ``groups`` exist; `ValueError` after the end, or if it would shrink."""
-        if not self.growing or groups < self.groups:
-            raise ValueError(
-                f"a track of {counted(self.groups, 'group')}{'' if self.growing else ' that has ended'} got {groups}"
-            )
+        """Announce that groups below ``groups`` exist."""
         self.groups = groups
         self._notify_soon()
 
@@ -64,12 +60,17 @@ class GrowingPublication(Publication):
 class GrowingBytes(GrowingPublication):
     """A growing track in memory with single-object groups: news about other tracks."""
 
-    def __init__(self) -> None:
+    def __init__(self, readable: Callable[[Grant], bool] = lambda _: True) -> None:
+        """``readable``: see `Publication`."""
         super().__init__()
+        self._readable = readable
         self._published: list[PublishedGroup] = []
 
+    def readable(self, grant: Grant) -> bool:
+        return self._readable(grant)
+
     def append(self, data: bytes) -> None:
-        """Publish the next group; raises as `grow`."""
+        """Publish the next group."""
         digest = digest_of(data)
         group = PublishedGroup(memoryview(data), (ObjectSpan(0, 0, len(data)),), digest)
         self.grow(self.groups + 1)
@@ -80,6 +81,4 @@ class GrowingBytes(GrowingPublication):
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> PublishedGroup:
         del priority, on_more
-        if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} of a track that has {counted(self.groups, 'group')} so far")
         return self._published[group]

@@ -77,8 +77,10 @@ class RateLimiter:
         return self._left <= 1 - self.rate
 
 
-def refusal(error: TransportError) -> tuple[RequestCode, str, int | None]:
+def refusal(error: Exception) -> tuple[RequestCode, str, int | None]:
     """Return the REQUEST_ERROR for a failed source: code, reason, milliseconds until a retry."""
+    if not isinstance(error, TransportError):  # its text names files
+        return RequestCode.INTERNAL_ERROR, "the publisher cannot read that group", None
     if isinstance(error, UnauthorizedError):
         return RequestCode.UNAUTHORIZED, "the origin refuses the relay's token", None
     if isinstance(error, NotFoundError):

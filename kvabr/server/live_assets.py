@@ -46,7 +46,8 @@ class FollowedAsset(GrowingAsset):
     def __init__(self, follower: LiveFollower, label: str) -> None:
         """``label``: path of its store, ending in a slash."""
         super().__init__(follower.live)
-        self.follower, self.name = follower, label + follower.live.catalog.namespace.prompt
+        self.follower, self.store = follower, follower.store
+        self.name = label + follower.live.catalog.namespace.prompt
         self.settled = False
         """Whether an ended asset is done with."""
         self.partial = True
@@ -100,9 +101,9 @@ class LiveAssets:
         log: FilteringBoundLogger,
         *,
         on_ended: Callable[[], object] = lambda: None,
-        on_gone: Callable[[FollowedAsset], object] = lambda _: None,
+        on_gone: Callable[[], object] = lambda: None,
     ) -> None:
-        """``on_ended`` is called in a thread when assets may be complete, ``on_gone`` for removed ones."""
+        """``on_ended`` is called in a thread when assets may be complete, ``on_gone`` after one was removed."""
         self._stores, self._log, self._on_ended, self._on_gone = stores, log, on_ended, on_gone
         self._assets: tuple[FollowedAsset, ...] = ()
         """Oldest first; replaced as a whole because other threads read it."""
@@ -172,7 +173,7 @@ class LiveAssets:
                 asset.end("the asset was removed")
                 self._log.info("live asset removed", asset=asset.name)
                 self._drop(asset)
-                self._on_gone(asset)
+                self._on_gone()
             elif asset.over and (now_s - asset.changed_s > LINGER_S or asset in ended[:-MAX_LIVE]):
                 self._drop(asset)
 

@@ -33,17 +33,6 @@ class PublishedFrame(NamedTuple):
     """Empty if left out by the producer."""
 
 
-class EdgeTrack(GrowingBytes):
-    """The track of the news."""
-
-    def __init__(self, asset: GrowingAsset) -> None:
-        super().__init__()
-        self.asset = asset
-
-    def readable(self, grant: Grant) -> bool:
-        return self.asset.readable(grant)
-
-
 class LiveLevel(GrowingPublication):
     """One compression level."""
 
@@ -97,8 +86,6 @@ class LiveLevel(GrowingPublication):
 
     def frame(self, group: int) -> PublishedFrame:
         """Return the news about a group."""
-        if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} of a track that has {counted(self.groups, 'group')} so far")
         return self._frames[group]
 
 
@@ -123,7 +110,8 @@ class GrowingAsset(ABC):
             for track in catalog.tracks:
                 level = LiveLevel(self, part, track.name, [track.bytes[index] for index in own])
                 self.levels[level.name] = level
-        self.edge = EdgeTrack(self)
+        self.edge = GrowingBytes(self.readable)
+        """The track of the news."""
         self.text = BytesPublication(live.dumps().encode()) if text is None else text
         self.news_bytes = 0
         self.over = False

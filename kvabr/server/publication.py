@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from kvabr.codec.container import ObjectSpan, object_spans, slices
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.store.asset import Asset, FrameReader
-from kvabr.types.digests import digest_of, has_digest
+from kvabr.types.digests import digest_of
 from kvabr.types.errors import AssetError, TransportError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.units import unit_of
-from kvabr.types.words import counted
 
 
 class ArrivingGroup(ABC):
@@ -105,14 +104,14 @@ class LoadingGroup(ArrivingGroup):
 
     async def _load(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         try:
-            self._frame = await asyncio.to_thread(level.load, group)
+            self._frame = await asyncio.to_thread(level.frame, group)
         except AssetError as error:
             self._error = error
         on_more()
 
 
 class Publication(ABC):
-    """One track. Its groups are numbered from 0; methods raise `IndexError` for others."""
+    """One track. Its groups are numbered from 0; callers check that a group exists (`FetchRange`)."""
 
     groups: int
     """Number of groups so far."""
@@ -132,12 +131,9 @@ class Publication(ABC):
         return 0 <= group < self.groups
 
     def readable(self, grant: Grant) -> bool:
-        """Return whether a grant may still read the track, which may be gone."""
+        """Return whether a grant may still read the track, which may be gone; short ones are sent completely."""
         del grant
         return True
-
-    def requested(self, group: int) -> None:  # noqa: B027  # only stored levels count requests
-        """Count a request for a group."""
 
     def loads(self, group: int) -> int:
         """Return the bytes that opening a group would load; 0 if they are there or arriving."""
@@ -164,8 +160,6 @@ class CatalogLevel(Publication):
 
     def size(self, group: int) -> int:
         """Return the bytes of a group."""
-        if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} is outside an asset of {counted(self.groups, 'group')}")
         return self._sizes[group]
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
@@ -173,24 +167,16 @@ class CatalogLevel(Publication):
         return object_spans(self._spec.parts[self._part], self._level, unit.first, unit.tokens, size)
 
 
-Suspect = tuple[Asset, int, str]
-"""A group that may be damaged: asset, group, track."""
-
-
 class LevelPublication(CatalogLevel):
     """One level of one version of an asset in a store."""
 
-    def __init__(self, asset: Asset, track: str, suspect: Callable[[Suspect], object] = lambda _: None) -> None:
-        """Serve ``track`` of ``asset``; raise `FormatError` if there is none.
-
-        ``suspect`` is called, in any thread, for each group requested a second time; of a remote store, only if its
-        digest is wrong.
-        """
-        self.asset, self._track = asset, asset.catalog.published_track(track)
+    def __init__(
+        self, asset: Asset, track: str, readable: Callable[[Grant, Asset], bool] = lambda _grant, _asset: True
+    ) -> None:
+        """Serve ``track`` of ``asset``; raise `FormatError` if there is none. ``readable``: see `Publication`."""
+        self.asset, self._track, self._readable = asset, asset.catalog.published_track(track), readable
         self.dear = not asset.local
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
-        self._suspect = suspect
-        self._requests = bytearray(self.groups)
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         del priority
@@ -199,21 +185,8 @@ class LevelPublication(CatalogLevel):
             return LoadingGroup(self, group, on_more)
         return OpenedGroup(self.frame(group), objects, self.digest(group))
 
-    def requested(self, group: int) -> None:
-        self._requests[group] = min(3, self._requests[group] + 1)
-        if self._requests[group] == 2 and not self.dear:
-            self._suspect((self.asset, group, self.name))
-
-    def load(self, group: int) -> FrameReader:
-        """Fetch a group's frame, and check it on the second request; raises as `open`."""
-        again, right = self._requests[group] == 2, False
-        try:
-            frame = self.frame(group)
-            right = not again or has_digest(self.digest(group), frame.read(0, frame.size))
-            return frame
-        finally:
-            if again and not right:
-                self._suspect((self.asset, group, self.name))
+    def readable(self, grant: Grant) -> bool:
+        return self._readable(grant, self.asset)
 
     def frame(self, group: int) -> FrameReader:
         """Open the frame of an existing group; raises as `open`."""
@@ -241,10 +214,7 @@ class BytesPublication(Publication):
         return self.open(group).objects
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> PublishedGroup:
-
-        del priority, on_more
-        if group != 0:
-            raise IndexError(f"group {group} of a track that has only group 0")
+        del group, priority, on_more
         return self._group
 
 
@@ -264,12 +234,8 @@ class Source(ABC):
         """Return the current grant of an admitted token; None ends its connections."""
         return EVERYTHING if self._grants is None else self._grants.renewed(grant)
 
-    def holds(self, grant: Grant, publication: Publication) -> bool:
-        """Return whether a grant may still read a result of `find`."""
-        return publication.readable(grant)
-
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call ``changed``, in any thread, when `renewed` or `holds` may have changed."""
+        """Call ``changed``, in any thread, when `renewed` or a `Publication.readable` may have changed."""
         self._listeners.append(changed)
 
     def _notify(self) -> None:

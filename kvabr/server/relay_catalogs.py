@@ -1,8 +1,8 @@
 """The small tracks of a relay: catalogs, lookups, profiles, models. One fetch from the origin serves all readers.
 
-Catalogs and lookups may change, so they are requested again after a moment; while the origin is away its last answer is
-used. Names without a track take no memory. A removed asset is dropped with all that depends on it: when the origin
-reports it, or else when it is requested again.
+Catalogs and lookups may change, so they are requested again after a moment, also for a request for a group; while the
+origin is away its last answer is used. Names without a track take no memory. A removed or replaced asset is dropped
+when its catalog is requested again; its groups stay in the store until others need the room.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from array import array
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from kvabr.server.changes import mark_of
 from kvabr.server.publication import BytesPublication
 from kvabr.store.asset_index import check_names
 from kvabr.store.lru import ByteLru
@@ -52,10 +51,12 @@ MIN_BYTES = 64 << 20
 _OVERHEAD_BYTES = 4096
 _TOP_PRIORITY = 0
 _MAX_REQUESTS = 4096
-_MAX_FRESH_S = 30.0
+MAX_FRESH_S = 30.0
+"""An answer is not repeated for longer, so an origin's removals are noticed, unless the origin is away."""
 _FRESH_PER_FETCH = 20.0
 """An answer is fresh for this many times the duration of its fetch: refreshing takes at most 5 % of the path."""
 _BUSY_S = 1.0
+REFUSED = "the origin refuses the relay's token"
 _LIMITS = {PROFILE_TRACK: MAX_PROFILE_BYTES, MODELS_TRACK: MAX_MODELS_BYTES}
 """Bytes of small tracks that are not catalogs."""
 _UNAVAILABLE_REASONS = (Reason.TIMEOUT, Reason.AWAY, Reason.BUSY, Reason.INTERNAL)
@@ -83,22 +84,10 @@ class AssetFacts:
     digest_kind: str
     withdrawn: bool = False
     """The origin has removed the asset, so that sending must stop."""
-    mark: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.mark = mark_of(self.namespace)
 
     def digest(self, track: str, group: int) -> str:
 
         return from_raw(self.digests[track][RAW_BYTES * group : RAW_BYTES * (group + 1)], self.digest_kind)
-
-    def firsts(self) -> set[str]:
-        """Return the first group's digest of each track."""
-        return {self.digest(track, 0) for track, sizes in self.sizes.items() if sizes}
-
-    def all_digests(self) -> set[str]:
-        """Return the digests of all groups."""
-        return {self.digest(track, group) for track, sizes in self.sizes.items() for group in range(len(sizes))}
 
 
 def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFacts | None:
@@ -174,17 +163,16 @@ class Catalogs:
         log: FilteringBoundLogger,
         *,
         limit: int = MIN_BYTES,
-        on_dropped: Callable[[AssetFacts], None] = lambda _: None,
+        on_dropped: Callable[[TrackNamespace], None] = lambda _: None,
         on_revoked: Callable[[], None] = lambda: None,
-        on_known: Callable[[AssetFacts], None] = lambda _: None,
     ) -> None:
         """Keep at most ``limit`` bytes; as many may be arriving.
 
-        ``on_known`` receives each catalog's facts, ``on_dropped`` those of an asset that the origin has removed or
-        replaced; ``on_revoked`` is called after everything was dropped for a refused token.
+        ``on_dropped`` receives the name of an asset that the origin has removed or replaced; ``on_revoked`` is called
+        after everything was dropped for a refused token.
         """
         self._upstream, self._log, self._limit = upstream, log, limit
-        self._on_dropped, self._on_revoked, self._on_known = on_dropped, on_revoked, on_known
+        self._on_dropped, self._on_revoked = on_dropped, on_revoked
         self._answers: ByteLru[_Name, Answer] = ByteLru(limit, lambda answer: answer.memory)
         self._known: WeakSet[AssetFacts] = WeakSet()
         """Including facts of evicted catalogs that tracks still use."""
@@ -193,8 +181,8 @@ class Catalogs:
         self._away = upstream.trouble is not None
         self.revoked = False
         """The origin refuses the relay's token."""
-        self._withdrawals = self._revocations = 0
-        """Counts, to distrust answers requested before a withdrawal."""
+        self._revocations = 0
+        """Number so far, to refuse answers requested before the last one."""
 
     @property
     def bytes(self) -> int:
@@ -210,7 +198,7 @@ class Catalogs:
         if answer is None or track == PROFILE_TRACK:
             return answer
         age_s = asyncio.get_running_loop().time() - answer.received_s
-        fresh_s = max(self.FRESH_S, min(_MAX_FRESH_S, _FRESH_PER_FETCH * answer.took_s))
+        fresh_s = max(self.FRESH_S, min(MAX_FRESH_S, _FRESH_PER_FETCH * answer.took_s))
         return None if answer.distrusted or age_s >= fresh_s else answer
 
     def last(self, namespace: TrackNamespace, track: str) -> Answer | None:
@@ -227,7 +215,7 @@ class Catalogs:
         """
         if (found := self.fresh(namespace, track)) is not None:
             return found
-        name, first_s = (namespace, track), 0.0 if is_live(track) else self.DISCONNECTED_S
+        name, first_s = (namespace, track), 0.0 if is_live(track) and self._away else self.DISCONNECTED_S
         last = self._answers.get(name)
         if last is None and not first_s and self._upstream.trouble is not None and self._requests:
             raise self._unknown(name)  # no asset grows meanwhile, so a live track waits only if it is the first to
@@ -241,7 +229,7 @@ class Catalogs:
             elif last.distrusted:  # not worth repeating while the origin may still answer
                 patience_s = None
             else:
-                patience_s = 0 if lost or self._away else self.PATIENCE_S
+                patience_s = 0 if self._away else self.PATIENCE_S
             await asyncio.wait({task}, timeout=patience_s)
             if not task.done() and (last is not None or (lost and self._upstream.trouble is not None)):
                 break
@@ -267,7 +255,7 @@ class Catalogs:
         """Drop everything: the origin no longer accepts the token."""
         if self.revoked:
             return
-        self._log.warning("the origin refuses the relay's token; everything fetched under it was dropped")
+        self._log.warning(f"{REFUSED}; everything fetched under it was dropped")
         self.revoked = True
         self._revocations += 1
         for facts in self._known:
@@ -275,21 +263,11 @@ class Catalogs:
         self._answers.clear()
         self._on_revoked()
 
-    def withdraw(self, marks: Collection[str]) -> None:
-        """Drop assets that the origin has removed or replaced, by their marks."""
-        self._withdrawals += 1
-        self._drop(lambda facts: facts.mark in marks, "asset removed or replaced")
-        self._drop_live(lambda namespace: mark_of(namespace) in marks)
-
     def forget_live(self, namespace: TrackNamespace) -> None:
         """Request the live catalog of a name again."""
-        self._drop_live(lambda other: other == namespace)
-
-    def distrust_all(self) -> None:
-        """Request everything again before its next use, if the origin answers."""
-        self._withdrawals += 1
-        for _, answer in self._entries():
-            answer.distrusted = True
+        for name, answer in self._entries():
+            if answer.live == namespace:
+                del self._answers[name]
 
     def close(self) -> None:
         """Cancel all requests, and drop everything."""
@@ -318,7 +296,7 @@ class Catalogs:
             self._away = self.revoked = False
         if isinstance(error, NotFoundError):
             if name[1] == CATALOG_TRACK:
-                self._drop(lambda facts: facts.namespace == name[0], "asset removed")
+                self._drop(name[0], "asset removed")
             self._answers.pop(name, None)
         elif is_unauthorized(error):
             self.revoke()
@@ -327,7 +305,7 @@ class Catalogs:
         namespace, track = name
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        withdrawals, revocations = self._withdrawals, self._revocations
+        revocations = self._revocations
         try:
             data = bytes(await self._received(name))
         except ConnectionLostError:  # try once more: the next connection may be open
@@ -343,10 +321,9 @@ class Catalogs:
             self._log.warning("origin refused", track=track[:80], model=namespace.model, why=str(error))
             raise RequestError(f"{track[:80]}: {error}", reason=Reason.WRONG) from error
         if revocations != self._revocations:
-            raise RequestError("the origin refuses the relay's token", reason=Reason.UNAUTHORIZED)
-        distrusted = withdrawals != self._withdrawals
+            raise RequestError(REFUSED, reason=Reason.UNAUTHORIZED)
         facts = found if isinstance(found, AssetFacts) else None
-        answer = Answer(publication, facts, loop.time(), loop.time() - start_s, distrusted)
+        answer = Answer(publication, facts, loop.time(), loop.time() - start_s)
         if isinstance(found, TrackNamespace):
             answer.live = found
             self._answers.replace((found, LIVE_TRACK), answer)
@@ -358,10 +335,9 @@ class Catalogs:
                 if known.facts.sha256 == facts.sha256:  # equal answers share memory
                     answer.publication, answer.facts = known.publication, known.facts
                 else:
-                    self._drop(lambda other: other.namespace == facts.namespace, "asset replaced")
+                    self._drop(facts.namespace, "asset replaced")
             if answer.facts is not None:
                 self._known.add(answer.facts)
-                self._on_known(answer.facts)
             self._answers.replace(catalog, answer)
         self._answers.replace(name, answer)
         return answer
@@ -382,29 +358,17 @@ class Catalogs:
             download.cancel()
             self._arriving -= counted
 
-    def _drop(self, chosen: Callable[[AssetFacts], bool], event: str) -> None:
-        gone = [facts for facts in self._known if not facts.withdrawn and chosen(facts)]
+    def _drop(self, namespace: TrackNamespace, event: str) -> None:
+        gone = [facts for facts in self._known if not facts.withdrawn and facts.namespace == namespace]
+        if not gone:
+            return
         for facts in gone:
             facts.withdrawn = True
-        for name, answer in self._entries() if gone else ():
+        for name, answer in self._entries():
             if answer.facts is not None and answer.facts.withdrawn:
                 del self._answers[name]
-        for facts in gone:
-            self._log.info(event, model=facts.namespace.model, prompt=facts.namespace.prompt[:16])
-            self._on_dropped(facts)
-
-    def _drop_live(self, chosen: Callable[[TrackNamespace], bool]) -> None:
-        for name, answer in self._entries():
-            if answer.live is not None and chosen(answer.live):
-                del self._answers[name]
-
-    def named(self, firsts: set[str]) -> set[str]:
-        """Return the digests of all groups of assets with one of these as their first group.
-
-        Assets share groups only as parts of a common prefix, so they then share the first one.
-        """
-        others = [one for one in self._known if not one.withdrawn and not firsts.isdisjoint(one.firsts())]
-        return {digest for one in others for digest in one.all_digests()}
+        self._log.info(event, model=namespace.model, prompt=namespace.prompt[:16])
+        self._on_dropped(namespace)
 
     def _entries(self) -> list[tuple[_Name, Answer]]:
         return [(name, answer) for name in self._answers if (answer := self._answers.peek(name)) is not None]

@@ -33,7 +33,7 @@ _AHEAD_GROUPS = 64
 _SLACK = 4
 """Limit on such a group, in expected sizes."""
 _SLACK_BYTES = 64 << 10
-_REMOVED = "the asset was removed or replaced; request its catalog again"
+REMOVED = "the asset was removed or replaced; request its catalog again"
 
 
 class RelayedAsset(GrowingAsset):
@@ -49,7 +49,7 @@ class RelayedAsset(GrowingAsset):
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
         if self.gone:
-            raise AssetError(_REMOVED)
+            raise AssetError(REMOVED)
         return self._groups.open(self._request(level, group), level.objects(group), priority, on_more)
 
     def loads(self, level: LiveLevel, group: int) -> int:
@@ -90,13 +90,13 @@ class LiveRelay:
 
     def __init__(
         self, upstream: Connection, catalogs: Catalogs, groups: RelayGroups, log: FilteringBoundLogger,
-        on_gone: Callable[[RelayedAsset], None],
+        on_gone: Callable[[], None],
     ) -> None:  # fmt: skip
-        """``on_gone`` is called with assets that no longer exist at the origin."""
+        """``on_gone`` is called after the origin has removed an asset."""
         self._upstream, self._catalogs, self._groups, self._log = upstream, catalogs, groups, log
         self._on_gone = on_gone
         self._assets: dict[TrackNamespace, RelayedAsset] = {}
-        self._beginning: dict[TrackNamespace, asyncio.Task[RelayedAsset]] = {}
+        self._beginning = asyncio.Lock()
         self._following: dict[RelayedAsset, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
@@ -117,26 +117,31 @@ class LiveRelay:
 
         Raises `NotFoundError` if the origin has none, `TransportError` if it does not answer, or too many are followed.
         """
-        if (asset := self.find(namespace)) is not None:
+        if (asset := self.find(namespace)) is not None and asset.over:
+            try:
+                await self._catalogs.get(namespace, LIVE_TRACK)
+            except NotFoundError:
+                self.remove(lambda other: other is asset)
+                raise
+            asset = self.find(namespace)  # None if it was restarted
+        if asset is not None:
             return asset
-        task = self._beginning.get(namespace)
-        if task is None:
-            task = self._beginning[namespace] = asyncio.get_running_loop().create_task(self._begin(namespace))
-            task.add_done_callback(lambda _: self._beginning.pop(namespace, None))
-        return await asyncio.shield(task)
+        # The news will show whether an old live catalog is still current.
+        answer = self._catalogs.last(namespace, LIVE_TRACK) or await self._catalogs.get(namespace, LIVE_TRACK)
+        async with self._beginning:  # once for all players that wait for it
+            return self.find(namespace) or await self._begin(namespace, answer.publication)
 
-    def remove(self, chosen: Callable[[RelayedAsset], bool]) -> list[RelayedAsset]:
-        """Drop and return assets that the origin has removed."""
-        found = [asset for asset in self._assets.values() if chosen(asset)]
-        for asset in found:
+    def remove(self, chosen: Callable[[RelayedAsset], bool]) -> None:
+        """Drop assets that the origin has removed."""
+        for asset in [asset for asset in self._assets.values() if chosen(asset)]:
             asset.gone = True
-            asset.abandon(_REMOVED)
+            asset.abandon(REMOVED)
             self._forget(asset)
-        return found
+            self._on_gone()
 
     async def close(self) -> None:
         """Stop following all assets."""
-        await cancel_all([*self._beginning.values(), *self._following.values()])
+        await cancel_all(self._following.values())
         for asset in self._assets.values():
             asset.abandon("the relay is going away")
         self._assets.clear()
@@ -147,13 +152,11 @@ class LiveRelay:
             return False
         return bytes(answer.publication.open(0).data) != bytes(asset.text.open(0).data)
 
-    async def _begin(self, namespace: TrackNamespace) -> RelayedAsset:
+    async def _begin(self, namespace: TrackNamespace, text: BytesPublication) -> RelayedAsset:
         if len(self._assets) >= MAX_LIVE:
             raise RequestError("too many live assets at a time", reason=Reason.BUSY, retry_after_s=1.0)
         loop = asyncio.get_running_loop()
-        # The news will show whether an old live catalog is still current.
-        answer = self._catalogs.last(namespace, LIVE_TRACK) or await self._catalogs.get(namespace, LIVE_TRACK)
-        asset = await loop.run_in_executor(decoders(), RelayedAsset, answer.publication, self._groups, loop.time())
+        asset = await loop.run_in_executor(decoders(), RelayedAsset, text, self._groups, loop.time())
         self._assets[namespace] = asset
         task = self._following[asset] = loop.create_task(self._follow(asset))
         task.add_done_callback(lambda _: self._following.pop(asset, None))
@@ -190,7 +193,7 @@ class LiveRelay:
         asset.gone = lost and asset.chunks > 0
         asset.abandon(f"{'the origin no longer has it' if lost else 'its news are wrong'}: {error}")
         if asset.gone:
-            self._on_gone(asset)
+            self._on_gone()
 
     def _forget(self, asset: RelayedAsset) -> None:
         if self._assets.get(asset.namespace) is asset:

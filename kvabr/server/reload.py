@@ -23,19 +23,17 @@ if TYPE_CHECKING:
 CHECK_S = 0.1
 """Seconds between checks; each is a `stat` per file."""
 
-_Versions = tuple[FileVersion | None, ...]
-
 
 @dataclass(slots=True)
 class _Watched:
     what: str
     paths: Sequence[Path]
     load: Callable[[], object]
-    loaded: _Versions
-    seen: _Versions
+    loaded: tuple[FileVersion | None, ...] = ()
 
-    def versions(self) -> _Versions:
-        return tuple(map(FileVersion.of, self.paths))
+    def changed(self) -> bool:
+        before, self.loaded = self.loaded, tuple(map(FileVersion.of, self.paths))
+        return self.loaded != before
 
 
 class Reloads:
@@ -50,22 +48,18 @@ class Reloads:
     def add(self, what: str, paths: Sequence[Path], load: Callable[[], object]) -> None:
         """Watch files that have been read already; ``what`` names them in the log.
 
-        Several files are only read after none has changed between two checks, so that a certificate is not combined
-        with an older key. ``load`` uses them, in any thread; it raises `KvabrError` if they are invalid.
+        ``load`` uses them, in any thread; it raises `KvabrError` if they are invalid, or do not belong together while
+        one after the other is replaced.
         """
-        watched = _Watched(what, paths, load, (), ())
-        watched.loaded = watched.seen = watched.versions()
+        watched = _Watched(what, paths, load)
+        watched.changed()
         self._watched.append(watched)
 
     def check(self, *, anyway: bool = False) -> None:
         """Load changed files, or with ``anyway`` all."""
         for watched in self._watched:
-            versions = watched.versions()
-            settled = versions == watched.seen or len(versions) == 1
-            watched.seen = versions
-            if not (anyway or (versions != watched.loaded and settled)):
+            if not watched.changed() and not anyway:
                 continue
-            watched.loaded = versions
             try:
                 watched.load()
             except (KvabrError, OSError) as error:

@@ -172,7 +172,6 @@ class Sending:
     def _cut(self) -> Iterator[bytes | _Payload]:
         """Yield headers and payloads, without references to a group, which may be closed in between."""
         for part in self.ranges:
-            self.request.publication.requested(part.group)
             yield _Payload(part.group, 0, 0)
             size, digest, objects = self._opened.size, self._opened.digest, self._opened.objects
             properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (_DIGESTS[kind_of(digest)], raw(digest)))
@@ -234,18 +233,17 @@ class SendQueue:
         self._order = None
         job.close()
 
-    def feed(self, room: int, most: int) -> tuple[list[Sending], list[tuple[Sending, Exception]]]:
+    def feed(self, room: int, most: int) -> list[tuple[Sending, Exception | None]]:
         """Give the transport about ``room`` bytes, ``most`` at a time, of the most urgent answers.
 
         Return and remove complete answers, and failed ones with their errors.
         """
-        done: list[Sending] = []
-        broken: list[tuple[Sending, Exception]] = []
-        while room > 0 and (room_taken := self._send_next(most, done, broken)) is not None:
+        ended: list[tuple[Sending, Exception | None]] = []
+        while room > 0 and (room_taken := self._send_next(most, ended)) is not None:
             room -= room_taken
-        return done, broken
+        return ended
 
-    def _send_next(self, most: int, done: list[Sending], broken: list[tuple[Sending, Exception]]) -> int | None:
+    def _send_next(self, most: int, ended: list[tuple[Sending, Exception | None]]) -> int | None:
         if self._order is None:
             self._order = sorted(self, key=lambda job: job.order)
         for job in self._order:
@@ -261,12 +259,12 @@ class SendQueue:
                     size += len(pieces[-1])
                 alive = self._send(job, pieces)
             except Exception as error:  # noqa: BLE001  # a damaged asset must not end the connection
-                broken.append((job, error))
+                ended.append((job, error))
                 self.remove(job)
                 return 0
             job.sent += size
             if job.finished or not alive:
-                done.append(job)
+                ended.append((job, None))
                 self.remove(job)
             return size
         return None

@@ -7,7 +7,6 @@ import errno
 import math
 import signal
 import socket
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import Source
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.transfer.interface import cancel_all
 from kvabr.types.errors import KvabrError, TransportError
 from kvabr.types.peer import Quic
 
@@ -78,16 +78,14 @@ class Server(Host):
         quic: Quic = "aioquic",
         tcp: Tcp = "tls",
         drafts: tuple[Draft, ...] = DRAFTS,
-        shared: bool = False,
         announce_rates: bool = True,
     ) -> None:
         """Prepare; `start` binds the address. Port 0 takes a free one, for UDP and TCP.
 
         ``source`` is an origin's `PublishedAssets`, or a `Relay`; ``tls`` was checked by
         `kvabr.server.certificates.check`. ``quic`` is a library, or ``auto`` for the fastest installed one, and ``tcp``
-        is ``tls`` or ``off``. ``drafts`` are those to support, preferred first. ``shared``: other processes of this
-        user serve the same address; the system distributes connections. ``announce_rates``: catalogs' answers have the
-        rate of recent plays of the client's block of addresses. Raises `TransportError` if the library is not
+        is ``tls`` or ``off``. ``drafts`` are those to support, preferred first. ``announce_rates``: catalogs' answers
+        have the rate of recent plays of the client's block of addresses. Raises `TransportError` if the library is not
         installed.
         """
         super().__init__(source, limits, log, metrics)
@@ -100,7 +98,7 @@ class Server(Host):
         self.backend = installed_libraries(quic)[0]
         self._lib = library(self.backend)
         self._drafts = drafts
-        self.tcp, self._shared = tcp, shared
+        self.tcp = tcp
         self._transport: asyncio.DatagramTransport | None = None
         self._listener: TcpListener | None = None
         self._tcp_context: SSLContext
@@ -118,7 +116,7 @@ class Server(Host):
         try:
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]
-            socks = _bind(family, address, tcp=self.tcp != "off", shared=self._shared)
+            socks = _bind(family, address, tcp=self.tcp != "off")
             cls = protocol_class(self._lib, lambda _: self._admit())
             served = partial(self._lib.server, configuration=configuration, create_protocol=cls)
             self._transport, self._server = await self._lib.open_socket(socks[0], served)
@@ -262,26 +260,6 @@ class Server(Host):
             self._lib.demand_proof(self._server, None)
 
 
-@contextmanager
-def claimed(host: str, port: int, *, tcp: bool) -> Iterator[None]:
-    """Reserve an address for processes that share it; raise `TransportError` if others serve there, or it is not ours.
-
-    They cannot bind a socket that is bound exclusively, so the reservation is a name, which the system releases with
-    this process.
-    """
-    with socket.socket(socket.AF_UNIX) as claim:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)[0]
-            family, _, _, _, address = found
-            if sys.platform == "linux":
-                claim.bind(f"\0kvabr-serve-{address[0]}-{port}")
-            for sock in _bind(family, address, tcp=tcp, shared=False):
-                sock.close()
-        except OSError as error:
-            raise _bind_error(host, port, error, tcp=tcp) from error
-        yield
-
-
 def _bind_error(host: str, port: int, error: OSError, *, tcp: bool) -> TransportError:
     if error.errno == errno.EADDRINUSE:
         hint = "another server runs there; stop it, or give another --bind HOST:PORT"
@@ -292,18 +270,15 @@ def _bind_error(host: str, port: int, error: OSError, *, tcp: bool) -> Transport
     return TransportError(f"{host}:{port}: cannot be bound ({error.strerror or error}); {hint}")
 
 
-def _bind(family: int, address: Any, *, tcp: bool, shared: bool) -> list[socket.socket]:
+def _bind(family: int, address: Any, *, tcp: bool) -> list[socket.socket]:
     for left in range(_PORT_TRIES - 1, -1, -1):
         socks = [socket.socket(family, socket.SOCK_DGRAM)]
         try:
             socks[0].setblocking(False)
-            if shared:
-                socks[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             socks[0].bind(address)
             if tcp:
                 socks.append(socket.socket(family, socket.SOCK_STREAM))
-                for option in (socket.SO_REUSEADDR, *([socket.SO_REUSEPORT] if shared else [])):
-                    socks[1].setsockopt(socket.SOL_SOCKET, option, 1)
+                socks[1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 socks[1].bind(socks[0].getsockname())
         except OSError:
             for sock in socks:
@@ -348,7 +323,6 @@ class Watcher:
             self._library.refresh()
         except (OSError, KvabrError) as error:
             self._log.warning("cannot look for assets", error=str(error))
-        self._library.check_suspects()
         self._count()
         return time.thread_time() - start_s
 
@@ -394,16 +368,13 @@ async def run_until_signal(
             drained = asyncio.create_task(server.drain(grace_s))
             again = asyncio.create_task(signals.get())
             await asyncio.wait({drained, again}, return_when=asyncio.FIRST_COMPLETED)
-            again.cancel()
-            if drained.done():
-                drained.result()
-                log.info("stopped")
-                return 0
-            drained.cancel()
-            with suppress(asyncio.CancelledError):
-                await drained
-            log.warning("stopped", hint="unfinished requests were cut off")
-            return INTERRUPTED
+            await cancel_all([drained, again])
+            if drained.cancelled():
+                log.warning("stopped", hint="unfinished requests were cut off")
+                return INTERRUPTED
+            drained.result()
+            log.info("stopped")
+            return 0
         finally:
             await server.close()
 

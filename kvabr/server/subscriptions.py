@@ -27,9 +27,10 @@ _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
 
 
 @dataclass(eq=False)
-class Subscription(TrackRequest):
+class Subscription:
     """One subscription to a growing track, and its progress."""
 
+    request: TrackRequest
     publication: GrowingPublication
     alias: int
     forward: bool
@@ -97,8 +98,8 @@ class Subscriptions:
     def __len__(self) -> int:
         return len(self._growing)
 
-    def __iter__(self) -> Iterator[Subscription]:
-        return iter(list(self._growing.values()))
+    def __iter__(self) -> Iterator[TrackRequest]:
+        return iter([subscription.request for subscription in self._growing.values()])
 
     def to_track(self, request: TrackRequest, message: Subscribe | TrackStatus) -> None:
         """Answer with the end of a track. Push growing tracks; end other subscriptions, except of dense receivers.
@@ -115,11 +116,8 @@ class Subscriptions:
         if isinstance(publication, GrowingPublication):
             responder.accept_subscribe(number, self._aliases, largest)
             parameters = message.parameters
-            subscription = Subscription(
-                number, publication, request.grant, request.track, request.priority, request.descending, request.dense,
-                alias=self._aliases, forward=parameters.forward != 0, next=publication.groups,
-                timeout_s=_timeout_s(parameters),
-            )  # fmt: skip
+            forward, timeout_s = parameters.forward != 0, _timeout_s(parameters)
+            subscription = Subscription(request, publication, self._aliases, forward, publication.groups, timeout_s)
             subscription.confine(parameters.filter or Filter(), largest)
             self._growing[number] = subscription
             publication.watch(subscription, lambda: self._grown(subscription))
@@ -141,9 +139,15 @@ class Subscriptions:
                 responder.announce_namespace(number, name[len(prefix) :])
         return True
 
-    def sent(self, job: Sending) -> None:
-        """Continue after a group was sent or abandoned."""
+    def sent(self, job: Sending, *, failed: bool = False) -> None:
+        """Continue after a group was sent or abandoned; end the subscription if it ``failed``.
+
+        A reset of its stream alone could overtake the stream's header, and would be ignored.
+        """
         if (subscription := self._growing.get(job.request.number)) is not None:
+            if failed:
+                why = f"group {job.ranges[0].group} cannot be read"
+                subscription.ending = PublishDoneCode.INTERNAL_ERROR, why
             subscription.sending -= 1
             self._advance(subscription)
 
@@ -153,10 +157,10 @@ class Subscriptions:
         if subscription is None:
             return
         if parameters.priority is not None:
-            subscription.priority = parameters.priority
+            subscription.request.priority = parameters.priority
         if parameters.filter is not None:
             with contextlib.suppress(AssetError):  # keep the old filter
-                subscription.confine(parameters.filter, _largest_of(subscription))
+                subscription.confine(parameters.filter, _largest_of(subscription.request))
         if parameters.forward is not None:
             self._advance(subscription)  # earlier groups follow the old value
             subscription.forward = bool(parameters.forward)
@@ -164,18 +168,9 @@ class Subscriptions:
 
     def end_all(self, code: PublishDoneCode, reason: str) -> None:
         """End all subscriptions after the groups being sent."""
-        for subscription in self:
+        for subscription in list(self._growing.values()):
             subscription.ending = code, reason
             self._advance(subscription)
-
-    def fail(self, job: Sending) -> None:
-        """End a subscription if one of its groups cannot be sent; call `sent` next.
-
-        A reset of the stream alone could overtake its header, and would be ignored.
-        """
-        if (subscription := self._growing.get(job.request.number)) is not None:
-            why = f"group {job.ranges[0].group} cannot be read"
-            subscription.ending = PublishDoneCode.INTERNAL_ERROR, why
 
     def remove(self, number: int) -> None:
         """Remove a subscription, if this is one."""
@@ -188,7 +183,7 @@ class Subscriptions:
         self._wake()
 
     def _advance(self, subscription: Subscription) -> None:
-        responder, number = self._responder(), subscription.number
+        responder, number = self._responder(), subscription.request.number
         if number not in self._growing or number not in responder:
             return  # it is over, or the session is about to report its end
         for part in subscription.due():

@@ -125,12 +125,7 @@ MODELS_TRACK = "kvabr.models"
 """Track with one group: the specs of the models readable by a player, JSON ``{"models": [...]}``."""
 
 MODELS_NAMESPACE = TrackNamespace("kvabr", "0" * 64)
-"""Namespace of `MODELS_TRACK` and `CHANGES_TRACK`; no prompt has this digest."""
-
-CHANGES_TRACK = "kvabr.changes."
-"""Prefix, before a position, of a track that answers once there are withdrawn assets. Relays keep such a request open,
-see `kvabr.server.changes`.
-"""
+"""Namespace of `MODELS_TRACK`; no prompt has this digest."""
 
 
 def chain(

@@ -8,7 +8,6 @@ from functools import cache
 
 from kvabr.client import lookup
 from kvabr.link.moqt.options import check_pinned, fingerprint_of, why_refused
-from kvabr.server.changes import Changes, changes_track, position_in
 from kvabr.server.grants import token_in_path
 from kvabr.server.relay_catalogs import check_small
 from kvabr.store.asset_index import check_names
@@ -54,7 +53,7 @@ def _catalog(data: bytes) -> bool:
     refused(lambda: check_names(found), FormatError)
     refused(lambda: [prefix_key(chunk) for chunk in found.chunks], FormatError)
     facts = refused(lambda: check_small(found.namespace, CATALOG_TRACK, data), FormatError)
-    assert facts is None or len(facts.all_digests()) <= found.groups * len(found.tracks)
+    assert facts is None or sum(map(len, facts.sizes.values())) <= found.groups * len(found.tracks)
     return True
 
 
@@ -95,15 +94,6 @@ def _valid_models() -> list[bytes]:
     return [json.dumps({"models": [spec.to_json() for spec in part]}).encode() for part in (specs, specs[:1])]
 
 
-def _changes(data: bytes) -> bool:
-    found = refused(lambda: Changes.loads(data), FormatError)
-    if found is None:
-        return False
-    assert Changes.loads(found.dumps()) == found
-    assert position_in(changes_track(found.position)) == found.position
-    return True
-
-
 def _name(data: bytes) -> bool:
     """A name as a peer writes it: namespace fields and a track, with zero bytes between them."""
     *fields, track = data.split(b"\0")
@@ -116,17 +106,15 @@ def _name(data: bytes) -> bool:
     assert name is None or name.isascii()
     keys = refused(lambda: parse_prefix_track(text), FormatError)
     assert keys is None or all(len(key) == 8 for key in keys)
-    position = position_in(text)
-    assert position is None or position >= 0
     token = token_in_path(data)
     assert token is None or len(token) <= 3 * len(data)
     refused(lambda: fingerprint_of(text), UsageError)
-    return any(each is not None for each in (space, name, keys, position, token))
+    return any(each is not None for each in (space, name, keys, token))
 
 
 def _valid_names() -> list[bytes]:
     space = TrackNamespace("test/model", "ab" * 32)
-    names = [prefix_track([f"{n:064x}" for n in range(9)]), "prefix.", changes_track(7), "AC-L0"]
+    names = [prefix_track([f"{n:064x}" for n in range(9)]), "prefix.", "AC-L0"]
     forms = space.fields(), space.split_fields()
     return [b"\0".join((*form, name.encode())) for form in forms for name in names] + [b"/path?a=b&token=secret%20x"]
 
@@ -158,7 +146,6 @@ def _valid_certificates() -> tuple[bytes, ...]:
 CATALOGS = Target(_catalog, _valid_catalogs, most_bytes=8192)
 NAMES = family(
     Target(_models, _valid_models),
-    Target(_changes, lambda: [Changes(5, ("ab" * 32,)).dumps(), Changes(1 << 62, everything=True).dumps()]),
     Target(_name, _valid_names),
     Target(_certificate, _valid_certificates),
 )

@@ -17,7 +17,6 @@ from kvabr.link.tcp.tls import PREFIX
 from kvabr.moqt.wire import DRAFTS
 from kvabr.qmux.connection import QmuxConnection
 from kvabr.qmux.frames import FrameType, TransportParameters, close_frame, frame
-from kvabr.server.changes import Changes, changes_track
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
@@ -25,7 +24,7 @@ from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.work import decoders
 from kvabr.types.errors import NoAnswerError, TransportError, UsageError
-from kvabr.types.naming import MODELS_NAMESPACE
+from kvabr.types.naming import CATALOG_TRACK
 from kvabr.types.peer import PeerOptions
 from tests.qmux.ends import begun, record, stream
 from tests.server.relays import LOG, dialled, origin, url_of
@@ -148,9 +147,8 @@ async def test_a_request_and_a_close_at_once_leave_nothing(asset, tls):
     async with origin(asset.store.folder, tls) as server:
         before = asyncio.all_tasks()
         async with await dialled(server, "tcp") as connection:
-            data = await read_all(connection.fetch(MODELS_NAMESPACE, changes_track(0), 0, limit=1 << 20))
             connection.transport._busy = True  # so that both leave together
-            connection.fetch(MODELS_NAMESPACE, changes_track(Changes.loads(data).position), 0, limit=1 << 20)
+            connection.fetch(asset.catalog.namespace, CATALOG_TRACK, 0, limit=1 << 20)
             transport = connection.transport
             last = [*transport._conn.data_to_send(1 << 20), record(close_frame(0, "", application=True))]
             assert transport._channel.send(deque(last))

@@ -16,12 +16,10 @@ import zmq
 import zmq.asyncio
 
 from kvabr.cli.main import main
-from kvabr.link.moqt.connect import dial
 from kvabr.store.locations import open_asset
 from kvabr.telemetry.kv_events.hashes import BlockHashes
-from kvabr.types.naming import CATALOG_TRACK
 from tests.processes import LIMIT_S
-from tests.server.test_serve_process import fetch, running, serving
+from tests.server.test_serve_process import serving
 from tests.telemetry.kv_events.routers import LlmdIndex, NamedIndex
 from tests.toymodel import prompt, toy_asset
 
@@ -95,22 +93,6 @@ async def test_a_router_of_each_kind_places_a_prompt(root, tmp_path, capsys):
         shutil.rmtree(root / "short")
         await routers.until(0)
         routers.close()
-
-
-async def test_a_relay_tells_what_was_looked_up_through_it(root):
-    async with telling(root) as (served, told):
-        words = ["--upstream", served.url, "--upstream-fingerprint", served.fingerprint]
-        words += ["--upstream-kv-events", f"{told['endpoint']},{told['replay']}", *OPTIONS]
-        async with running("relay", *words) as relay:
-            routers = Routers((await relay.event("KV events"))["endpoint"])
-            async with await dial(relay.options(), "aioquic") as connection:
-                for name in ("long", "salted"):
-                    space = open_asset(root / name).catalog.namespace
-                    await fetch(connection, space, CATALOG_TRACK)
-                await routers.until(64)
-            shutil.rmtree(root / "long")
-            await routers.until(0)
-            routers.close()
 
 
 class Dynamo:

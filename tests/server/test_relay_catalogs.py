@@ -1,5 +1,6 @@
 """Small tracks of a relay: what is believed, how long it is repeated, and how much of it is kept."""
 
+import asyncio
 import hashlib
 import json
 
@@ -105,6 +106,19 @@ def test_a_relay_refuses_what_is_made_to_be_slow(asset, what):
     for track in (CATALOG_TRACK, MODELS_TRACK):
         with pytest.raises(FormatError):
             check_small(asset.catalog.namespace, track, DOCUMENTS[what](200_000))
+
+
+async def test_an_answer_is_repeated_for_half_a_minute_at_most(asset, monkeypatch):
+    async with in_memory(asset) as upstream:
+        catalogs, name = Catalogs(upstream, LOG), (asset.catalog.namespace, CATALOG_TRACK)
+        answer = await catalogs.get(*name)
+        for took_s, fresh_s in ((0.001, 2.0), (1.0, 20.0), (100.0, 30.0)):
+            answer.took_s = took_s
+            for age_s, found in ((fresh_s - 0.1, answer), (fresh_s + 0.1, None)):
+                with monkeypatch.context() as patch:
+                    patch.setattr(asyncio.get_running_loop(), "time", lambda: answer.received_s + age_s)  # noqa: B023
+                    assert catalogs.fresh(*name) is found
+        catalogs.close()
 
 
 async def test_an_origin_that_says_nothing_is_waited_for_a_moment(asset, stale, monkeypatch):

@@ -14,7 +14,7 @@ from kvabr.server.grants import Grant, Grants
 from kvabr.store.live import new_key
 from kvabr.store.names import group_name
 from kvabr.types.live import LiveCatalog, LiveEnd
-from kvabr.types.naming import CHANGES_TRACK, EDGE_TRACK, LIVE_TRACK
+from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
 from tests.assets import live_folders
 from tests.faults.test_guests import until
 from tests.server.live import SPACE, decoder, live_origin
@@ -42,14 +42,13 @@ async def chain(root, tls, *, relays=1, token=None, grants=None):
 
 
 def subscriptions(server):
-    """The tracks that each peer of a server subscribes to; those of changes are left out."""
-    all_of = [[one.track for one in peer._subscriptions] for peer in server.peers]
-    found = [[track for track in tracks if not track.startswith(CHANGES_TRACK)] for tracks in all_of]
+    """The tracks that each peer of a server subscribes to."""
+    found = [[one.track for one in peer._subscriptions] for peer in server.peers]
     return [sorted(tracks) for tracks in found if tracks]
 
 
 @pytest.mark.parametrize("relays", [0, 1, 2])
-async def test_each_group_leaves_when_it_is_published_and_the_origin_once(root, tls, relays):
+async def test_each_group_leaves_when_it_is_published_and_the_origin_once(root, tls, relays, fresh):
     """For two who play at the edge, for one who comes late, and for one who comes when it is complete."""
     key = new_key()
     async with (
@@ -166,7 +165,26 @@ async def test_what_the_origin_takes_back_is_taken_back_here(root, tls, how):
             for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):
                 assert (await player.get(track)).code == RequestCode.DOES_NOT_EXIST
             assert len(relay.source.live) == 0
-            await until(lambda: not relay.source.store.memory.currsize)
+
+
+async def test_an_ended_asset_is_refused_once_the_origin_has_removed_it(root, tls, stale):
+    """The relay asks for its live catalog again, as an ordinary one has never been there."""
+    key = new_key()
+    async with chain(root, tls) as (_, relay), decoder(relay) as player:
+        with written(root) as writer:
+            writer.begin_live(live(key))
+            await player.found()
+            publish(writer, 0, key)
+            await player.news(0)
+            writer.tell(LiveEnd(key, "out of memory"))
+            assert await player.news(1) == LiveEnd(key, "out of memory")
+            assert (await player.get("FP16")).data == frame(0, "FP16")
+            shutil.rmtree(next(iter(live_folders(root))))
+            while (answer := await player.get("FP16")).data is not None:
+                pass
+            assert answer.code == RequestCode.DOES_NOT_EXIST
+            assert (await player.get(EDGE_TRACK)).code == RequestCode.DOES_NOT_EXIST
+            assert len(relay.source.live) == 0
 
 
 async def test_a_group_that_is_not_what_the_news_say_is_passed_to_nobody(root, tls):
@@ -227,7 +245,7 @@ async def test_an_asset_that_nobody_asks_for_is_forgotten(root, tls, monkeypatch
             monkeypatch.setattr(relay_live, "IDLE_S", 0.0)
             await until(lambda: len(relay.source.live) == 0)
             monkeypatch.setattr(relay_live, "IDLE_S", 60.0)
+            with monkeypatch.context() as full:
+                full.setattr(relay_live, "MAX_LIVE", 0)
+                assert (await player.get(EDGE_TRACK)).code == RequestCode.EXCESSIVE_LOAD
             assert (await player.news(0)).group == 0
-            monkeypatch.setattr(relay_live, "MAX_LIVE", 0)
-            other = type(SPACE)(SPACE.model, "1" * 64)
-            assert (await player.get(EDGE_TRACK, namespace=other)).code == RequestCode.EXCESSIVE_LOAD

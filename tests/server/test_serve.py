@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
 import time
 
@@ -13,15 +12,13 @@ import structlog
 from kvabr.cli.main import main
 from kvabr.cli.options import is_loopback, moqt_url, parse_address
 from kvabr.server.certificates import ServerTls, make
-from kvabr.server.grants import EVERYTHING, Grants
+from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import INTERRUPTED, PATIENCE_S, Server, Watcher, run_until_signal
-from kvabr.types.errors import ConnectionLostError, UsageError
+from kvabr.types.errors import UsageError
 from tests.assets import make_asset
-from tests.client.stored import memory_url, put_asset
-from tests.store.noise import read_object, replace_object
 
 pytestmark = pytest.mark.process
 
@@ -182,50 +179,3 @@ def test_the_watcher_takes_up_assets(root):
         watcher.check()
     assert (metrics.value("kvabr_assets"), metrics.value("kvabr_assets_damaged")) == (2, 1)
     assert [event["event"] for event in events if event["log_level"] != "info"] == ["asset left out"]
-
-
-@pytest.mark.parametrize(("bucket", "gone"), [(False, False), (True, False), (True, True)])
-async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damaged(root, bucket, gone):
-    place = root / "one"
-    if bucket:
-        place = memory_url()
-        put_asset(place, PublishedAssets(root).assets[0])
-    library, metrics = PublishedAssets(place), Metrics()
-    watcher, asset = Watcher(library, structlog.get_logger(), metrics), library.assets[0]
-    track = asset.catalog.tracks[0].name
-    name, _, last, *_ = asset.place(0, track)
-    whole = read_object(place, name)
-    replace_object(place, name, None if gone else whole[: last - 1] + bytes([whole[last - 1] ^ 1]) + whole[last:])
-    with structlog.testing.capture_logs() as events:
-        for times, damaged in enumerate((0, 1, 1), 1):
-            loaded = asyncio.Event()
-            level = library.find(EVERYTHING, asset.catalog.namespace, track)
-            level.requested(0)
-            opened = level.open(0, on_more=loaded.set)
-            if bucket:
-                await loaded.wait()
-            opened.close()
-            watcher.check()
-            assert metrics.value("kvabr_assets_damaged") == damaged, times
-    named = [event for event in events if event["event"] == "group damaged"]
-    assert [(event["asset"], event["group"], event["track"]) for event in named] == [(asset.name, 0, track)]
-    assert library.assets == [asset]  # other groups and tracks may serve
-    if not bucket:
-        shutil.rmtree(place)
-        watcher.check()
-        assert metrics.value("kvabr_assets_damaged") == 0
-
-
-async def test_a_bucket_that_does_not_answer_is_not_damaged(root, monkeypatch):
-    url = memory_url()
-    put_asset(url, PublishedAssets(root).assets[0])
-    library = PublishedAssets(url)
-    asset = library.assets[0]
-
-    async def away(*_, **__):
-        raise ConnectionLostError("the store does not answer")
-
-    library._suspects.append((asset, 0, asset.catalog.tracks[0].name))
-    monkeypatch.setattr(asset.store, "get", away)
-    library.check_suspects()
-    assert library.damaged == 0

@@ -10,13 +10,11 @@ import signal
 import socket
 import sys
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from kvabr.link.moqt.connect import asset_of, dial
 from kvabr.link.moqt.options import DialOptions
-from kvabr.server.certificates import ServerTls, check, make
 from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
@@ -24,7 +22,6 @@ from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_track
 from kvabr.types.peer import PeerOptions
 from tests.assets import digests, make_asset
-from tests.processes import gone, workers_of
 
 pytestmark = pytest.mark.process
 
@@ -166,56 +163,3 @@ async def test_a_log_that_cannot_be_written_stops_nobody(root, where):
             assert await served.process.wait() is not None
     finally:
         os.close(log)
-
-
-async def test_several_processes_share_an_address_and_end_together(root, tmp_path):
-    pem, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    for path, data in zip((pem, key), make(), strict=True):
-        path.write_bytes(data)
-    words = ["serve", root, "--processes", 2, "--cert", pem, "--key", key, "--bind", f"127.0.0.1:{free_port()}"]
-    argv = ["-m", "kvabr", *map(str, words), "--log-json"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        async with asyncio.timeout(300):
-            lines = []
-            while sum(line.startswith(b"moqt://") for line in lines) < 2:  # both are up
-                lines.append(await process.stdout.readline())
-            (url,) = {line.decode().strip() for line in lines if line.startswith(b"moqt://")}
-            children = workers_of(process.pid, 2)
-            asset = open_asset(root / "team-a" / "one").catalog
-            options = Served(process, url, check(ServerTls(pem, key)).fingerprint).options()
-            served: set[int] = set()
-            while len(served) < 2:  # the system spreads connections over them
-                async with await dial(options, "tcp") as connection:
-                    assert await fetch(connection, asset.namespace, CATALOG_TRACK)
-                    served |= {pid for pid in children if established(pid)}
-            other = await asyncio.create_subprocess_exec(
-                sys.executable, *argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-            )
-            _, said = await other.communicate()
-            assert other.returncode == 1
-            assert b"another server runs there" in said
-            process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 0
-        assert all(map(gone, children))
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-def free_port():
-    with socket.socket() as free, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as too:
-        free.bind(("127.0.0.1", 0))
-        too.bind(free.getsockname())
-        return free.getsockname()[1]
-
-
-def established(pid):
-    """Whether a process has a TCP connection."""
-    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
-    connected = {line.split()[9] for line in lines if line.split()[3] == "01"}
-    links = [link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    return any(str(link) == f"socket:[{inode}]" for inode in connected for link in links)

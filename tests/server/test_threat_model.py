@@ -16,7 +16,6 @@ from kvabr.qmux import frames
 from kvabr.server import (
     announced_rates,
     budgets,
-    changes,
     grants,
     live_assets,
     live_tracks,
@@ -25,11 +24,11 @@ from kvabr.server import (
     relay_catalogs,
     relay_groups,
     relay_live,
-    seen_prompts,
     subscriptions,
 )
 from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
+from kvabr.server.relay_catalogs import Catalogs
 from kvabr.store import asset, asset_store, cloud, group_cache, names, pages, prompt, store_tree
 from kvabr.telemetry import prometheus
 from kvabr.telemetry.kv_events import feed, publisher, subscriber
@@ -97,7 +96,6 @@ ROWS = {
         f"{grants._MAX_PATTERNS:,} patterns of {grants._MAX_PATTERN:,} characters",
     ],
     "a token": [f"{peer.MAX_TOKEN_BYTES:,} bytes"],
-    "removed digests": [f"{changes._MAX_MARKS:,}", size(changes.MAX_CHANGES_BYTES)],
     "relay: catalogs and lookups": [
         f"{share(relay._CATALOGS_SHARE)} of `--memory`, at least {size(relay_catalogs.MIN_BYTES)}",
     ],
@@ -106,6 +104,7 @@ ROWS = {
     "relay: unpublished groups": [
         f"{relay_live._AHEAD_GROUPS}; {relay_groups.MAX_EXPECTED}, {size(relay_groups.MAX_EXPECTED_BYTES)}",
     ],
+    "relay: age of a catalog": [f"{Catalogs.FRESH_S:g} to {relay_catalogs.MAX_FRESH_S:g} s"],
     "relay: concurrent lookups": [f"{relay_catalogs._MAX_REQUESTS:,}"],
     "relay: wait for a group": [f"{relay_groups.PATIENCE_S:g} s"],
     "relay: missing names": ["not stored"],
@@ -133,10 +132,6 @@ ROWS = {
     "KV events received": [
         f"{size(events.MAX_MESSAGE_BYTES)}; {feed.MAX_WAITING:,}, {size(feed.MAX_WAITING_BYTES)}",
         f"{subscriber.REPLAY_S:g} s; 2^{HELD['max_blocks'].default.bit_length() - 1}",
-    ],
-    "relay, node: tokens and assets": [
-        f"{size(seen_prompts._MAX_TOKEN_BYTES)}, {seen_prompts._MAX_SEEN:,}",
-        size(seen_prompts._MAX_TOKEN_BYTES // seen_prompts._PARTIAL_SHARE),
     ],
     "store: models": [f"{names.MAX_MODELS}"],
     "store: page": [size(pages.MAX_PAGE_BYTES), size(pages._MAX_JSON_BYTES), f"{names.PAGE_GROUPS} groups"],

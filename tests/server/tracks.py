@@ -30,16 +30,13 @@ class Tracks:
     """A source with the tracks that a test puts there."""
 
     def __init__(self) -> None:
-        self.tracks, self.readable, self.listeners = {}, True, []
+        self.tracks, self.listeners = {}, []
 
     def admit(self, token):
         return EVERYTHING
 
     def renewed(self, grant):
         return grant
-
-    def holds(self, grant, publication):
-        return self.readable
 
     def listen(self, changed):
         self.listeners.append(changed)
