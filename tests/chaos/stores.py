@@ -1,8 +1,8 @@
 """Plays of object stores in bad minutes: GETs that are never answered, cut, refused or late, and dates that are none.
 
 A web server over objects does to each GET what a seed says; it never says that an object does not exist, as that is
-believed for a minute. A client plays from it, directly and through a relay, and waits all the time for the codec
-profile of another store, which never sends it. Judged is what must never happen:
+believed for a minute. A client plays from it, and waits all the time for the codec profile of another store, which
+never sends it. Judged is what must never happen:
 
   wrong     a cache is not the one that was published
   crash     a play ended with an exception that is none of kvabr's
@@ -19,22 +19,16 @@ from pathlib import Path
 from kvabr.client import profiles
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.origins import dialling
-from kvabr.client.peers import PeerLike
 from kvabr.client.result import Played
 from kvabr.codec.fit import fit
-from kvabr.link.moqt.connect import connect
-from kvabr.server.certificates import ServerTls, check, development
 from kvabr.store.locations import open_asset
 from kvabr.types.errors import KvabrError
-from kvabr.types.peer import PeerOptions
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
-from tests.server.relays import relaying
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 PLAYS = 24
-"""Plays of a round, half of them through the relay."""
+"""Plays of a round."""
 STUCK_S = 60.0
 BAD = ("wrong", "crash", "stuck")
 LENGTHS = {"short": 70, "long": 160}
@@ -77,15 +71,14 @@ def campaign(folder: Path, rounds: int, first_seed: int) -> bool:
     """Run rounds from a seed on, print what became of their plays, and return whether nothing was found."""
     make_assets(folder)
     good = True
-    tls = development()
     for seed in range(first_seed, first_seed + rounds):
-        tally = asyncio.run(run(folder, tls, seed))
+        tally = asyncio.run(run(folder, seed))
         good = good and not any(tally[kind] for kind in BAD)
         print(f"seed {seed}: " + ", ".join(f"{count} {kind}" for kind, count in tally.most_common()), flush=True)
     return good
 
 
-async def run(root: Path, tls: ServerTls, seed: int) -> Counter[str]:
+async def run(root: Path, seed: int) -> Counter[str]:
     """Run the round of a seed over the assets in a folder; return what became of its plays, and what was found."""
     dice, tally = random.Random(f"stores {seed}"), Counter[str]()
     limits = Limits(memory_bytes=0)
@@ -94,35 +87,28 @@ async def run(root: Path, tls: ServerTls, seed: int) -> Counter[str]:
         frozen = await stack.enter_async_context(troubled(root, random.Random(0)))
         frozen.faults[:] = [lambda key, _before: Fault(silent=True) if key.startswith("p/") else None]
         client = await stack.enter_async_context(AsyncClient(model=SPEC, limits=limits))
-        upstream = await stack.enter_async_context(dialling(server.url, needed=False))
-        relay = await stack.enter_async_context(relaying(upstream, tls))
-        link = connect(
-            f"moqt://127.0.0.1:{relay.address[1]}/", PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=STUCK_S)
-        )
-        peers = (server.url, await stack.enter_async_context(link))
         waiting = asyncio.create_task(_played(client, "long", frozen.url, 2 * STUCK_S, tally))
 
-        async def one(number: int) -> None:
+        async def one() -> None:
             await asyncio.sleep(dice.uniform(0.0, 2.0))
             profiles._profiles.clear()
-            await _played(client, dice.choice(list(LENGTHS)), peers[number % 2], dice.choice((0.5, 1.0, 2.0)), tally)
+            await _played(client, dice.choice(list(LENGTHS)), server.url, dice.choice((0.5, 1.0, 2.0)), tally)
 
-        await asyncio.gather(*(one(number) for number in range(PLAYS)))
+        await asyncio.gather(*(one() for _ in range(PLAYS)))
         server.faults.clear()
-        for peer in peers:
-            for name in LENGTHS:
-                try:
-                    async with asyncio.timeout(STUCK_S):
-                        while not await _played(client, name, peer, 5.0, tally):  # noqa: ASYNC110 # that is the test
-                            await asyncio.sleep(0.05)
-                except TimeoutError:
-                    tally["stuck"] += 1
+        for name in LENGTHS:
+            try:
+                async with asyncio.timeout(STUCK_S):
+                    while not await _played(client, name, server.url, 5.0, tally):  # noqa: ASYNC110 # that is the test
+                        await asyncio.sleep(0.05)
+            except TimeoutError:
+                tally["stuck"] += 1
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
     return tally
 
 
-async def _played(client: AsyncClient, name: str, peer: PeerLike, deadline_s: float, tally: Counter[str]) -> bool:
+async def _played(client: AsyncClient, name: str, peer: str, deadline_s: float, tally: Counter[str]) -> bool:
     """Play a prompt, with its codec profile if it has one; count what became of it, and return whether it came."""
     tokens = prompt(LENGTHS[name]).tokens
     track = "FP16"

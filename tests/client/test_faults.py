@@ -306,7 +306,7 @@ PLAYS = {
             {"faults": NEVER}, {"engine": engine}, fails(kind, word),
         )
         for engine, kind, word in (
-            (Broken, ModelError, "out of memory"), (Wrong, UsageError, "is not"), (Fewer, UsageError, "is not"),
+            (Broken, ModelError, "out of memory"), (Wrong, UsageError, "shapes"), (Fewer, UsageError, "shapes"),
             (Rude, ModelError, "SystemExit"),
         )
     },

@@ -46,7 +46,7 @@ def test_commands(served, short, file, capsys, command):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "cannot be read"), (b"a\0b", "printed")],
+    [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "cannot be read"), (b"a\0b", "printable")],
 )
 def test_a_file_without_a_token(tmp_path, capsys, content, says):
     path = tmp_path / "token"
