@@ -6,7 +6,7 @@ It combines samples (an estimator's rate and spread), earlier plays on the path,
 - In slow start, rates up to the present one are ruled out.
 - The rate of earlier plays loses trust the longer slow start takes to reach it.
 - A link much slower than before may be dead or recover; the longer it is silent, the more likely it is dead.
-- Otherwise the belief is the estimate. The longer it has held, the less likely it changes soon, see `surprise`.
+- Otherwise the belief is the estimate.
 """
 
 from __future__ import annotations
@@ -19,17 +19,12 @@ from kvabr.abr.estimator import WINDOW
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
-LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+LOADS = (0.1, 3.0)
 """Rates of an unknown link, as shares of the exact cache delivered by the deadline."""
-BASE_MARGIN = 1.25
-"""Minimum rate of an unknown link, as a multiple of the rate that delivers every base by the deadline."""
 UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
 """A link below this share of its best rate is slow; and the share that it may recover to."""
-SURPRISE, _SURPRISED, _PRIOR_SURPRISED = 10.0, 0.3, 0.04
-"""Factor of a sudden speed-up; its maximum probability, when the rate has just become known; the same for a link as
-fast as in earlier plays."""
 _LOW, _HIGH, _WEIGHTS = 0.5, 1.25, (0.3, 0.4, 0.3)
 """Rates below and above the expected one, as shares of it, and the weights of the three. `_LOW` replaces a missing
 lower bound of the estimator."""
@@ -37,19 +32,20 @@ _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
 """Possible rates in slow start, as multiples of the rate so far, and their weights."""
 GROWTH = 2.0
 """Minimum mean rate until the deadline, as a multiple of the present rate, in slow start."""
-_MIN_NEXT_GROWTH = 1.5
-"""Minimum growth factor of the rate before a request takes effect, in slow start."""
 _SLOWER_SHARE, _MIN_SLOWER_SHARE = 0.7, 0.03
 """Slower alternative to the rate of earlier plays, as a share of it: at first, and at least."""
-_LATE_START_FACTOR, _MIN_ROUND_SHARE = 1.5, 0.005
-"""Trust in that rate falls after this multiple of the usual slow start; and the minimum round trip for this, as a share
-of the deadline, since rates are not measured more often."""
+_LATE_START_FACTOR = 1.5
+"""Trust in that rate falls after this multiple of the usual slow start."""
 _GROWTH_ROUNDS, _MIN_GROWTH = 1.5, 1.3
 """A link is in slow start if its rate grew by the factor `_MIN_GROWTH` within `_GROWTH_ROUNDS` times to first byte."""
 MIN_WAIT_S = 0.02
-"""Minimum seconds until the rate is better known."""
+"""Seconds between two measurements of the rate, at least."""
 _SILENT_ROUNDS, _DEAD_LINK_SHARE = 4.0, 1e-3
 """Silent round trips that make a link suspect, and the share of the base that a dead link delivers in time."""
+
+
+RATE_TOLERANCE, TIME_TOLERANCE = 0.1, 0.01
+"""A plan holds until the rate changes by the first share, or for the second share of the time that the play takes."""
 
 
 class Belief(NamedTuple):
@@ -94,22 +90,21 @@ class LinkBelief:
         """Best rate measured so far, bytes per second."""
         self.fast_s = 0.0
         """When the link last had about this rate, seconds since the play began."""
-        self._since_s = 0.0
-        self._since_rate = 0.0
+        self.held_since_s = self._held_rate = 0.0
+        """Since when the rate has held, within a factor of 2, and that rate."""
 
     def look(self, view: View, *, saved: bool) -> Belief:
         """Update and return the belief; ``saved``: an engine could still meet the deadline without the link."""
         growing, at_prior = self._grows(view), 0.0 < view.rate == self._prior_rate
-        measured_s = max(view.ttfb_s or UNKNOWN_TTFB_S, _MIN_ROUND_SHARE * view.deadline_s)
         answered = self.best_rate > 0 or view.in_flight.receiving or view.settled.history
-        silent = not answered and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * measured_s
+        silent = not answered and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * self._measured_s(view)
         self._silent = self._silent or silent
         if not at_prior and view.rate >= SLOW * self.best_rate:
             self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
-        if not 0.5 * self._since_rate <= view.rate <= 2.0 * self._since_rate or growing:
-            self._since_s, self._since_rate = view.now, view.rate
+        if not 0.5 * self._held_rate <= view.rate <= 2.0 * self._held_rate or growing:
+            self.held_since_s, self._held_rate = view.now, view.rate
         slow = view.rate < SLOW * self.best_rate
-        found = self._alive(view, measured_s, growing=growing, at_prior=at_prior, slow=slow)
+        found = self._alive(view, growing=growing, at_prior=at_prior, slow=slow)
         if silent and saved:
             dead = min(1.0, view.now / view.deadline_s)
             rate = _DEAD_LINK_SHARE * view.ladder.tracks[0].total_bytes / max(view.time_left, MIN_WAIT_S)
@@ -140,24 +135,13 @@ class LinkBelief:
         if not view.growing:
             return rate
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
-        most = (
-            LinkBelief._doubt(view, view.prior_rate, max(round_s, _MIN_ROUND_SHARE * view.deadline_s)) * view.prior_rate
-        )
+        most = LinkBelief._doubt(view, view.prior_rate) * view.prior_rate
         rounds, grows = max(view.time_left, round_s) / round_s, math.log2(max(most / rate, 1.0))
         doubled = min(rounds, grows)
         mean = rate * (math.exp2(doubled) - 1.0) / math.log(2.0) + (rounds - doubled) * rate * math.exp2(doubled)
         return max(GROWTH * rate, mean / rounds)
 
-    def surprise(self, view: View, seconds: float) -> float:
-        """Return the probability that the link turns much faster within some seconds.
-
-        It falls the longer a rate holds, and is small if the link is as fast as in earlier plays.
-        """
-        at_prior = 0.5 * view.prior_rate <= view.rate <= 2.0 * view.prior_rate
-        held_s = max(MIN_WAIT_S, view.now - self._since_s)
-        return (_PRIOR_SURPRISED if at_prior else _SURPRISED) * (1.0 - (held_s / (held_s + seconds)) ** 2)
-
-    def _alive(self, view: View, measured_s: float, *, growing: bool, at_prior: bool, slow: bool) -> Belief:
+    def _alive(self, view: View, *, growing: bool, at_prior: bool, slow: bool) -> Belief:
         if slow:  # it may be slow for a moment only
             return Belief.of((view.rate or _MIN_SLOWER_SHARE * self.best_rate, RECOVERED * self.best_rate))
         if view.ttfb_s > 0:  # after an outage it says little about the round trip
@@ -166,27 +150,30 @@ class LinkBelief:
         if view.rate > 0 and not growing:
             if not at_prior:
                 return Belief.of((view.rate,))
-            less = self._doubt(view, view.rate, measured_s)
+            less = self._doubt(view, view.rate)
             ramp = 2.0 ** min(view.now / round_s, 64.0) * WINDOW / round_s, round_s
             return Belief.of((less * view.rate, view.rate))._replace(ramp=ramp, state="prior")
         begins = max(view.rate, WINDOW / round_s)
         state = "growing" if view.rate > 0 else "unknown"
         if view.prior_rate > view.rate:  # too fast for an initial estimate, but slow start leads there
-            less = max(self._doubt(view, view.prior_rate, measured_s) * view.prior_rate, _MIN_NEXT_GROWTH * view.rate)
-            found = Belief.of((min(less, view.prior_rate), max(less, view.prior_rate)))
+            found = Belief.of((max(self._doubt(view, view.prior_rate) * view.prior_rate, view.rate), view.prior_rate))
             return found._replace(ramp=(begins, round_s), state=state)
         # The rate will not fall, and an unknown link is trusted to carry the base in time.
         left_s = max(view.time_left, 0.01 * view.deadline_s, MIN_WAIT_S)
-        least = max(_MIN_NEXT_GROWTH * view.rate, BASE_MARGIN * view.ladder.tracks[0].total_bytes / left_s)
+        least = max(view.rate, view.ladder.tracks[0].total_bytes / left_s)
         rates = tuple(max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS)
         return Belief.of(rates)._replace(ramp=(begins, round_s), state=state)
 
     @staticmethod
-    def _doubt(view: View, prior_rate: float, measured_s: float) -> float:
+    def _measured_s(view: View) -> float:
+        return max(view.ttfb_s or UNKNOWN_TTFB_S, MIN_WAIT_S)
+
+    @staticmethod
+    def _doubt(view: View, prior_rate: float) -> float:
         """Return the share of the earlier rate that a slower link has; less if slow start is late."""
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
         due = math.log2(max(1.0, prior_rate * round_s / WINDOW))
-        late = _LATE_START_FACTOR * due - view.now / measured_s
+        late = _LATE_START_FACTOR * due - view.now / LinkBelief._measured_s(view)
         return min(_SLOWER_SHARE, max(_MIN_SLOWER_SHARE, math.exp2(min(0.0, late))))
 
     def _grows(self, view: View) -> bool:

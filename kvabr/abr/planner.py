@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.belief import LOADS, MIN_WAIT_S, SURPRISE, UNKNOWN_TTFB_S, Belief, LinkBelief
+from kvabr.abr.belief import LOADS, MIN_WAIT_S, RATE_TOLERANCE, TIME_TOLERANCE, UNKNOWN_TTFB_S, Belief, LinkBelief
 from kvabr.abr.policy import Decision, Division
 from kvabr.abr.time_planner import MAX_PARTS, UNAVAILABLE_LOSS, TimePlanner
 from kvabr.abr.view import View
@@ -29,25 +29,16 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED
 
-_RATE_TOLERANCE, _TIME_TOLERANCE, _KNOWN_TIME_TOLERANCE = 0.05, 0.01, 0.025
-"""A plan holds until the rate changes by the first share, or for the second share of the expected play time; the third
-share replaces the second if the rate is known."""
-_BUSY_FACTOR = 4.0
-"""Factor on both limits while the engine is busy."""
-_MIN_GAIN = 0.03
-"""Minimum relative gain of a new division over the previous one, or over no computing."""
 _FINE_TRACK_SHARE = 1 / 6
 """Assumed size of a nearly lossless track, as a share of the exact cache."""
-_MAX_WAIT_COST = 1.05
-"""Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
 _SLOW_START_WEIGHT = 0.5
 """Share of the cost of waiting that counts in slow start, as each round trip improves the estimate."""
+_SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
+"""Factor of a sudden speed-up of the link, and its maximum probability during a call."""
 _MIN_PLAY_COST = 1e-6
 """Minimum cost of a play, nats per token, so that ratios of costs stay finite."""
 _SETTLED_BEFORE_CALL = 8
-"""Number of groups right before a call that must not have an upgrade in flight."""
-_START_MARGIN = 1.5 / 50
-"""Safety margin for starting a suffix engine, as a share of the deadline."""
+"""Number of groups right before a call that must not have an upgrade in flight: computed groups inherit their loss."""
 _MAX_LATENESS = 0.25
 """Lateness, as a share of the deadline, that keeps the engine from starting the rest while the link delivers."""
 
@@ -136,12 +127,8 @@ class ComputePlanner:
         self._holds -= 1
         if (last := self._planned) is not None:
             front, rate, then, arrivals = last
-            busy = (
-                _BUSY_FACTOR if view.engine_backlog_s > 0 and rate > 0 else 1.0
-            )  # planning repeats when the engine is done
-            same = abs(view.rate - rate) <= busy * _RATE_TOLERANCE * rate
-            holds_s = (_TIME_TOLERANCE if self._belief.learns_s else _KNOWN_TIME_TOLERANCE) * self._horizon_s(view)
-            same = same and view.now - then <= busy * holds_s
+            same = abs(view.rate - rate) <= RATE_TOLERANCE * rate
+            same = same and view.now - then <= TIME_TOLERANCE * self._horizon_s(view)
             # The rest may now be best left to the engine.
             arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > arrivals
             idle = view.engine_backlog_s <= 0 and not self._suffix
@@ -150,10 +137,7 @@ class ComputePlanner:
         self._holds = view.keeps
         self._planned = (first, self._exact(view)), view.rate, view.now, len(view.settled.history)
         self._times.sync(view)
-        kept = None
-        if last is not None and last[1] > 0:
-            kept = self.reserved.start if self._suffix else self.reserved.stop
-        first, stop = self._divide(view, first, kept)
+        first, stop = self._divide(view, first)
         if self._suffix:
             self.reserved, self.until_s = range(view.groups if self._waits else stop, view.groups), 0.0
         else:
@@ -199,10 +183,10 @@ class ComputePlanner:
         assert view.cost is not None  # noqa: S101  # see `plan`
         return view.cost.seconds(self._tokens[first], self._tokens[stop] - self._tokens[first])
 
-    def _divide(self, view: View, front: int, kept: int | None) -> tuple[int, int]:
+    def _divide(self, view: View, front: int) -> tuple[int, int]:
         """Return the groups at which the engine continues and stops (suffix mode: begins).
 
-        ``front``: the first missing group; ``kept``: the stop of the last plan, None if the rate was unknown.
+        ``front``: the first missing group.
         """
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
         belief = self._belief = self._link.look(view, saved=computed_s <= view.time_left)
@@ -215,14 +199,6 @@ class ComputePlanner:
         number = int(np.argmin([regret.min() for regret in regrets]))
         way, regret = ways[number], regrets[number]
         best = int(regret.argmin())
-        if not self._suffix and (kept is None or view.arrived):  # computing must pay off
-            kept = way.start
-        if self._suffix and kept is None and len(rates) == 1:  # all or no computing has the most predictable cost
-            kept = int(way.stops[0] if regret[0] < regret[-1] else way.stops[-1])
-        if kept is not None:  # keep the last plan unless the gain is clear
-            same = int(np.searchsorted(way.stops, kept))
-            if same < len(way.stops) and float(regret[same]) <= (1.0 + _MIN_GAIN) * float(regret[best]):
-                best = same
         self._waits, self._call_to = False, None
         quiet = belief.state in {"slow", "silent"}
         if len(rates) > 1 and belief.learns_s:
@@ -233,7 +209,7 @@ class ComputePlanner:
             waits = 1.0 + more / least
             waiting = float((shares @ waits)[0])
             if self._suffix:
-                self._waits = (quiet or float(waits.max()) <= _MAX_WAIT_COST) and waiting < float(regret[best])
+                self._waits = waiting < float(regret[best])
             else:
                 share = _SLOW_START_WEIGHT if belief.state == "growing" else 1.0
                 self._call_to = self._first_call(view, way, least, shares, 1.0 + share * (waiting - 1.0))
@@ -332,7 +308,8 @@ class ComputePlanner:
 
     def _call(self, view: View) -> Decision | None:
         first, stop = self.reserved.start, self._target
-        if first > view.solid or self._unsettled_before(view, first):
+        flying = view.in_flight.groups
+        if first > view.solid or any(group in flying for group in range(first - _SETTLED_BEFORE_CALL, first)):
             return None
         if view.track_of[first] is None and first not in view.missing_groups and first < view.edge:
             return None  # the player already left it to the engine
@@ -340,22 +317,18 @@ class ComputePlanner:
             return None
         return Decision.recompute(first, f"to compute up to group {stop - 1} {self._why()}", last=last)
 
-    @staticmethod
-    def _unsettled_before(view: View, group: int) -> bool:
-        flying = view.in_flight.groups
-        return bool(flying) and any(before in flying for before in range(group - _SETTLED_BEFORE_CALL, group))
-
     def _last(self, view: View, first: int, stop: int) -> int | None:
         last = stop
         if self._call_to is not None:
             last = min(stop, self._call_to) if self._belief.state not in {"unknown", "growing"} else self._call_to
         elif view.rate > 0 and stop > first:
-            # The link may turn much faster, and a call cannot be stopped.
+            # The link may turn much faster, and a call cannot be stopped. The longer a rate has held, the less likely.
             arrivals = self._link.arrivals(view, self._belief.rates[-1])
-            way = self._ways(view, first, [*arrivals.rates, SURPRISE * arrivals.rates[-1]], self._belief.ramp)
+            way = self._ways(view, first, [*arrivals.rates, _SPEED_UP * arrivals.rates[-1]], self._belief.ramp)
             count = 1 + int(np.searchsorted(way.stops, stop))
             way = way._replace(stops=way.stops[:count], costs=way.costs[:, :count], engine_s=way.engine_s[:count])
-            faster = np.array([self._link.surprise(view, seconds) for seconds in way.engine_s])
+            held_s = max(MIN_WAIT_S, view.now - self._link.held_since_s)
+            faster = _SPEED_UP_WEIGHT * (1.0 - (held_s / (held_s + way.engine_s)) ** 2)
             shares = np.vstack([np.outer(arrivals.weights, 1.0 - faster), faster])
             last = self._first_call(view, way, np.ones((len(shares), 1)), shares, math.inf)
         if last <= first:
@@ -388,7 +361,7 @@ class ComputePlanner:
         if view.track_of[cut] is None and cut not in view.missing_groups and cut < view.edge:
             return None  # the player already left it to the engine
         rest_s = self._call_s(view, cut, view.groups)
-        last_s = view.time_left - rest_s - _START_MARGIN * view.deadline_s
+        last_s = view.time_left - rest_s - view.margin_s
         if self._network_s > 1e-6 and last_s > 0:
             if not idle:
                 return None

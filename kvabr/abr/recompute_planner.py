@@ -19,9 +19,6 @@ from kvabr.abr.view import GroupSet, View
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 
-_LAST_START_MARGIN = 0.05
-"""Share of the deadline before the last possible start of the engine when a late producer is given up."""
-
 
 class Plan(NamedTuple):
     """Groups ``first`` to ``last`` - 1 are left to the engine."""
@@ -74,7 +71,7 @@ class Rest:
             return False
         begin = view.catalog.tokens_before(view.catalog.cut(first))
         seconds = self._cost.seconds(begin, view.catalog.tokens - begin)
-        return self._start_s + seconds >= (1 - _LAST_START_MARGIN) * view.deadline_s
+        return self._start_s + seconds >= view.deadline_s - view.margin_s
 
     def _network_s(self, nbytes: float, last: int | None) -> float:
         """Return when the network has delivered some bytes; group ``last`` arrives last."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import permutations
 
-from kvabr.abr.belief import BASE_MARGIN, LOADS, MIN_WAIT_S
+from kvabr.abr.belief import LOADS, MIN_WAIT_S
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.errors import UsageError
@@ -171,7 +171,7 @@ def tail_costs(
     rates = [rate]
     if rate <= 0:  # an unknown link is trusted to carry the base in time
         base = min(track.total_bytes for track in whole.tracks if track.refines is None)
-        rates = [max(load * whole.fp16_bytes, BASE_MARGIN * base) / left_s for load in LOADS]
+        rates = [max(load * whole.fp16_bytes, base) / left_s for load in LOADS]
     costs = []
     for offer in offers:
         ways = (

@@ -331,6 +331,8 @@ class View:
     """Seconds from a request to its first byte."""
     outstanding_bytes: int = 0
     """Bytes still to arrive for all requests in flight."""
+    margin_s: float = 0.0
+    """Slack for everything that must end by the deadline: it starts this many seconds earlier."""
     decode_backlog_s: float = 0.0
     """Seconds of decoding queued or running."""
     undecoded: dict[int, int] = field(default_factory=dict)

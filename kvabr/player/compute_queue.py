@@ -199,7 +199,7 @@ class ComputeQueue:
             view = self._view
             alive = view.rate > 0 or view.settled or any(one.received for one in view.in_flight.values())
             return now >= (deadline_s if alive else _MIN_START_SHARE * deadline_s)
-        return now + 1.5 * self.tick_s >= deadline_s - seconds
+        return now + self._view.margin_s >= deadline_s - seconds
 
 
 def _without(groups: range, others: range) -> Iterable[int]:

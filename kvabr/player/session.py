@@ -95,8 +95,8 @@ _SLOW_START = 0.5
 _MAX_DECISIONS = 64
 """Decisions before pending events are handled."""
 _ABANDONED = 64
-_DECODE_MARGIN_TICKS = 1.5
-"""Margin before decoding becomes urgent."""
+_MARGIN_TICKS = 1.5
+"""See `View.margin_s`."""
 
 
 class Session:
@@ -150,6 +150,7 @@ class Session:
         if cost is not None and config.time_price > 0:  # such plays end well before a long deadline
             horizon_s = min(deadline_s, _MAX_PLAY * cost.seconds(0, ladder.catalog.tokens))
         self.tick_s = self.next_tick_s = min(horizon_s / config.ticks, MAX_TICK_S)
+        self.view.margin_s = _MARGIN_TICKS * self.tick_s
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, horizon_s, self.events.limited, chunked=config.chunked)
         self.view.prior_rate, self.view.prior_own = self._sampler.prior_rate, self._sampler.prior_own
@@ -387,6 +388,7 @@ class Session:
             return
         # A play that outlasts expectations is checked less often.
         self.tick_s = max(self.tick_s, min(now / self.config.ticks, MAX_TICK_S))
+        self.view.margin_s = _MARGIN_TICKS * self.tick_s
         if self.engine is not None:
             self.engine.tick_s = self.tick_s
         self.next_tick_s = now + self.tick_s
@@ -718,7 +720,7 @@ class Session:
         """Hand groups to the decoders until they are busy."""
         queue, view = self._decoders, self.view
         while not queue.busy:
-            urgent = now + view.decode_backlog_s + _DECODE_MARGIN_TICKS * self.tick_s >= view.deadline_s
+            urgent = now + view.decode_backlog_s + view.margin_s >= view.deadline_s
             engine = self.engine is not None and self._engine_due
             group = queue.next(now, urgent=urgent, engine=engine, will_replace=self.guard.will_replace)
             if group is None:

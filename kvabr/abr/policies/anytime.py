@@ -5,7 +5,7 @@ order needs no prediction. The planner (`kvabr.abr.planner`) decides which group
 track of every group; this policy decides the order of requests.
 
 - The base of every group is requested at once. Replacing an undecoded base costs little, and with all bases in place
-  the play is safe. If the base is a large part of the planned bytes, groups are requested on their final tracks,
+  the play is safe. On a link as fast as in earlier plays, groups are requested on their final tracks at once,
   provided that all should arrive in time at the low end of the belief.
 - Upgrades follow just before the link would be idle: on the planned track if the whole plan should arrive in time at
   the low end of the belief, otherwise by the layer with the largest saving per byte that should arrive.
@@ -19,8 +19,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from kvabr.abr.belief import RECOVERED, SLOW, LinkBelief
-from kvabr.abr.estimator import WINDOW
+from kvabr.abr.belief import RATE_TOLERANCE, RECOVERED, SLOW, TIME_TOLERANCE, LinkBelief
 from kvabr.abr.policy import Decision, Division, Parameter, Policy
 from kvabr.abr.view import View
 
@@ -34,13 +33,10 @@ _SLOW_START_AHEAD_TTFB = 4.0
 """Length of the bytes in flight in slow start, in times to first byte at the present rate."""
 _AHEAD_SHARE = 0.01
 """Length of the bytes in flight, in addition to round trips, as a share of the deadline."""
-_RATE_TOLERANCE, _TIME_TOLERANCE, _FOLLOWED_SHARE = 0.05, 0.01, 1 / 16
-"""A plan holds until the rate changes by the first share, the second share of the deadline passes, or the third share
-of the groups is requested."""
-_MAX_BASE_SHARE = 0.05
-"""A base up to this share of the price of the planned time is requested first."""
 _MIN_SPARE_FACTOR = 2.0
 """Number of times that a plan must fit into the time left to skip the base, on a link as fast as in earlier plays."""
+_FOLLOWED_SHARE = 1 / 16
+"""A plan holds until this share of the groups is requested."""
 _MAX_WAIT_SHARE = 0.6
 """Share of the loss to spend on waiting for a link to recover."""
 _MAX_BASE_DECODE_SHARE = 0.8
@@ -145,8 +141,8 @@ class Anytime(Policy):
         if (
             plan is None
             or case != self._planned
-            or abs(view.rate - self._planned_rate) > _RATE_TOLERANCE * self._planned_rate
-            or view.now - self._planned_s > _TIME_TOLERANCE * view.deadline_s
+            or abs(view.rate - self._planned_rate) > RATE_TOLERANCE * self._planned_rate
+            or view.now - self._planned_s > TIME_TOLERANCE * view.deadline_s
             or self._followed > _FOLLOWED_SHARE * view.groups
             or (settled - self._settled > view.keeps and not view.missing_groups)
         ):
@@ -190,24 +186,14 @@ class Anytime(Policy):
         return Decision.fetch(self._next_group(view), name, "the base of every group comes first")
 
     def _final(self, view: View) -> Decision | None:
-        """Request a group on its planned track, or wait; None: request the base first.
-
-        The base is first unless it costs too much, or a link known from earlier plays is still in slow start.
-        """
-        plan, left = self._plan_for(view), len(view.missing_groups)
+        """Request a group on its planned track, or wait; None: request the base first, unless the link is safe."""
+        plan = self._plan_for(view)
         if view.growing or view.outstanding_bytes + plan.bytes > view.lower_bound * view.time_left:
             return None
-        base = plan.byte_price * self._base.total_bytes / view.groups
-        base += plan.decode_price * view.decode_s(self._base.name)
-        window = WINDOW * 2.0 ** min(64.0, view.now / max(view.ttfb_s, 1e-3))
-        ramps = view.prior_rate > 0 and window < view.rate * view.ttfb_s
-        sure = self._link_is_safe(view, plan)
-        if base * left <= _MAX_BASE_SHARE * plan.second_price * plan.ends_s and not (ramps or sure):
+        if not self._link_is_safe(view, plan):
             return None
         group = self._next_group(view, least=True)
         track = self._times.names[plan.targets[group]]
-        if self._base.name in view.ladder.stacks[track] and not sure:
-            return None
         if self._enough(view):
             return Decision.wait("enough is in flight")
         self._follow(group, track)
@@ -215,7 +201,7 @@ class Anytime(Policy):
 
     @staticmethod
     def _link_is_safe(view: View, plan: TimePlan) -> bool:
-        """Return whether the link is as fast as in earlier plays, with time left for a long outage."""
+        """Return whether the link is as fast as in earlier plays, and the plan ends in time."""
         near_prior = view.prior_own and 0.5 * view.prior_rate <= view.rate <= 2.0 * view.prior_rate
         return near_prior and _MIN_SPARE_FACTOR * plan.ends_s < view.time_left
 
