@@ -102,7 +102,8 @@ class LinkBelief:
         if not at_prior and view.rate >= SLOW * self.best_rate:
             self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
         if not 0.5 * self._held_rate <= view.rate <= 2.0 * self._held_rate or growing:
-            self.held_since_s, self._held_rate = view.now, view.rate
+            # A rate of earlier plays counts as one that has held for as long as a play.
+            self.held_since_s, self._held_rate = view.now - (view.deadline_s if at_prior else 0.0), view.rate
         slow = view.rate < SLOW * self.best_rate
         found = self._alive(view, growing=growing, at_prior=at_prior, slow=slow)
         if silent and saved:

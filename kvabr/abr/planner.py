@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.belief import LOADS, MIN_WAIT_S, RATE_TOLERANCE, TIME_TOLERANCE, UNKNOWN_TTFB_S, Belief, LinkBelief
+from kvabr.abr.belief import MIN_WAIT_S, RATE_TOLERANCE, TIME_TOLERANCE, UNKNOWN_TTFB_S, Belief, LinkBelief
 from kvabr.abr.policy import Decision, Division
 from kvabr.abr.time_planner import MAX_PARTS, UNAVAILABLE_LOSS, TimePlanner
 from kvabr.abr.view import View
@@ -29,8 +29,6 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED
 
-_FINE_TRACK_SHARE = 1 / 6
-"""Assumed size of a nearly lossless track, as a share of the exact cache."""
 _SLOW_START_WEIGHT = 0.5
 """Share of the cost of waiting that counts in slow start, as each round trip improves the estimate."""
 _SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
@@ -66,22 +64,6 @@ def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> b
     ``ttfb_s``: time to first byte in earlier plays; 0.0 for an unknown peer.
     """
     return cost.seconds(0, tokens) <= (ttfb_s or UNKNOWN_TTFB_S)
-
-
-def computed_on_any_link(
-    cost: PrefillCost, tokens: int, deadline_s: float, *, time_price: float, gpu_price: float
-) -> bool:
-    """Return whether an engine should compute a prompt of ``tokens`` if the link is unknown.
-
-    Compares it with fetching a nearly lossless track at each rate of an unknown link. Prices are nats per token, for a
-    second before the first token and a second of engine time.
-    """
-    computed_s = cost.seconds(0, tokens)
-    if time_price <= 0 or computed_s > deadline_s:
-        return False
-    computed_s *= 1.0 + gpu_price / time_price
-    played_s = [min(deadline_s, UNKNOWN_TTFB_S + _FINE_TRACK_SHARE * deadline_s / load) for load in LOADS]
-    return sum(computed_s / min(computed_s, one) - one / min(computed_s, one) for one in played_s) <= 0.0
 
 
 class ComputePlanner:

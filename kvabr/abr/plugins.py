@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def shipped(plugin: object) -> bool:
-    """Return whether a policy or an estimator is part of kvabr or its laboratory."""
-    return type(plugin).__module__.partition(".")[0] in {"kvabr", "kvabr_lab"}
-
-
 class Registered(Mapping[str, type[T]]):
     """Classes by name: built-in ones, and those of installed packages, loaded on access."""
 

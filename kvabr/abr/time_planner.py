@@ -25,19 +25,17 @@ Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 """Shares of the time price that the link gets; the decoders get the rest."""
-_ENGINE_LAST_LEVELS = (0.25, 0.0)
-"""Factors on the time price, tried if the engine may finish last."""
-_ENGINE_LEVELS, _DEADLINE_LEVELS = (0.2,), (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
-"""Factors on the time price, tried if the engine may finish last, and if the plan would miss the deadline."""
+_DEADLINE_LEVELS = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
+"""Factors on the time price, tried if the plan would miss the deadline."""
 _FINER_LEVELS = (0.1, 0.01, 1e-3, 0.0)
 """Factors on the time price, tried if the loss is limited."""
 _FEW_SHARES: Array = np.array([1.0, 0.6, 0.3, 0.0])
-_TWO_SHARES: Array = np.array([1.0, 0.4])
+"""The same with these factors, and for divisions."""
 _MIN_TIME_PRICE = 1e-4
 """Minimum time price to multiply by these factors, nats per second."""
 _REPLACED_BYTE_PRICE = 6.0
 """Price of a replaced byte, relative to a requested one: other plays could have used it."""
-MAX_PARTS = 128
+MAX_PARTS = 64
 """Maximum number of parts of a long prompt in a division, each on one track; likewise of engine stops."""
 _LATE_SECOND_COST = 1e3
 """Price of a second after the deadline, nats per token; prefers plans that end in time."""
@@ -275,13 +273,10 @@ class TimePlanner:
             return self._stay
         return np.where(self._state < 0, self._stay, self._loss_if_rest_computed(self._stay, self._state))
 
-    def rank(
-        self, view: View, plan: TimePlan, belief: Belief, computed: range, *, sure: bool
-    ) -> list[tuple[float, int, int]]:
+    def rank(self, view: View, plan: TimePlan, belief: Belief, computed: range) -> list[tuple[float, int, int]]:
         """Return the upgrades that pay off as (saving per price, group, track), the first to request last.
 
-        ``belief``: possible rates of new requests; ``computed``: groups left to the engine; ``sure``: the whole plan
-        will be carried out.
+        ``belief``: possible rates of new requests; ``computed``: groups left to the engine.
         """
         base = self._number[view.ladder.cheapest]
         here, coming = self._flying < 0, self._flying == base
@@ -317,7 +312,7 @@ class TimePlanner:
         worthy = np.flatnonzero(gains > max(_NEGLIGIBLE_PRICE, least))
         # Of upgrades with about the same gain, tracks that decode slower than they arrive go first, to keep decoders
         # busy until the end.
-        level = np.floor(np.log(gains[worthy]) / math.log(_EQUAL_GAIN_FACTOR)) * (not sure)
+        level = np.floor(np.log(gains[worthy]) / math.log(_EQUAL_GAIN_FACTOR))
         spare = (
             nbytes[picks, columns][worthy] / max(view.rate, _NEGLIGIBLE_PRICE)
             - decode[picks, columns][worthy] / view.decoders
@@ -367,10 +362,8 @@ class TimePlanner:
         """
         price = max(view.time_price, _MIN_TIME_PRICE)
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
-        for more in _DEADLINE_LEVELS:
-            share, level = np.append(share, _TWO_SHARES), np.append(level, np.full(len(_TWO_SHARES), more))
-        for free in (*(_ENGINE_LAST_LEVELS if computed_s > 0 else ()), *self._finer(view)):
-            share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), free))
+        for more in (*_DEADLINE_LEVELS, *self._finer(view)):
+            share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), more))
         loss = self._loss_if_rest_computed(self._loss, slice(None))
         now = _Options(loss, self._bytes, self._work(view, self._moves), self._waste)
         picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now)
@@ -562,11 +555,9 @@ class TimePlanner:
             return work.least(lost, np.maximum(network_s, ready_s), begun)
 
         prices = [(view.time_price, _FEW_SHARES)]
-        prices += [(level * max(view.time_price, _MIN_TIME_PRICE), _TWO_SHARES) for level in self._finer(view)]
-        if not view.front_first:  # the time of the network is worth less if the engine takes longer
-            prices += [(level * view.time_price, _FEW_SHARES) for level in _ENGINE_LEVELS]
+        prices += [(level * max(view.time_price, _MIN_TIME_PRICE), _FEW_SHARES) for level in self._finer(view)]
         found = divided(prices)
         if (found.late & (engine_s <= view.time_left)).any():  # at a higher time price the network may be in time
             least = max(view.time_price, _MIN_TIME_PRICE)
-            found = better(divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]), found)
+            found = better(divided([(level * least, _FEW_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found

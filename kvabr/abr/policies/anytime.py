@@ -37,10 +37,6 @@ _MIN_SPARE_FACTOR = 2.0
 """Number of times that a plan must fit into the time left to skip the base, on a link as fast as in earlier plays."""
 _FOLLOWED_SHARE = 1 / 16
 """A plan holds until this share of the groups is requested."""
-_MAX_WAIT_SHARE = 0.6
-"""Share of the loss to spend on waiting for a link to recover."""
-_MAX_BASE_DECODE_SHARE = 0.8
-"""Share of the deadline above which decoding the base counts as slow."""
 
 
 class Anytime(Policy):
@@ -74,9 +70,7 @@ class Anytime(Policy):
         self._ranked: list[tuple[float, int, int]] = []
         """Upgrades as (saving per price, group, track); the first to request is last."""
         self._over = False
-        self._slow_base = (
-            view.decode_s(self._base.name) * view.groups / view.decoders > _MAX_BASE_DECODE_SHARE * view.deadline_s
-        )
+        self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > view.deadline_s
         losses = self._base.loss
         self._order = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
 
@@ -159,8 +153,7 @@ class Anytime(Policy):
             self._plan, self._planned, self._over = plan, case, False
             self._planned_rate, self._planned_s = view.rate, view.now
             self._followed, self._settled = 0, settled
-            arrivals, sure = self._link.arrivals(view, rate), self._link_is_safe(view, plan)
-            self._ranked = self._times.rank(view, plan, arrivals, computed, sure=sure)
+            self._ranked = self._times.rank(view, plan, self._link.arrivals(view, rate), computed)
         return plan
 
     def _enough(self, view: View, first: int = _MIN_IN_FLIGHT) -> bool:
@@ -261,9 +254,7 @@ class Anytime(Policy):
     def _hopes(self, view: View, flying: float = 0.0) -> bool:
         """Return whether to wait for a slow link; ``flying``: loss that upgrades in flight will save."""
         lost, spent = self._times.lost() + flying, view.time_price * (view.now - self._link.fast_s)
-        return _MAX_WAIT_SHARE * lost > spent > 0.0 or (
-            view.rate <= 0 and _MAX_WAIT_SHARE * lost > view.time_price * view.time_left
-        )
+        return lost > spent > 0.0 or (view.rate <= 0 and lost > view.time_price * view.time_left)
 
     def _end(self, view: View) -> Decision:
         if not view.in_flight:
