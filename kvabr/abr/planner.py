@@ -29,6 +29,8 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED
 
+_MAX_WAIT_COST = 1.05
+"""Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
 _SLOW_START_WEIGHT = 0.5
 """Share of the cost of waiting that counts in slow start, as each round trip improves the estimate."""
 _SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
@@ -191,7 +193,7 @@ class ComputePlanner:
             waits = 1.0 + more / least
             waiting = float((shares @ waits)[0])
             if self._suffix:
-                self._waits = waiting < float(regret[best])
+                self._waits = (quiet or float(waits.max()) <= _MAX_WAIT_COST) and waiting < float(regret[best])
             else:
                 share = _SLOW_START_WEIGHT if belief.state == "growing" else 1.0
                 self._call_to = self._first_call(view, way, least, shares, 1.0 + share * (waiting - 1.0))

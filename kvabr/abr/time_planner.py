@@ -29,8 +29,8 @@ _DEADLINE_LEVELS = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
 """Factors on the time price, tried if the plan would miss the deadline."""
 _FINER_LEVELS = (0.1, 0.01, 1e-3, 0.0)
 """Factors on the time price, tried if the loss is limited."""
-_FEW_SHARES: Array = np.array([1.0, 0.6, 0.3, 0.0])
-"""The same with these factors, and for divisions."""
+_FEW_SHARES: Array = np.array([1.0, 0.4])
+"""The same with these factors."""
 _MIN_TIME_PRICE = 1e-4
 """Minimum time price to multiply by these factors, nats per second."""
 _REPLACED_BYTE_PRICE = 6.0
@@ -554,7 +554,7 @@ class TimePlanner:
             network_s *= work.lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
             return work.least(lost, np.maximum(network_s, ready_s), begun)
 
-        prices = [(view.time_price, _FEW_SHARES)]
+        prices = [(view.time_price, _LINK_SHARES)]
         prices += [(level * max(view.time_price, _MIN_TIME_PRICE), _FEW_SHARES) for level in self._finer(view)]
         found = divided(prices)
         if (found.late & (engine_s <= view.time_left)).any():  # at a higher time price the network may be in time
