@@ -19,7 +19,7 @@ from kvabr.abr.estimator import WINDOW
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
-LOADS = (0.1, 3.0)
+LOADS = (0.1, 10.0)
 """Rates of an unknown link, as shares of the exact cache delivered by the deadline."""
 UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
