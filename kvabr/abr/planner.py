@@ -39,8 +39,6 @@ _MIN_PLAY_COST = 1e-6
 """Minimum cost of a play, nats per token, so that ratios of costs stay finite."""
 _SETTLED_BEFORE_CALL = 8
 """Number of groups right before a call that must not have an upgrade in flight: computed groups inherit their loss."""
-_MAX_LATENESS = 0.25
-"""Lateness, as a share of the deadline, that keeps the engine from starting the rest while the link delivers."""
 
 
 Array = npt.NDArray[np.float64]
@@ -352,6 +350,4 @@ class ComputePlanner:
             # Groups that are decoded at the end stay in the backlog.
             if view.undecoded or (view.decode_backlog_s > 0 and not view.decodes_last):
                 return Decision.wait("what has arrived is decoded first, and then the play is cut")
-        if view.rate > 0 and rest_s > view.time_left + _MAX_LATENESS * view.deadline_s:
-            return None  # it is late anyway, and the link may recover
         return Decision.recompute(cut, f"to compute from group {cut} on {self._why()}")

@@ -54,7 +54,7 @@ def test_an_unsteady_link_lowers_the_bound(name):
     estimator.start(2.0)
     for tick in range(1, 100):
         estimator.sample(1e5 if tick % 2 else 2e4, 0.1, tick * 0.1)
-    assert estimator.lower_bound() < 0.9 * estimator.rate()
+    assert estimator.lower_bound() < min(6e5, 0.95 * estimator.rate())
 
 
 def test_silence_is_news():

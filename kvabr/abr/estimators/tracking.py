@@ -36,8 +36,6 @@ _BORROWED = (
     1.03, 1.05, 1.07, 1.10, 1.14, 1.18, 1.25, 1.35, 1.50, 2.00,
 )  # fmt: skip
 """Carried over expected bytes on real traces: twenty quantiles."""
-_BORROWED_WEIGHT = 2
-"""Weight of each quantile relative to an observation of the play: rare events may not have occurred yet."""
 _MAX_STRETCHES = 40
 """Number of past stretches in the bound."""
 _DRIFT = 0.5
@@ -174,9 +172,6 @@ class Tracking(MergedSamples):
         self._sure_share = None
 
     def _quantile(self) -> float:
-        others = _BORROWED_WEIGHT * len(_BORROWED)
-        wanted = max(1, math.ceil(_MISS_PROBABILITY * (len(self._ranked) + others)))
-        lowest = heapq.merge(
-            self._ranked[:wanted], (share for share in _BORROWED[:wanted] for _ in range(_BORROWED_WEIGHT))
-        )
+        wanted = max(1, math.ceil(_MISS_PROBABILITY * (len(self._ranked) + len(_BORROWED))))
+        lowest = heapq.merge(self._ranked[:wanted], _BORROWED[:wanted])
         return min(1.0, next(islice(lowest, wanted - 1, None)))

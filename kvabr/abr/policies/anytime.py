@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from kvabr.abr.belief import RATE_TOLERANCE, RECOVERED, SLOW, TIME_TOLERANCE, LinkBelief
+from kvabr.abr.belief import GROWTH, RATE_TOLERANCE, RECOVERED, SLOW, TIME_TOLERANCE, LinkBelief
 from kvabr.abr.policy import Decision, Division, Parameter, Policy
 from kvabr.abr.view import View
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _MIN_IN_FLIGHT = 2
 """Minimum number of requests in flight; one would leave the link idle between events."""
-_SLOW_START_AHEAD_TTFB = 4.0
-"""Length of the bytes in flight in slow start, in times to first byte at the present rate."""
 _AHEAD_SHARE = 0.01
 """Length of the bytes in flight, in addition to round trips, as a share of the deadline."""
 _MIN_SPARE_FACTOR = 2.0
@@ -160,7 +158,7 @@ class Anytime(Policy):
         """Return whether the bytes in flight last until a new request begins to arrive."""
         if view.rate <= 0:
             return len(view.in_flight) >= first
-        round_trips = _SLOW_START_AHEAD_TTFB if view.growing else self._ahead_ttfb
+        round_trips = self._ahead_ttfb * (GROWTH if view.growing else 1.0)
         ahead_s = round_trips * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
         return len(view.in_flight) >= _MIN_IN_FLIGHT and view.outstanding_bytes > view.rate * ahead_s
 
