@@ -41,7 +41,7 @@ def test_every_error_is_exported():
 
 def test_the_two_clients_take_the_same_arguments():
     public = {name for name, _ in inspect.getmembers(kvabr.Client) if name[0] != "_"}
-    assert public == CLIENT | {"stats", "submit"}
+    assert public == CLIENT | {"submit"}
     for name in CLIENT - {"begin", "metrics", "options"}:
         one, other = getattr(kvabr.Client, name), getattr(kvabr.AsyncClient, name)
         assert list(inspect.signature(one).parameters) == list(inspect.signature(other).parameters), name

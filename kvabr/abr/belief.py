@@ -162,8 +162,8 @@ class LinkBelief:
         # The rate will not fall, and an unknown link is trusted to carry the base in time.
         left_s = max(view.time_left, 0.01 * view.deadline_s, MIN_WAIT_S)
         least = max(view.rate, view.ladder.tracks[0].total_bytes / left_s)
-        slow, fast = (load * view.catalog.fp16_bytes / left_s for load in LOADS)
-        return Belief.of((max(least, slow), max(least, fast, GROWTH * view.rate)))._replace(
+        low, high = (load * view.catalog.fp16_bytes / left_s for load in LOADS)
+        return Belief.of((max(least, low), max(least, high, GROWTH * view.rate)))._replace(
             ramp=(begins, round_s), state=state
         )
 

@@ -314,7 +314,7 @@ async def _fetch(
 
 def _trouble(client: AsyncClient, args: FetchCommand) -> str | None:
     return next(
-        (why for url in dict.fromkeys(args.urls) if (why := client.peer(url, args.peer).trouble) is not None), None
+        (why for url in dict.fromkeys(args.urls) if (why := client.peer(url, args.peer).peer.trouble) is not None), None
     )
 
 
@@ -323,7 +323,7 @@ def _print_missing_sources(client: AsyncClient, args: FetchCommand, console: Con
     from kvabr.cli.display import printable, say
 
     for url in dict.fromkeys(args.urls):
-        peer = client.peer(url, args.peer)
+        peer = client.peer(url, args.peer).peer
         if not peer.reached:
             say(console, printable(f"{url} is left out: {peer.trouble}"), highlight=False)
 

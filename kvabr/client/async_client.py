@@ -37,7 +37,7 @@ from kvabr.client.options import (
     check_prompt,
     engine_of,
     model_of,
-    warn_unkept,
+    warn_not_stored,
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
@@ -68,7 +68,7 @@ from kvabr.types.errors import (
     PlayError,
     TransportError,
     UsageError,
-    told_if_exhausted,
+    exhaustion_as_error,
 )
 from kvabr.types.events import LookupFailed
 from kvabr.types.home import HomeProcess
@@ -125,8 +125,8 @@ class AsyncClient:
         bounds = limits or Limits()
         disk = None
         if bounds.disk is not None:
-            tell = partial(warn_unkept, self.metrics, "groups")
-            disk = StoreTier(os.fspath(bounds.disk), bounds.disk_bytes, tell)
+            warn = partial(warn_not_stored, self.metrics, "groups")
+            disk = StoreTier(os.fspath(bounds.disk), bounds.disk_bytes, warn)
         self.store = GroupCache(
             bounds.memory_bytes, disk, executor=decoders(), on_change=lambda: self.metrics.show_store(self.store)
         )
@@ -134,9 +134,9 @@ class AsyncClient:
         folder = None if cache is None else Path(cache)
         for place in () if folder is None else (folder, folder / PROFILES):
             sweep(place)
-        tell = partial(warn_unkept, self.metrics, "profile")
+        warn = partial(warn_not_stored, self.metrics, "profile")
         self._memory = Memory(
-            ProfileCache(None if folder is None else folder / PROFILES, tell),
+            ProfileCache(None if folder is None else folder / PROFILES, warn),
             history_at(None if folder is None else folder / "peers.json"),
             speeds_at(None if folder is None else folder / SPEEDS_FILE),
             costs_at(None if folder is None else folder / COSTS_FILE),
@@ -170,7 +170,7 @@ class AsyncClient:
         Raises `TransportError` if the peer cannot be reached, speaks another protocol, or refuses us.
         """
         some = self._some(peer)
-        with told_if_exhausted():
+        with exhaustion_as_error():
             peers = [one.peer for one in some]
             return peers[await first_reached(peers)]
 
@@ -197,7 +197,7 @@ class AsyncClient:
         some = self._some(peer)
         links = []
         for one in some:
-            known, now = self._memory.history.link(one.names, one.announced), one.link.known()
+            known, now = one.expected(self._memory.history), one.link.known()
             links.append(Prior(now, known.ttfb_s) if now else known)
         if catalog is None:
             return combined(links), 0
@@ -297,18 +297,17 @@ class AsyncClient:
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
                 elif found is not None:
-                    prepared = await prepare(play, found, behind=len(tokens) - found.catalog.tokens)
+                    prepared = await prepare(play, found, uncached=len(tokens) - found.catalog.tokens)
             except (TransportError, FormatError, TimeoutError) as error:
                 reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2g} s")
                 play.options.note(LookupFailed(0.0, reason))
                 if computing is None:
-                    of = "what the origin has of " if isinstance(error, FormatError) else ""
-                    raise PlayError(f"{of}this prompt cannot be played: {reason}") from error
+                    raise PlayError(f"the prompt cannot be played: {reason}") from error
             if prepared is not None:
-                return play.over(await report_whole(play, await play_whole(play, prepared, prompt)))
+                return play.finish(await report_whole(play, await play_whole(play, prepared, prompt)))
             if computing is not None:
-                return play.over(replace(await compute(play), limited_by=limit))
-            return play.over(NothingCached(spec, clock.now(), limit))
+                return play.finish(replace(await compute(play), limited_by=limit))
+            return play.finish(NothingCached(spec, clock.now(), limit))
 
     async def play_asset(
         self,
@@ -346,13 +345,13 @@ class AsyncClient:
                     async with asyncio.timeout(play.clock.left()):
                         found = await _catalog(play.connection, peers, name, play.clock.left(), live=options.live)
                 except TimeoutError as error:
-                    late = f"the catalog did not come within the deadline of {deadline:g} s"
+                    late = f"the catalog was not received within the deadline of {deadline:g} s"
                     raise PlayError(play.with_trouble(late)) from error
             if computing is not None:
                 check_engine(computing, found.catalog.spec)
             if len(tokens):
                 await check_tokens(found.catalog, tokens, options.salt)
-            return play.over(await report_whole(play, await play_whole(play, await prepare(play, found))))
+            return play.finish(await report_whole(play, await play_whole(play, await prepare(play, found))))
 
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
@@ -371,7 +370,7 @@ class AsyncClient:
         """
         options = replace(options or self.options, out=None, after=None)
         async with self._runner.play(self._some(peer), deadline, options) as play:
-            return play.over(report_coded(play, await play_coded(play, await prepare(play, found))))
+            return play.finish(report_coded(play, await play_coded(play, await prepare(play, found))))
 
     async def hint_asset(
         self,
@@ -402,7 +401,7 @@ class AsyncClient:
         left_s = max(_MIN_S, ends_s - asyncio.get_running_loop().time())
         async with self._runner.play(self._some(peer), left_s, options, hint=True) as play:
             ended = await play_coded(play, await prepare(play, name))
-            played = play.over(report_prefix(play, ended, 1))
+            played = play.finish(report_prefix(play, ended, 1))
         if keep_s > 0:
             # First groups of all tracks first: the store drops the protection of later ones first.
             groups = zip_longest(*(track.digests for track in name.catalog.tracks))
@@ -433,12 +432,12 @@ class AsyncClient:
         `FormatError` if none of the asset's tracks can be decoded here.
         """
         if block < 1:
-            raise UsageError(f"blocks of {block} tokens; an engine's have at least one")
+            raise UsageError(f"block must be at least 1 token, got {block}")
 
         options = replace(options or self.options, out=None)
         async with self._runner.play(self._some(peer), deadline, options, cost=cost) as play:
-            prepared = await prepare(play, found, skip, behind=uncached, block=block)
-            return play.over(report_prefix(play, await play_prefix(play, prepared, uncached), block))
+            prepared = await prepare(play, found, skip, uncached=uncached, block=block)
+            return play.finish(report_prefix(play, await play_prefix(play, prepared, uncached), block))
 
     async def tail_of(
         self,
@@ -462,8 +461,8 @@ class AsyncClient:
 
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._memory.history.refresh()  # another process of the engine may play
-            link = self._memory.history.links((one.names, one.announced) for one in some)
-            rate, following = link.rate, uncached + options.question_tokens
+            rate = combined(one.expected(self._memory.history) for one in some).rate
+            following = uncached + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
                 decoders=decoder_threads(),
@@ -499,7 +498,7 @@ class AsyncClient:
         chosen = self.options.salt if salt is None else salt
         live, peers = self.options.live if live is None else live, self._some(peer)
         query = Query(tokens, wanted, any_size, chosen, any_dtype=any_dtype, live=live)
-        async with self._asking(within_s, peers) as connection:
+        async with self._lookup(within_s, peers) as connection:
             look = partial(ClientPeer.find, query=query)
             found, _ = await first_found(connection, peers, look, len(tokens), within_s)
             return found if isinstance(found, Found) else None
@@ -521,7 +520,7 @@ class AsyncClient:
         """
         name = parse_namespace(asset) if isinstance(asset, str) else asset
         live, peers = self.options.live if live is None else live, self._some(peer)
-        async with self._asking(within_s, peers) as connection:
+        async with self._lookup(within_s, peers) as connection:
             return await _catalog(connection, peers, name, within_s, live=live)
 
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeersLike = None) -> None:
@@ -530,7 +529,7 @@ class AsyncClient:
         Raises `TransportError`, or `FormatError` for another profile or model.
         """
         if not self._memory.profiles.has(catalog):
-            async with self._asking(within_s, peer) as connection:
+            async with self._lookup(within_s, peer) as connection:
                 await connection.reach()
                 await self._memory.profiles.fetch(connection, catalog)
 
@@ -542,7 +541,7 @@ class AsyncClient:
             TransportError: it cannot be reached, or not in time.
             FormatError: the answer is not a list of models.
         """
-        async with self._asking(within_s, peer) as connection:
+        async with self._lookup(within_s, peer) as connection:
             await connection.reach()
             return await fetch_models(connection)
 
@@ -573,12 +572,12 @@ class AsyncClient:
         peers: Sequence[ClientPeer],
     ) -> tuple[Played | None, float]:
         """Compute a prompt without a lookup, if that pays; return the result or None, and the seconds left."""
-        link = self._memory.history.links((one.names, one.announced) for one in peers)
+        link = combined(one.expected(self._memory.history) for one in peers)
         if engine is None or not computes_at_once(options, cost, len(tokens), link):
             return None, deadline
         async with self._runner.play(peers, deadline, options, engine, cost, tokens) as play:
             try:
-                return play.over(await compute(play)), play.clock.left()
+                return play.finish(await compute(play)), play.clock.left()
             except ModelError:  # the origin may have it
                 if play.clock.left() <= 0:
                     raise
@@ -600,14 +599,14 @@ class AsyncClient:
         self._home.check()
         named = self._origins if peers is None else tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
         if not named:
-            raise UsageError("say from whom: give the client an origin, or the play a peer")
+            raise UsageError("no origin: pass origin= to the client or peer= to play()")
         return named
 
     @asynccontextmanager
-    async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
+    async def _lookup(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
         some = self._some(peers)
         try:
-            with told_if_exhausted():
+            with exhaustion_as_error():
                 async with asyncio.timeout(seconds), PlaySources(some) as connection:
                     yield connection
         except TimeoutError as error:
@@ -624,7 +623,7 @@ async def _catalog(
 
 
 def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:
-    troubles = "; ".join(dict.fromkeys(peer.trouble for peer in peers if peer.trouble))
+    troubles = "; ".join(dict.fromkeys(one.peer.trouble for one in peers if one.peer.trouble))
     return f"no answer within {seconds:.3g} s" + (f" ({troubles})" if troubles else "")
 
 

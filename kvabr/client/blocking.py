@@ -21,8 +21,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.result import NothingCached, Played
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import ConnectionStats
-from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, told_if_exhausted
+from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, exhaustion_as_error
 from kvabr.types.home import HomeProcess
 
 P = ParamSpec("P")
@@ -36,7 +35,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.home = HomeProcess("the client")
-        with told_if_exhausted():
+        with exhaustion_as_error():
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="kvabr-loop", daemon=True)
             try:
@@ -228,25 +227,12 @@ class Client(Background[AsyncClient]):
         """See `AsyncClient.connect`."""
         self._loop.call(self._client.connect(peer))
 
-    def stats(self, peer: PeerLike = None) -> ConnectionStats:
-        """Return a connection's statistics, connecting if necessary."""
-
-        async def ask() -> ConnectionStats:
-            return (await self._client.connect(peer)).stats()
-
-        return self._loop.call(ask())
-
     @_like(AsyncClient.play)
     def submit(self, *args: Any, **kwargs: Any) -> Handle[Played | NothingCached]:
         """Start a play; see `AsyncClient.play`."""
         return self.begin(lambda client: client.play(*args, **kwargs))
 
     def __enter__(self) -> Self:
-        try:
-            self._loop.call(self._client.__aenter__())
-        except BaseException:
-            self.close()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:

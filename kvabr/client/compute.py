@@ -28,7 +28,7 @@ async def compute(call: PlayCall) -> Played:
         raise UsageError("there is no engine to recompute with")
     spec, lookup_s = engine.spec, clock.now()
     groups = spec.groups(len(tokens))
-    patience_s = call.patience_s + ENGINE_PATIENCE * call.engine_s(0, len(tokens)) + call.doubt_s
+    patience_s = call.patience_s + ENGINE_PATIENCE * call.engine_s(0, len(tokens)) + call.first_call_s
     options.note(RecomputeStarted(0.0, 0, groups))
     try:
         async with asyncio.timeout(patience_s):
@@ -38,11 +38,11 @@ async def compute(call: PlayCall) -> Played:
         call.memory.costs.of(engine).note(0, len(tokens), engine_s)
         call.save_costs()
     except TimeoutError as error:
-        raise ModelError(f"nothing was fetched, and the engine did not end within {patience_s:.1f} s") from error
+        raise ModelError(f"no group was fetched, and the engine did not end within {patience_s:.1f} s") from error
     except KvabrError:
         raise
     except Exception as error:  # engines raise arbitrary errors
-        raise ModelError(f"nothing was fetched, and the engine failed: {error!r}") from error
+        raise ModelError(f"no group was fetched, and the engine failed: {error!r}") from error
     ttft_s = clock.now()
     took_s, met = ttft_s - lookup_s, ttft_s <= clock.deadline_s
     options.note(RecomputeDone(took_s, 0, groups))

@@ -85,9 +85,9 @@ def measure(
     clock = clock or (time.perf_counter if gpu else time.thread_time)
     tokens = spec.rows if gpu else min(spec.rows, max(16, _ELEMENTS // spec.elements_per_token))
     sample = new_sample(spec, profile, tokens)
-    beside = torch.cuda.stream(torch.cuda.Stream(device)) if gpu else CORES.all_taken()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.stream(torch.cuda.Stream(device)) if gpu else CORES.all_taken()  # type: ignore[no-untyped-call]
     # A GPU may have no memory for it.
-    with contextlib.suppress(RuntimeError), beside:
+    with contextlib.suppress(RuntimeError), stream:
         shape, count = spec.shape(tokens), _BATCHED if gpu else 1
         places = [TensorPlace(torch.zeros(shape, dtype=spec.torch_dtype, device=device)) for _ in range(count)]
         for track in _smallest(catalog):
@@ -135,8 +135,8 @@ def _timed(
 def new_sample(spec: KVSpec, profile: Profile | None, tokens: int) -> SampleFrames:
     """Return a maker of synthetic frames for one layer class."""
     sinks = 0 if profile is None else profile.of(spec).sinks
-    behind_sinks = spec.group_tokens * (1 + sinks // spec.group_tokens)
-    return SampleFrames(GroupContext(spec, behind_sinks, tokens, profile))
+    after_sinks = spec.group_tokens * (1 + sinks // spec.group_tokens)
+    return SampleFrames(GroupContext(spec, after_sinks, tokens, profile))
 
 
 def sample_group(sample: SampleFrames, track: str) -> CodedGroup:
@@ -206,7 +206,7 @@ class DecodeSpeeds:
             self._tried.add(key)
         per_token = measure(catalog, profile, device=device)
         if per_token:
-            self._file.keep(key, per_token)
+            self._file.put(key, per_token)
 
 
 speeds_at = once(DecodeSpeeds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -34,7 +34,7 @@ from kvabr.player.session_types import (
     Recompute,
     RecomputeTokens,
 )
-from kvabr.transfer.interface import Connection, cancel_all
+from kvabr.transfer.interface import Connection, TaskSet, cancel_all
 from kvabr.transfer.transfer import GroupReader
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
@@ -62,19 +62,19 @@ class EngineCache:
         catalog, assembler = self._catalog, self._assembler
         begin, end = catalog.tokens_before(first), catalog.tokens_before(last)
         tokens = self._tokens[begin:end]
-        if self._room is None:
+        if self._resident is None:
             before = assembler.before_classes(first) if first else None
             assembler.put_computed(first, last, *prefill_classes(self._engine, tokens, before))
             return
         if first:
-            self._place(self._room, first)
+            self._place(self._resident, first)
         self._held[first:last] = [None] * (last - first)
-        computed = self._room.prefill(tokens, begin)
+        computed = self._resident.prefill(tokens, begin)
         self._held[first:last] = [RECOMPUTED] * (last - first)
         assembler.put_computed(first, last, computed)
 
     @cached_property
-    def _room(self) -> ResidentCache | None:
+    def _resident(self) -> ResidentCache | None:
         catalog, engine = self._catalog, self._engine
         if isinstance(engine, ResidentEngine) and catalog.every_token and not catalog.first_token:
             return engine.reside(catalog.tokens)
@@ -139,10 +139,10 @@ class Driver:
         self._together = hook is None and assembler.together
         self._waiting: list[Decode] = []
         self._batching = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
-        self._away_s: float | None = None
+        self._unreachable_s: float | None = None
         self.engine_error: BaseException | None = None
 
     async def run(self) -> PlayRecord:
@@ -151,10 +151,10 @@ class Driver:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._start_s = self._loop.time()
         try:
-            self._tell(self.session.start)
+            self._report(self.session.start)
             if self._feed is not None and not self._over.done():
-                stopped = partial(self._tell, self.session.producer_stopped)
-                self._begin(self._feed.run(self._published, stopped))
+                stopped = partial(self._report, self.session.producer_stopped)
+                self._tasks.start(self._feed.run(self._published, stopped))
             await self._over
         finally:
             if self._timer is not None:
@@ -170,14 +170,9 @@ class Driver:
         """Seconds since the play began."""
         return self._loop.time() - self._start_s
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     # ---------------------------------------------------- events and actions
 
-    def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
+    def _report(self, event: Callable[..., None], *arguments: Any) -> None:
         if self._over.done():
             return
         try:
@@ -187,14 +182,14 @@ class Driver:
                 self._over.set_result(None)
                 return
             for action in actions:
-                self._obey(action)
+                self._execute(action)
         except Exception as error:  # noqa: BLE001  # a policy's or ours: end the play instead of hanging
             if not self._over.done():
                 self._over.set_exception(error)
         else:
             self._schedule()
 
-    def _obey(self, action: Action) -> None:
+    def _execute(self, action: Action) -> None:
         match action:
             case FetchGroup():
                 self._fetch(action)
@@ -205,7 +200,7 @@ class Driver:
             case Recompute():
                 self._compute(action)
             case ChooseTokens() | RecomputeTokens():
-                self._begin(self._recompute_tokens(action))
+                self._tasks.start(self._recompute_tokens(action))
 
     def _schedule(self) -> None:
         when = self.session.next_timer()
@@ -220,22 +215,22 @@ class Driver:
         due_s = self._timer_s or 0.0
         self._timer = self._timer_s = None
         if self._hook is not None and self._connection.closed:
-            self._tell(partial(self.session.stop, reason="the connection is closed"))
+            self._report(partial(self.session.stop, reason="the connection is closed"))
             return
         if self._connection.unreachable:
-            self._away_s = self.now() if self._away_s is None else self._away_s
+            self._unreachable_s = self.now() if self._unreachable_s is None else self._unreachable_s
             reason = f"connection lost: {self._connection.trouble or 'no source can be reached'}"
             if self.session.groups.complete:
-                self._tell(partial(self.session.stop, reason=reason))
+                self._report(partial(self.session.stop, reason=reason))
                 return
-            if self.now() - self._away_s >= _UNREACHABLE_S:
-                self._tell(partial(self.session.cut_off, reason))
+            if self.now() - self._unreachable_s >= _UNREACHABLE_S:
+                self._report(partial(self.session.cut_off, reason))
         else:
-            self._away_s = None
-        if self._connection.waits_its_turn:
+            self._unreachable_s = None
+        if self._connection.held_by_priority:
             self.session.waited(self.now())
         # The loop's clock and the play's may differ by a rounding error.
-        self._tell(lambda now: self.session.timer(max(now, due_s)))
+        self._report(lambda now: self.session.timer(max(now, due_s)))
         self._show()
 
     def _show(self) -> None:
@@ -243,7 +238,7 @@ class Driver:
             self._watch(Snapshot.of(self.session, self.assembler, self._connection.stats(), self.now()))
 
     def _published(self, edge: int, changes: EdgeChanges) -> None:
-        self._tell(partial(self.session.published, changes=changes), edge)
+        self._report(partial(self.session.published, changes=changes), edge)
 
     # ------------------------------------------------------------- downloads
 
@@ -260,7 +255,7 @@ class Driver:
                 exact=True,
             )
         self._reads[action.request] = download
-        self._begin(self._read(action, download))
+        self._tasks.start(self._read(action, download))
 
     def _cancel(self, request: int) -> None:
         self._frames.pop(request, None)
@@ -280,11 +275,11 @@ class Driver:
             self._reads.pop(action.request, None)
             busy = isinstance(error, RequestError) and error.reason in (Reason.BUSY, Reason.AWAY)
             lost = self._sources[action.source].closed
-            self._tell(partial(self.session.failed, busy=busy, lost=lost), action.request, said(error))
+            self._report(partial(self.session.failed, busy=busy, lost=lost), action.request, message_of(error))
         else:
             self._reads.pop(action.request, None)
             self._frames[action.request] = download
-            self._tell(partial(self.session.done, limit="kept" if kept else download.limit), action.request)
+            self._report(partial(self.session.done, limit="kept" if kept else download.limit), action.request)
         finally:
             download.cancel()
 
@@ -294,8 +289,7 @@ class Driver:
             part = await download.read()
             if not part or received + len(part) > size:
                 got = "more" if part else str(received)
-                what = f"group {action.group} of {action.track}: {got} bytes came"
-                raise RequestError(f"{what}, the catalog says {size}")
+                raise RequestError(f"group {action.group} of {action.track} must have {size} bytes, got {got}")
             received += len(part)
             if received < size:
                 self.session.progress(action.request, received, self.now(), download.limit)
@@ -314,12 +308,12 @@ class Driver:
 
     def _decode(self, action: Decode) -> None:
         if not self._together:
-            self._begin(self._place([action]))
+            self._tasks.start(self._place([action]))
             return
         self._waiting.append(action)
         if not self._batching:
             self._batching = True
-            self._begin(self._place_waiting())
+            self._tasks.start(self._place_waiting())
 
     async def _place_waiting(self) -> None:
         while self._waiting and not self._over.done():
@@ -344,7 +338,7 @@ class Driver:
             for request in (*action.below, action.request):
                 self._frames.pop(request, None)
             if self._hook is None or isinstance(result, Placement) or await self._written(self._hook, action, result):
-                self._tell(partial(self.session.decoded, seconds=share), action.request)
+                self._report(partial(self.session.decoded, seconds=share), action.request)
 
     def _decoded(self, batch: Sequence[tuple[int, Sequence[Layer]]]) -> Sequence[Any]:
         if self._over.done():
@@ -361,7 +355,7 @@ class Driver:
             await hook.write(unit.first, unit.first + unit.tokens, write)
         except Exception as error:  # noqa: BLE001  # any engine error ends the upgrades
             self.engine_error = error
-            self._tell(partial(self.session.stop, reason=said(error)))
+            self._report(partial(self.session.stop, reason=message_of(error)))
         return self.engine_error is None
 
     def _shares(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
@@ -390,10 +384,10 @@ class Driver:
             damaged, name = self.session.record.damaged, self._catalog.namespace.prompt
             if not damaged:
                 what = f"group {action.group} of {name} on {track}"
-                _log.warning("kvabr: %s is damaged (%s); see `kvabr store verify --deep`", what, said(error))
-            damaged.append((action.group, track, said(error)))
+                _log.warning("kvabr: %s is damaged (%s); see `kvabr store verify --deep`", what, message_of(error))
+            damaged.append((action.group, track, message_of(error)))
         self._frames.pop(request, None)
-        self._tell(self.session.refused, request, said(error))
+        self._report(self.session.refused, request, message_of(error))
 
     # ---------------------------------------------------------------- engine
 
@@ -412,17 +406,17 @@ class Driver:
                 _, seconds = await on_engine(engine, partial(timed, self._loop.time, work))
             except Exception as error:  # noqa: BLE001  # engines raise arbitrary errors
                 self.engine_error = error
-                self._tell(self.session.compute_failed, said(error))
+                self._report(self.session.compute_failed, message_of(error))
             else:
-                self._tell(self.session.computed, action.first, action.last)
+                self._report(self.session.computed, action.first, action.last)
                 timings_of(engine).note(begin, end - begin, seconds)
 
-        self._begin(compute())
+        self._tasks.start(compute())
 
     async def _recompute_tokens(self, action: ChooseTokens | RecomputeTokens) -> None:
         aim, again, assembler = self.session.aim, self._again, self.assembler
         if again is None or not isinstance(aim, BlendAim):
-            raise KvabrError("this play is to compute tokens again, and has nothing that does")
+            raise KvabrError("this play recomputes tokens, but has no TokenRecompute")
         done: Callable[..., None] = aim.tokens_chosen
         failed: Callable[..., None] = aim.tokens_failed
         if isinstance(action, RecomputeTokens):
@@ -441,12 +435,12 @@ class Driver:
         try:
             await on_engine(again.engine, work)
         except Exception as error:  # noqa: BLE001  # engines and selectors raise arbitrary errors
-            self._tell(failed, said(error))
+            self._report(failed, message_of(error))
         else:
-            self._tell(done)
+            self._report(done)
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return an error's message for users."""
     if isinstance(error, ConnectionLostError):
         return f"connection lost: {error}"

@@ -55,7 +55,7 @@ class EngineHook:
 
     def __init__(self) -> None:
         self._rewrite: Rewrite | None = None
-        self._there = asyncio.Event()
+        self._ready = asyncio.Event()
         self._thread = WorkThread()
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class EngineHook:
     def use(self, rewrite: Rewrite) -> None:
         """Set the engine's hook; call on the loop's thread."""
         self._rewrite = rewrite
-        self._there.set()
+        self._ready.set()
 
     async def write(self, first: int, last: int, write: Callable[[], object]) -> None:
         """Call ``write`` for tokens ``first`` to ``last`` - 1 when the engine allows it, which may take long.
@@ -74,7 +74,7 @@ class EngineHook:
             UsageError: the hook returned True without writing.
             Exception: any error of the hook.
         """
-        await self._there.wait()
+        await self._ready.wait()
         pause_s, written = _PAUSE_S, False
 
         def once() -> None:
@@ -82,7 +82,7 @@ class EngineHook:
             write()
             written = True
 
-        assert self._rewrite is not None  # noqa: S101  # after _there is set
+        assert self._rewrite is not None  # noqa: S101  # after _ready is set
         while not await self._thread.run(partial(self._rewrite, first, last, once)):
             await asyncio.sleep(pause_s)
             pause_s = min(_MAX_PAUSE_S, 2 * pause_s)

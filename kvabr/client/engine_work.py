@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -52,8 +52,7 @@ class WorkThread:
     """A daemon thread that runs work in order, from the first until `close`."""
 
     def __init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._left, self._changed = 0, threading.Condition()
+        self._waiting: Queue[tuple[Future[Any], Callable[[], Any]] | None] = Queue()
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -62,8 +61,6 @@ class WorkThread:
         Cancellation drops work that has not begun, and does not wait for other work.
         """
         done: Future[T] = Future()
-        with self._changed:
-            self._left += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvabr-engine", daemon=True)
             self._thread.start()
@@ -73,8 +70,9 @@ class WorkThread:
 
     def wait(self, seconds: float) -> bool:
         """Wait ``seconds`` at most for all work; return whether it is done."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._left, seconds)
+        work = self._waiting
+        with work.all_tasks_done:
+            return work.all_tasks_done.wait_for(lambda: not work.unfinished_tasks, seconds)
 
     def close(self) -> None:
         """End the thread when all work is done."""
@@ -84,9 +82,8 @@ class WorkThread:
         while (item := self._waiting.get()) is not None:
             _work(*item)
             del item  # it refers to a play
-            with self._changed:
-                self._left -= 1
-                self._changed.notify_all()
+            self._waiting.task_done()
+        self._waiting.task_done()
 
 
 def _work(done: Future[Any], work: Callable[[], Any]) -> None:
@@ -171,7 +168,6 @@ class EngineCosts:
     def __init__(self, path: Path | None = None) -> None:
         """Read the file if there is one; never raises."""
         self._file: MachineFile[list[Timing]] = MachineFile(path, "prefill_costs", read_rows)
-        self._lock = threading.Lock()
 
     def of(self, engine: Engine) -> PrefillTimings:
         """Return the engine's prefill timings, of this process or earlier ones."""
@@ -186,11 +182,8 @@ class EngineCosts:
 
     def save(self, timings: PrefillTimings, key: str) -> None:
         """Save new timings if there is a file; never raises."""
-        if self._file.path is None:
-            return
-        with self._lock:
-            if timings.news:
-                self._file.keep(key, timings.rows())
+        if self._file.path is not None and timings.news:
+            self._file.put(key, timings.rows())
 
     def save_engine(self, engine: Engine) -> None:
         """Save an engine's timings, and fit its cost, which is slow."""

@@ -106,7 +106,7 @@ class LiveFeed:
             return ""
         if fault is not None:
             raise fault
-        return None if end is None else end.reason or "it has published fewer groups than it said"
+        return None if end is None else end.reason or "it has published fewer groups than announced"
 
     async def _from_catalog(self) -> list[EdgeMessage]:
         """Return the remaining news from the catalog; raise `TransportError` or `FormatError`."""
@@ -115,13 +115,13 @@ class LiveFeed:
             try:
                 found = await fetch_catalog(self._connection, self._catalog.namespace)
             except NotFoundError:
-                raise NotFoundError("the peer has neither the live asset any more, nor a complete one") from None
+                raise NotFoundError("the peer has neither the live asset nor a complete one") from None
             except ConnectionLostError as error:
                 await retries.wait(error)
             else:
-                return self._told_by(found.catalog)
+                return self._messages_of(found.catalog)
 
-    def _told_by(self, catalog: Catalog) -> list[EdgeMessage]:
+    def _messages_of(self, catalog: Catalog) -> list[EdgeMessage]:
         ours, order = self._catalog, self.growing.order
         chunks = catalog.chunks[ours.offset : ours.offset + len(ours.chunks)]
         if catalog.spec.digest() != ours.spec.digest() or chunks != ours.chunks:

@@ -130,14 +130,10 @@ async def fetch_catalog(
         ForeignError: it is of another asset or model.
         FormatError: it is not a catalog, or has impossible values.
     """
-    ordinary = _read(origin, namespace, CATALOG_TRACK, limit)
-    if live:
-        growing = _read(origin, namespace, LIVE_TRACK, MAX_LIVE_BYTES)
-        found = await _first_of(ordinary, growing)
-    else:
-        found = await ordinary
+    complete = _read(origin, namespace, CATALOG_TRACK, limit)
+    found = await (_complete_or_live(origin, namespace, complete) if live else complete)
     if found.catalog.namespace != namespace:
-        raise ForeignError(f"asked for the catalog of {_name(namespace)}, got that of {_name(found.catalog.namespace)}")
+        raise ForeignError(f"requested the catalog of {_name(namespace)}, got that of {_name(found.catalog.namespace)}")
     if (end := found.catalog.chunks[-1]) != namespace.prompt:
         raise ForeignError(f"the catalog of {_name(namespace)} is of another prompt: its groups end with {end}")
     if found.catalog.spec.model != namespace.model:
@@ -145,18 +141,17 @@ async def fetch_catalog(
     return found
 
 
-async def _first_of(*lookups: Awaitable[Found]) -> Found:
-    tasks = [asyncio.ensure_future(lookup) for lookup in lookups]
-    errors: list[Exception] = []
+async def _complete_or_live(origin: Connection, namespace: TrackNamespace, complete: Awaitable[Found]) -> Found:
+    live = asyncio.ensure_future(_read(origin, namespace, LIVE_TRACK, MAX_LIVE_BYTES))
     try:
-        for task in tasks:
-            try:
-                return await task
-            except (TransportError, FormatError) as error:
-                errors.append(error)
+        return await complete
+    except (TransportError, FormatError) as error:
+        try:
+            return await live
+        except (TransportError, FormatError):
+            raise error from None
     finally:
-        await cancel_all(tasks)
-    raise errors[0]
+        await cancel_all([live])
 
 
 async def find_prefix(
@@ -197,10 +192,6 @@ class _Answer(NamedTuple):
     limited_by: str | None
 
 
-def _answer_of(lookup: asyncio.Task[_Answer | None]) -> _Answer | None:
-    return None if lookup.cancelled() or lookup.exception() is not None else lookup.result()
-
-
 @dataclass(frozen=True)
 class _Lookup:
     origin: Connection
@@ -214,9 +205,9 @@ class _Lookup:
         """Return the asset with the most playable groups; the complete one wins ties."""
         tasks = [asyncio.ensure_future(self.complete()), asyncio.ensure_future(self._closest(LIVE_PREFIX_TRACK))]
         try:
-            await asyncio.wait(tasks[:1])
-            if (found := _answer_of(tasks[0])) is not None and found.groups >= len(self.digests):
-                return found  # a live asset could not be better
+            (complete,) = await asyncio.gather(tasks[0], return_exceptions=True)
+            if isinstance(complete, _Answer) and complete.groups >= len(self.digests):
+                return complete  # a live asset could not be better
             answers = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await cancel_all(tasks)

@@ -1,20 +1,19 @@
 """Files of measurements on this machine: decode speeds, prefill times of engines, and speeds of peers.
 
 A file belongs to one host, or even one version of kvabr and torch there. It is JSON with a checksum, written
-atomically; writers merge entries of other processes.
+atomically. Writers merge the entries of other processes; of two that write at once one may lose an entry, which it
+writes again with its next one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import platform
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -32,9 +31,6 @@ SCHEMA = "kvabr.machine/1"
 MAX_BYTES = 1 << 18
 MAX_MODELS = 64
 _MAX_NAME = 300
-_MAX_WAIT_S = 2.0
-"""Longest wait for the lock, which a stopped process may hold forever."""
-_WAIT_S = 0.01
 
 
 class MachineFile(Generic[V]):
@@ -59,10 +55,10 @@ class MachineFile(Generic[V]):
         with self._lock:
             return self._known.get(key)
 
-    def keep(self, key: str, value: V) -> None:
+    def put(self, key: str, value: V) -> None:
         """Set an entry, and write the file if there is one; never raises."""
         with self._lock:
-            self._put(key, value)
+            self._set(key, value)
         self.save()
 
     def refresh(self) -> None:
@@ -82,38 +78,32 @@ class MachineFile(Generic[V]):
             return
         try:
             self.path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-            with _alone(self.path):
-                self.refresh()
-                with self._lock:
-                    text = self.dumps(self._known)
-                    self._changed.clear()
-                # Not under the lock: a starting play must not wait for a disk.
-                write_text(self.path, text, mode=PRIVATE)
+            self.refresh()
+            with self._lock:
+                text = self.dumps(self._known)
+                self._changed.clear()
+            # Not under the lock: a starting play must not wait for a disk.
+            write_text(self.path, text, mode=PRIVATE)
         except (OSError, KvabrError) as error:
-            self.tell(f"{self.path} cannot be saved: {error}")
+            self.warn(f"{self.path} cannot be saved: {error}")
 
-    def whose(self) -> Any:
+    def identity(self) -> Any:
         """Return the file's owner as plain JSON values."""
         return this_machine()
 
-    def plain(self, value: V) -> Any:
-        """Return an entry as plain JSON values."""
-        return value
-
-    def tell(self, what: str) -> None:
+    def warn(self, what: str) -> None:
         """Report an unreadable or unwritable file."""
 
     def dumps(self, known: dict[str, V]) -> str:
         """Return the file's text with these entries."""
-        entries = {key: self.plain(value) for key, value in known.items()}
-        head = {"schema": SCHEMA, self.owner: self.whose(), "sha256": digest(entries)}
-        return json.dumps(head | {self.table: entries}) + "\n"
+        head = {"schema": SCHEMA, self.owner: self.identity(), "sha256": digest(known)}
+        return json.dumps(head | {self.table: known}, default=asdict) + "\n"
 
     def loads(self, text: str) -> dict[str, V]:
         """Return a file's entries; raise `FormatError` if it is damaged, or of another machine."""
         try:
             whole = json.loads(text)
-            if whole["schema"] != SCHEMA or whole[self.owner] != self.whose():
+            if whole["schema"] != SCHEMA or whole[self.owner] != self.identity():
                 raise FormatError("of another machine or version")
             entries = whole[self.table]
             long = any(len(key) > _MAX_NAME for key in entries)
@@ -130,10 +120,10 @@ class MachineFile(Generic[V]):
                 return {}
             return self.loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError))
         except (FormatError, OSError) as error:
-            self.tell(f"{self.path}: {error}; it is ignored, and will be written anew")
+            self.warn(f"{self.path}: {error}; it is ignored, and will be written anew")
             return {}
 
-    def _put(self, key: str, value: V) -> None:
+    def _set(self, key: str, value: V) -> None:
         self._known.pop(key, None)
         self._known[key] = value
         self._changed.add(key)
@@ -161,9 +151,9 @@ def this_machine() -> dict[str, str | int]:
     }
 
 
-def digest(models: Any) -> str:
-    """Return the checksum of all entries."""
-    return hashlib.sha256(json.dumps(models, sort_keys=True).encode()).hexdigest()
+def digest(entries: Any) -> str:
+    """Return the checksum of all entries: JSON values, or dataclasses of them."""
+    return hashlib.sha256(json.dumps(entries, sort_keys=True, default=asdict).encode()).hexdigest()
 
 
 @cache
@@ -173,21 +163,3 @@ def this_host() -> str:
     with contextlib.suppress(OSError):
         parts.append(Path("/etc/machine-id").read_text(encoding="ascii", errors="replace")[:64])
     return hashlib.sha256("\0".join(("kvabr.host", *parts)).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    with path.with_name(f".{path.name}.lock").open("a") as file:
-        until = time.monotonic() + _MAX_WAIT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() >= until:
-                    raise TimeoutError(f"another process does not let go of {file.name}") from error
-                time.sleep(_WAIT_S)
-                continue
-            except OSError:  # a file system without locks: the last write wins
-                pass
-            break
-        yield

@@ -48,7 +48,7 @@ class PlayOptions(PlayChoices):
     device: torch.device | None = None
     """Where a prefix is going to be expanded, for its cost; None: on the processor. Other plays have ``out``."""
     decode_share: SharedDecodeRate | None = None
-    """How fast another process expands a prefix, one batch after the other, beside its other plays; None: as this one
+    """How fast another process expands a prefix, one batch after the other, during its other plays; None: as this one
     does, on ``device``."""
     log: Log | None = None
     """Takes every event of the play, see `kvabr.types.events`."""
@@ -80,16 +80,14 @@ class Limits:
     disk_bytes: int = 16 << 30
     """Encoded groups kept in that folder, bytes. An object store is not cleared up by those who use it so."""
     plays: int = 32
-    """Plays under way at once, and as many hints beside them."""
+    """Plays under way at once, and as many hints."""
     waiting: int = 128
     """Plays that may wait for their turn, each for a quarter of its deadline."""
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "disk_bytes", "waiting"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
-        if self.plays < 1:
-            raise UsageError(f"plays is {self.plays}; at least one must be let in")
+        for name, least in (("memory_bytes", 0), ("disk_bytes", 0), ("waiting", 0), ("plays", 1)):
+            if (value := getattr(self, name)) < least:
+                raise UsageError(f"{name} must be at least {least}, got {value}")
 
 
 def check_deadline(deadline_s: float) -> None:
@@ -98,10 +96,10 @@ def check_deadline(deadline_s: float) -> None:
         raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
 
 
-def warn_unkept(metrics: ClientMetrics, what: str, why: str) -> None:
+def warn_not_stored(metrics: ClientMetrics, what: str, why: str) -> None:
     """Warn, and count, that received groups or a profile cannot be saved to disk."""
     metrics.failed_writes_total.labels(what).inc()
-    warnings.warn(f"{what} not kept on disk: {why}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"{what} not stored on disk: {why}", RuntimeWarning, stacklevel=2)
 
 
 def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:

@@ -40,8 +40,8 @@ async def find_passages(
     and one failed with it.
     """
     wanted = list(dict.fromkeys(passages))
-    asked = (_find(origin, each, spec, salt) for each in wanted)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    lookups = (_find(origin, each, spec, salt) for each in wanted)
+    answers = await asyncio.gather(*lookups, return_exceptions=True)
     found = {passage: answer for passage, answer in zip(wanted, answers, strict=True) if isinstance(answer, Found)}
     for passage, answer in zip(wanted, answers, strict=True):
         if isinstance(answer, Found | NotFoundError):
@@ -60,7 +60,7 @@ async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes)
     found = await fetch_catalog(origin, name, limit=catalog_limit(len(chunks)))
     catalog = found.catalog
     if catalog.passage is None or catalog.tokens != len(passage.ids) or catalog.chunks != tuple(chunks):
-        raise ForeignError(f"what the origin has under the name of {catalog.namespace.prompt[:12]}... is no passage")
+        raise ForeignError(f"the origin's asset {catalog.namespace.prompt[:12]}... is not the passage of that name")
     if catalog.spec.digest() != spec.digest():
         raise ForeignError(f"the origin's passage is of {catalog.spec.summary}, ours of {spec.summary}")
     return found
@@ -109,10 +109,10 @@ class PassagePrompt:
         except FormatError as error:
             raise UsageError(str(error)) from error
         whole = check_parts(parts)
-        asked = _question(whole[-1], engine, options, question, share)
-        prompt = cls(whole, spec, options, asked, share)
+        selecting = _question(whole[-1], engine, options, question, share)
+        prompt = cls(whole, spec, options, selecting, share)
         vocabulary = getattr(engine, "vocabulary", None)
-        if vocabulary is not None and (beyond := max((*prompt.tokens, *asked))) >= vocabulary:
+        if vocabulary is not None and (beyond := max((*prompt.tokens, *selecting))) >= vocabulary:
             raise UsageError(f"{spec.model} has no token {beyond:,}: its vocabulary ends at {vocabulary - 1:,}")
         context, length = getattr(engine, "context", None), len(prompt.tokens)
         if context is not None and length > context:
@@ -145,8 +145,8 @@ class PassagePrompt:
         catalogs = {passage: one.catalog for passage, one in found.items()}
         usable = joinable(catalogs, self.options.joined_loss_limit, self._refused)
         catalog = join(self.parts, usable, self.spec)
-        told = "".join(one.sha256 for passage, one in found.items() if passage in usable)
-        joined = None if catalog is None else Found(catalog, hashlib.sha256(told.encode()).hexdigest())
+        digests = "".join(one.sha256 for passage, one in found.items() if passage in usable)
+        joined = None if catalog is None else Found(catalog, hashlib.sha256(digests.encode()).hexdigest())
         return joined, self.spec
 
     def _refused(self, passage: Passage, reason: str) -> None:
@@ -167,7 +167,7 @@ def _question(
         if not able:
             raise UsageError("this engine cannot compute single tokens again; of transformers, `blend_engine` can")
         if question is None and not isinstance(last, Exact):
-            raise UsageError("nothing says which tokens to compute again: give a question, or end the prompt with one")
+            raise UsageError("share needs a question: give a question, or end the prompt with one")
     if options.after is not None or share == 0 or not able:
         return ()
     return Exact(tuple(question)).ids if question is not None else last.ids if isinstance(last, Exact) else ()

@@ -68,33 +68,30 @@ class ClientPeer(Downloads):
         if own and isinstance(peer, Peer):
             peer.first_dialled = self._dialled
         self._models: Sequence[KVSpec] = ()
-        self._asked_s = -math.inf
+        self._models_s = -math.inf
 
-    @property
-    def names(self) -> Sequence[str]:
-        """The connection's names in a `PeerHistory`."""
-        return self.peer.names
+    def expected(self, history: PeerHistory) -> Prior:
+        """Return a cautious estimate of the link before a play, see `PeerHistory.link`."""
+        return history.link(self.peer.names, self._announced())
 
-    @property
-    def announced(self) -> Prior:
-        """The announced rate, and the connection's round trip."""
+    def _announced(self) -> Prior:
         return Prior(self.peer.announced_rate, self.peer.stats().rtt_s or 0.0)
 
     @contextmanager
     def estimating(self, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
         """Yield a play's estimator, primed from the history; record its measurements at the end."""
-        names = self.names
-        with self.link.joined(estimator, history.before(names, self.announced)) as share:
+        names = self.peer.names
+        with self.link.joined(estimator, history.before(names, self._announced())) as share:
             try:
                 yield share
             finally:
                 # A play without bytes must not refresh old records; a play redialled over another transport is not
                 # recorded.
-                if share.heard and len(self.names) == 1 and self.names[0] in names:
-                    history.heard(self.names[0], share.link_rate(), share.ttfb())
+                if share.sampled and len(self.peer.names) == 1 and self.peer.names[0] in names:
+                    history.record(self.peer.names[0], share.link_rate(), share.ttfb())
 
     def arrived(self, download: Download, count: int) -> None:
-        if download.came_from == "network" and download.limit != "kept":
+        if download.received_from == "network" and download.limit != "kept":
             self.link.received(count)
         super().arrived(download, count)
 
@@ -115,16 +112,6 @@ class ClientPeer(Downloads):
         self.metrics.dials_failed_total.inc()
         if isinstance(error, RequestError) and error.reason == Reason.WRONG:
             self.metrics.wrong_answers_total.inc()
-
-    @property
-    def trouble(self) -> str | None:
-        """The current connection error; None if there is none."""
-        return self.peer.trouble
-
-    @property
-    def reached(self) -> bool:
-        """True if it is or was connected."""
-        return self.peer.reached
 
     async def find(self, connection: Connection, query: Query) -> Answered:
         """Return a prompt's longest cached prefix and its model's spec; errors as `AsyncClient.find`."""
@@ -147,7 +134,7 @@ class ClientPeer(Downloads):
         specs = _shapes(await self._specs(connection), model)
         found = await _longest(connection, query, specs)
         if not isinstance(found, Found):  # there may be new models
-            self._asked_s = -math.inf
+            self._models_s = -math.inf
         return found, specs[0] if specs else None
 
     async def catalog(self, connection: Connection, name: TrackNamespace, *, live: bool) -> Answered:
@@ -171,23 +158,23 @@ class ClientPeer(Downloads):
 
     async def _in_other_sizes(self, connection: Connection, query: Query, model: KVSpec) -> _Answer:
         with suppress(TransportError, FormatError, UsageError):
-            told = await self._specs(connection)
-            others = [spec for spec in told if spec != model and spec.same_cache(model)]
+            listed = await self._specs(connection)
+            others = [spec for spec in listed if spec != model and spec.same_cache(model)]
             return await _longest(connection, query, others[:_MAX_SHAPES])
         return None
 
     async def _specs(self, connection: Connection) -> Sequence[KVSpec]:
         """Return the peer's models, as they were a moment ago."""
         now_s = asyncio.get_running_loop().time()
-        if now_s > self._asked_s + _MODELS_S:
+        if now_s > self._models_s + _MODELS_S:
             self._models = ()
             try:
                 self._models = await fetch_models(connection)
             except NotFoundError as error:
                 raise UsageError(
-                    "the origin does not tell which models it has: give a spec, model=KVSpec(...), or an engine"
+                    "the origin does not list its models: give a spec, model=KVSpec(...), or an engine"
                 ) from error
-            self._asked_s = now_s
+            self._models_s = now_s
         return self._models
 
 
@@ -196,11 +183,11 @@ PeerLike = ClientPeer | PeerConnection | str | None
 PeersLike = PeerLike | Sequence[PeerLike]
 
 
-def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
-    specs = [spec for spec in told if model in (None, spec.model)]
+def _shapes(listed: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
+    specs = [spec for spec in listed if model in (None, spec.model)]
     names = sorted({spec.model for spec in specs})
     if len(names) > 1:
-        raise UsageError(f"the origin has caches of several models: say which, model=...; there are {', '.join(names)}")
+        raise UsageError(f"the origin has caches of several models: choose one with model=..., of {', '.join(names)}")
     if len(specs) > _MAX_SHAPES:
         raise UsageError(
             f"the origin has caches of {names[0]} in {len(specs)} shapes: give the spec of one, model=KVSpec(...)"

@@ -66,20 +66,20 @@ class EndedPlay:
 async def play_whole(call: PlayCall, prepared: Prepared, prompt: PassagePrompt | None = None) -> EndedPlay:
     """Play the whole cache, or a prompt in parts."""
     catalog = prepared.catalog
-    behind = max(prepared.left_out, len(call.tokens) - catalog.tokens) + call.options.question_tokens
+    uncached = max(prepared.engine_tokens, len(call.tokens) - catalog.tokens) + call.options.question_tokens
     again = None if prompt is None else prompt.recompute(catalog, call.engine)
     goal = WholeGoal() if prompt is None else prompt.goal
-    return await _run(call, goal, prepared, call.engine_s(catalog.tokens, behind), again)
+    return await _run(call, goal, prepared, call.engine_s(catalog.tokens, uncached), again)
 
 
-async def play_prefix(call: PlayCall, prepared: Prepared, behind: int) -> EndedPlay:
+async def play_prefix(call: PlayCall, prepared: Prepared, uncached: int) -> EndedPlay:
     """Play a prefix until time is up, and leave it compressed.
 
     Wait for groups that should arrive before the engine could compute them. The deadline includes computing the
-    prompt's ``behind`` uncached tokens.
+    prompt's ``uncached`` tokens.
     """
-    behind += prepared.left_out + call.options.question_tokens
-    rest_s = call.engine_s(prepared.catalog.first_token + prepared.catalog.tokens, behind)
+    uncached += prepared.engine_tokens + call.options.question_tokens
+    rest_s = call.engine_s(prepared.catalog.first_token + prepared.catalog.tokens, uncached)
     return await _run(call, PrefixGoal(), prepared, rest_s, coded=True)
 
 
@@ -181,7 +181,7 @@ def _times(call: PlayCall, cost_s: float, *, prefix: bool) -> tuple[float, float
     """
     deadline_s, least, end_s = call.clock.deadline_s, _MIN_PREFIX_SHARE, call.clock.left()
     if not prefix:
-        least, end_s = _MIN_SHARE, call.patience_s + call.doubt_s - call.clock.now()
+        least, end_s = _MIN_SHARE, call.patience_s + call.first_call_s - call.clock.now()
     wanted_s = max(least * deadline_s, call.left_s - min(deadline_s / 2, cost_s))
     return (max(_MIN_LEFT_S, min(wanted_s, end_s)) if call.engine is None else wanted_s), end_s
 

@@ -68,14 +68,14 @@ class PrefillTimings:
     def __init__(self, guessed: PrefillCost) -> None:
         self._lock = threading.Lock()
         self._guess, self._prior = guessed, guessed
-        self._alike: OrderedDict[tuple[int, int], deque[Timing]] = OrderedDict()
+        self._by_size: OrderedDict[tuple[int, int], deque[Timing]] = OrderedDict()
         self._cost: PrefillCost | None = None
         self.news = False
 
     @property
     def empty(self) -> bool:
         """True if there is no timing."""
-        return not self._alike
+        return not self._by_size
 
     def note(self, before: int, tokens: int, seconds: float) -> None:
         """Record a computation's time unless implausible."""
@@ -98,7 +98,7 @@ class PrefillTimings:
     def restore(self, rows: Iterable[Timing]) -> None:
         """Add an earlier process's timings unless there are newer ones."""
         with self._lock:
-            if not self._alike:
+            if not self._by_size:
                 for row in rows:
                     self._add(row)
 
@@ -106,31 +106,31 @@ class PrefillTimings:
         """Return the timings, for `restore`."""
         with self._lock:
             self.news = False
-            return [row for alike in self._alike.values() for row in alike]
+            return [row for rows in self._by_size.values() for row in rows]
 
-    def cost(self, said: PrefillCost | None = None) -> PrefillCost:
-        """Return the prefill cost; without timings, a publisher's plausible cost ``said``."""
+    def cost(self, published: PrefillCost | None = None) -> PrefillCost:
+        """Return the prefill cost; without timings, a publisher's plausible cost ``published``."""
         with self._lock:
-            if said is not None and self._prior is self._guess and self._credible(said):
-                self._prior, self._cost = said, None
+            if published is not None and self._prior is self._guess and self._credible(published):
+                self._prior, self._cost = published, None
             if self._cost is None:
-                rows = [row for alike in self._alike.values() for row in alike]
+                rows = [row for rows in self._by_size.values() for row in rows]
                 if len(rows) < _MIN_TIMINGS:
                     rows = [(b, n, min(s, _MAX_FIRST_FACTOR * self._prior.seconds(b, n))) for b, n, s in rows]
                 self._cost = PrefillCost.fit(rows, self._prior) if rows else self._prior
             return self._cost
 
-    def _credible(self, said: PrefillCost) -> bool:
-        times = said.seconds(0, _TYPICAL_TOKENS) / self._guess.seconds(0, _TYPICAL_TOKENS)
+    def _credible(self, published: PrefillCost) -> bool:
+        times = published.seconds(0, _TYPICAL_TOKENS) / self._guess.seconds(0, _TYPICAL_TOKENS)
         return 1 / _MAX_COST_FACTOR <= times <= _MAX_COST_FACTOR
 
     def _add(self, row: Timing) -> None:
         before, tokens, _ = row
         size = (before.bit_length() + 1) // 2, round(2 * math.log2(tokens))
-        self._alike.setdefault(size, deque(maxlen=_MAX_PER_SIZE)).append(row)
-        self._alike.move_to_end(size)
-        while sum(map(len, self._alike.values())) > MOST:
-            self._alike.popitem(last=False)
+        self._by_size.setdefault(size, deque(maxlen=_MAX_PER_SIZE)).append(row)
+        self._by_size.move_to_end(size)
+        while sum(map(len, self._by_size.values())) > MOST:
+            self._by_size.popitem(last=False)
         self._cost = None
 
 

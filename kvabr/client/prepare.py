@@ -26,7 +26,7 @@ from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.options import PlayOptions, check_deadline, guard_s
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
-from kvabr.client.shared_bandwidth import PeerHistory
+from kvabr.client.shared_bandwidth import PeerHistory, combined
 from kvabr.client.sources import PlaySources
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
@@ -97,13 +97,13 @@ class PlayCall:
 
     def __post_init__(self) -> None:
         # A bound method would make the connection keep the play's data in memory.
-        self.connection.left_out = partial(_left_out, self.options, self.clock)
+        self.connection.on_left_out = partial(_left_out, self.options, self.clock)
         out, device = self.options.out, self.options.device
         self.device = device if out is None else out.device
         batches = self.options.decode_share is not None or (self.device is not None and self.device.type == "cuda")
         self.decoders = 1 if batches else decoder_threads()
 
-    def over(self, result: R) -> R:
+    def finish(self, result: R) -> R:
         """Record and return the result."""
         self.result = result
         return result
@@ -111,7 +111,7 @@ class PlayCall:
     @property
     def link(self) -> Prior:
         """Estimate of the links to all sources together."""
-        return self.memory.history.links((peer.names, peer.announced) for peer in self.connection.peers)
+        return combined(peer.expected(self.memory.history) for peer in self.connection.peers)
 
     @property
     def left_s(self) -> float:
@@ -124,7 +124,7 @@ class PlayCall:
         return self.options.patience * self.clock.deadline_s
 
     @property
-    def doubt_s(self) -> float:
+    def first_call_s(self) -> float:
         """Seconds to wait for an engine beyond its estimate: many for its first call."""
         engine = self.engine
         if engine is None or self.options.prefill_cost is not None or not self.memory.costs.of(engine).empty:
@@ -156,7 +156,7 @@ class PlayCall:
             async with asyncio.timeout(end_s):
                 return await asyncio.get_running_loop().run_in_executor(decoders(), read)
         except TimeoutError as error:
-            late = f"the deadline of {self.clock.deadline_s:g} s came before its catalog was read; allow more"
+            late = f"the deadline of {self.clock.deadline_s:g} s passed before its catalog was read; allow more"
             raise PlayError(f"no cache after {self.clock.now():.2g} s: {late}") from error
 
 
@@ -176,7 +176,7 @@ class Prepared:
     profile: Profile | None
     sha256: str
     limited_by: str | None
-    left_out: int = 0
+    engine_tokens: int = 0
     """Tokens at its end that the engine computes, with the question or because that is faster."""
     cut: str | None = None
     tail: int = 0
@@ -193,12 +193,12 @@ class Prepared:
 
 
 async def prepare(
-    call: PlayCall, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1
+    call: PlayCall, found: Found, skip: int = 0, *, uncached: int | None = None, block: int = 1
 ) -> Prepared:
     """Fetch the codec profile if it pays and time allows; otherwise omit tracks that need it.
 
-    The engine has the first ``skip`` groups. If it computes ``behind`` uncached tokens, less may be played than was
-    found (`shortened`, `kvabr.abr.tail`).
+    The engine has the first ``skip`` groups. If it computes ``uncached`` tokens, less may be played than was found
+    (`shortened`, `kvabr.abr.tail`).
 
     Raises:
         FormatError: none of the asset's tracks can be decoded here.
@@ -215,12 +215,12 @@ async def prepare(
     catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
     end, cut = catalog.first_token + catalog.tokens, None
     link = call.link
-    if call.cost is not None and behind is not None:
-        catalog = shortened(catalog, call.cost, link, call.left_s, skip=skip, behind=behind, block=block)
+    if call.cost is not None and uncached is not None:
+        catalog = shortened(catalog, call.cost, link, call.left_s, skip=skip, uncached=uncached, block=block)
         if catalog.first_token + catalog.tokens < end:
-            cut = "the rest is sooner computed than fetched"
-    behind = end - catalog.first_token - catalog.tokens + (behind or 0) + call.options.question_tokens
-    offer = await _tail(call, catalog, link.rate, skip=skip, behind=behind, block=block)
+            cut = "the rest is faster to compute than to fetch"
+    uncached = end - catalog.first_token - catalog.tokens + (uncached or 0) + call.options.question_tokens
+    offer = await _tail(call, catalog, link.rate, skip=skip, uncached=uncached, block=block)
     wanted, growing = offer.catalog, None
     if offer.tokens and cut is None:
         cut = f"the last {counted(offer.tokens, 'token')} are computed with the question"
@@ -231,15 +231,15 @@ async def prepare(
         for name, digests in asset.known_digests() if growing is None else growing.known.items():
             call.connection.identify(asset.namespace, name, digests)
     ladder = await call.in_time(partial(_ladder, wanted))
-    left_out = end - wanted.first_token - wanted.tokens
+    engine_tokens = end - wanted.first_token - wanted.tokens
     return Prepared(
-        ladder, profile, found.sha256, found.limited_by, left_out, cut, offer.tokens, offer.engine_s, growing
+        ladder, profile, found.sha256, found.limited_by, engine_tokens, cut, offer.tokens, offer.engine_s, growing
     )
 
 
-async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, behind: int, block: int) -> TailOffer:
+async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, uncached: int, block: int) -> TailOffer:
     choices = partial(
-        tail_choices, catalog, call.cost, call.options, rate, call.left_s, following=behind, skip=skip, block=block,
+        tail_choices, catalog, call.cost, call.options, rate, call.left_s, following=uncached, skip=skip, block=block,
         decoders=call.decoders, divides=call.engine is not None and policy_class(call.options.policy).divides,
     )  # fmt: skip
     return choose_tail(call.options.policy, *await call.in_time(choices))
@@ -254,7 +254,7 @@ async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None,
         async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
             return await call.memory.profiles.fetch(call.connection, catalog), ""
     except (TransportError, FormatError, TimeoutError) as error:
-        why = str(error) or "it did not come in time"
+        why = str(error) or "it was not received in time"
         call.options.note(ProfileFailed(call.clock.now(), why))
     return None, why
 
@@ -333,19 +333,19 @@ def tail_choices(
 
 
 def shortened(
-    catalog: Catalog, cost: PrefillCost, link: Prior, left_s: float, *, skip: int, behind: int, block: int = 1
+    catalog: Catalog, cost: PrefillCost, link: Prior, left_s: float, *, skip: int, uncached: int, block: int = 1
 ) -> Catalog:
     """Return the prefix worth fetching: the longest that lets the engine finish in time, or else the fastest.
 
     It is the whole prefix if the engine can continue at every group, or the link is unknown. Arguments as for
-    `tail_choices`; ``behind``: uncached tokens of the prompt.
+    `tail_choices`; ``uncached``: tokens of the prompt without a cache.
     """
     kinds = {only.kind for only in catalog.spec.classes}
     if kinds <= {"full", "latent"} or link.rate <= 0:
         return catalog
     groups, size = len(catalog.chunks), catalog.spec.group_tokens
     counts = {catalog.playable(skip + (groups - skip) * part // _MAX_PREFIXES)[0] for part in range(1, _MAX_PREFIXES)}
-    best, soonest_s = catalog, _prefix_s(catalog, cost, link, skip, catalog.tokens + behind)
+    best, soonest_s = catalog, _prefix_s(catalog, cost, link, skip, catalog.tokens + uncached)
     for count in sorted(counts, reverse=True):
         end = count * size // block * block
         if soonest_s <= left_s:
@@ -356,7 +356,7 @@ def shortened(
             shorter = catalog.prefix(count, end)
         except UsageError:  # no snapshot at the end of a block
             continue
-        seconds = _prefix_s(shorter, cost, link, skip, catalog.tokens + behind)
+        seconds = _prefix_s(shorter, cost, link, skip, catalog.tokens + uncached)
         if seconds < soonest_s:
             best, soonest_s = shorter, seconds
     return best

@@ -26,6 +26,7 @@ from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 PROFILES = "profiles"
 _MAX_KEPT = 8
 _profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
+_shipped = lru_cache(_MAX_KEPT)(shipped_bytes)
 _LOCK, _READING = threading.Lock(), threading.Lock()
 """For the profiles in memory; and for reading one, which plays share. Neither is held across network waits."""
 
@@ -107,11 +108,6 @@ def _name(catalog: Catalog) -> TrackNamespace:
     if catalog.profile is None or not 0 < catalog.profile_bytes <= MAX_PROFILE_BYTES:
         raise FormatError(f"catalog: a profile of {catalog.profile_bytes} bytes, not 1 to {MAX_PROFILE_BYTES}")
     return TrackNamespace(catalog.spec.model, catalog.profile)
-
-
-@lru_cache(_MAX_KEPT)
-def _shipped(sha256: str, size: int, spec: KVSpec) -> bytes | None:
-    return shipped_bytes(sha256, size, spec)
 
 
 def _checked(data: bytes | memoryview, sha256: str) -> Profile:

@@ -77,15 +77,15 @@ def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> 
     usable = missing[0] if missing and catalog.every_token else catalog.groups
     parts, found = ended.assembler.take_prefix(usable)
     if found.tokens:
-        behind = catalog.tokens - found.tokens
-        begin = catalog.with_tail(catalog.spec.groups(found.tokens), behind)
+        rest = catalog.tokens - found.tokens
+        begin = catalog.with_tail(catalog.spec.groups(found.tokens), rest)
         coverage = _tracks(ended, found)
         if catalog.every_token:
             loss = promised_loss(begin, coverage, played_loss(begin, _steps_before(record, usable)))
         else:
             loss = predicted_loss(begin, coverage)
         prefix = _played(ended, begin, parts, coverage, call.clock.now(), loss)
-        prefix = replace(prefix, tail=behind + prepared.tail)
+        prefix = replace(prefix, tail=rest + prepared.tail)
     tokens = 0 if prefix is None else prefix.tokens
     names = map(str if catalog.every_token else catalog.title, missing)
     message += f"; missing groups: {listed(names)}; in place before them: {tokens:,} of {catalog.tokens:,} tokens"
@@ -122,7 +122,7 @@ def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
         spans=found.spans,
         first=catalog.first_token,
         tokens=found.tokens,
-        requested=catalog.tokens + prepared.left_out,
+        requested=catalog.tokens + prepared.engine_tokens,
         units=tuple(map(catalog.unit, found.groups)),
         coverage=coverage,
         loss=prefix_loss(catalog, found, coverage),

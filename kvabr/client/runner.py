@@ -16,7 +16,7 @@ import heapq
 import math
 from bisect import insort
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -28,10 +28,10 @@ from kvabr.client.sources import PlaySources
 from kvabr.client.upgrades import Upgrades
 from kvabr.player.requests import DEARER_PRIORITY, UPGRADE_PRIORITY
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import cancel_all
+from kvabr.transfer.interface import TaskSet, cancel_all
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
-from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
+from kvabr.types.errors import BusyError, PlayError, exhaustion_as_error
 
 K = TypeVar("K")
 
@@ -42,13 +42,10 @@ _WAIT_SHARE = 0.25
 
 
 class Admission:
-    """Bounds the plays of one event loop."""
+    """Bounds the plays, or the hints, of one event loop."""
 
-    def __init__(self, plays: int, waiting: int, metrics: ClientMetrics, *, ahead: bool = False) -> None:
-        """``ahead``: for hints instead of plays; see `kvabr.client.options.Limits`."""
-        self._most = f"a client plays {plays} at once: compute this prompt instead, or try later"
-        if ahead:
-            self._most = f"a client fetches {plays} ahead at once: try later"
+    def __init__(self, plays: int, waiting: int, metrics: ClientMetrics) -> None:
+        """See `kvabr.client.options.Limits`."""
         self._max_plays, self._max_waiting = plays, waiting
         self._metrics = metrics
         self._playing = self._number = 0
@@ -92,7 +89,7 @@ class Admission:
             await asyncio.wait([turn], timeout=_WAIT_SHARE * deadline_s)
             waited_s = loop.time() - start_s
             if not turn.done():
-                raise self._refusal("late", f"no turn came within {waited_s:.3g} of its {deadline_s:g} s")
+                raise self._refusal("late", f"no turn within {waited_s:.3g} of its {deadline_s:g} s")
             if not turn.result():
                 raise self._refusal("closed", "the client is closing")
         except asyncio.CancelledError:
@@ -106,7 +103,8 @@ class Admission:
 
     def _refusal(self, why: str, what: str) -> BusyError:
         self._metrics.refused_total.labels(why).inc()
-        return BusyError(f"{what}; {self._most}")
+        remedy = "compute this prompt instead, or try later"
+        return BusyError(f"{what}; a client runs {self._max_plays} at once: {remedy}")
 
     def _count(self, by: int) -> None:
         self._playing += by
@@ -165,10 +163,10 @@ class EdfScheduler(Generic[K]):
         place = self._plays.index(entry)
         before = self._levels[self._plays[place - 1][2]] if place else -1
         last = place + 1 == len(self._plays)
-        behind = LEVELS if last else self._levels[self._plays[place + 1][2]]
-        if before + 1 < behind:
+        following = LEVELS if last else self._levels[self._plays[place + 1][2]]
+        if before + 1 < following:
             # Most plays arrive in order of deadline: leave as much room after this one as there is.
-            self._levels[play] = before + 1 if last else (before + behind) // 2
+            self._levels[play] = before + 1 if last else (before + following) // 2
             return []
         self._levels[play] = -1
         return [other for other in self._relevel() if other != play]
@@ -202,20 +200,17 @@ class PlayRunner:
 
     def __init__(self, limits: Limits, memory: Memory, metrics: ClientMetrics) -> None:
         self._memory, self._metrics = memory, metrics
-        self._admission, self._ahead = (
-            Admission(limits.plays, limits.waiting, metrics, ahead=ahead) for ahead in (False, True)
-        )
-        self._hints: set[PlaySources] = set()
+        self._admission, self._hint_admission = (Admission(limits.plays, limits.waiting, metrics) for _ in range(2))
         self._schedule: EdfScheduler[PlaySources] = EdfScheduler()
         self._plays: dict[asyncio.Timeout, asyncio.Future[None]] = {}
-        self._upgrades: set[asyncio.Task[None]] = set()
+        self._upgrades = TaskSet()
         self._closing = False
 
     async def close(self) -> None:
         """End all plays and upgrades, and refuse waiting plays."""
         self._closing = True
         self._admission.close()
-        self._ahead.close()
+        self._hint_admission.close()
         for limit in self._plays:
             if not limit.expired():
                 limit.reschedule(0.0)
@@ -235,7 +230,7 @@ class PlayRunner:
         *,
         hint: bool = False,
     ) -> AsyncIterator[PlayCall]:
-        """Yield a play when its turn comes; the body plays, and reports its result with `PlayCall.over`.
+        """Yield a play at its turn; the body plays, and reports its result with `PlayCall.finish`.
 
         Hints use neither turns of plays nor, while plays use it, the link. The metrics omit plays without a result,
         which continue in another turn. Closing the client ends the body, not its task.
@@ -249,18 +244,22 @@ class PlayRunner:
         closed = asyncio.timeout(None)
         try:
             with ExitStack() as reporting:
-                reporting.enter_context(told_if_exhausted())
+                reporting.enter_context(exhaustion_as_error())
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
-                async with self._connected(peers, clock, ahead=hint) as connection:
+                async with self._connected(peers, clock, hint=hint) as connection:
                     call = PlayCall(connection, clock, options, self._memory, self._under_way, engine, cost, tokens)
                     async with closed:
                         closed.reschedule(0.0 if self._closing else None)
-                        with self._closable(closed):
+                        over = self._plays[closed] = asyncio.get_running_loop().create_future()
+                        try:
                             yield call
+                        finally:
+                            del self._plays[closed]
+                            over.set_result(None)
                     played = call.result
                     if isinstance(played, Played) and played.upgrades is not None:
-                        self._keep(connection, played.upgrades)
+                        self._upgrade(connection, played.upgrades)
             if isinstance(played, Played):
                 result = "met" if played.met else "late"
             else:
@@ -284,65 +283,52 @@ class PlayRunner:
     # -------------------------------------------------------------- internals
 
     def _under_way(self) -> int:
-        return max(1, len(self._schedule) - len(self._upgrades) - len(self._hints))
-
-    @contextmanager
-    def _closable(self, closed: asyncio.Timeout) -> Iterator[None]:
-        over = self._plays[closed] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
-            del self._plays[closed]
-            over.set_result(None)
+        return max(1, sum(not (each.hint or each.upgrading) for each in self._schedule))
 
     @asynccontextmanager
-    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock, *, ahead: bool) -> AsyncIterator[PlaySources]:
+    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock, *, hint: bool) -> AsyncIterator[PlaySources]:
         """Wait for a turn, and yield a play's connections; on exit cancel its downloads."""
         loop = asyncio.get_running_loop()
-        async with (self._ahead if ahead else self._admission).enter(clock.deadline_s):
+        async with (self._hint_admission if hint else self._admission).enter(clock.deadline_s):
             connection = PlaySources(peers, lambda own: self._place(connection, own))
             # A blocked loop may have used up the deadline: take what arrives at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
-            if ahead:
-                self._hints.add(connection)
-            self._reprioritise(self._schedule.add(connection, math.inf if ahead else due_s))
+            connection.hint = hint
+            self._reprioritise(self._schedule.add(connection, math.inf if hint else due_s))
             late = loop.call_at(due_s, self._reschedule, connection, due_s + clock.deadline_s)
             try:
                 yield connection
             finally:
                 late.cancel()
-                if not connection.kept:
-                    await self._give_up(connection)
+                if not connection.upgrading:
+                    await self._release(connection)
 
-    def _keep(self, connection: PlaySources, upgrades: Upgrades) -> None:
+    def _upgrade(self, connection: PlaySources, upgrades: Upgrades) -> None:
         async def until_over() -> None:
             try:
                 with suppress(Exception):  # the caller gets it from `Upgrades.wait`
                     await upgrades.wait()
             finally:
                 upgrades.cancel()
-                await self._give_up(connection)
+                await self._release(connection)
 
-        connection.kept = True
+        connection.upgrading = True
         self._reschedule(connection, math.inf)
-        task = asyncio.create_task(until_over())
-        self._upgrades.add(task)
-        task.add_done_callback(self._upgrades.discard)
+        self._upgrades.start(until_over())
 
-    async def _give_up(self, connection: PlaySources) -> None:
+    async def _release(self, connection: PlaySources) -> None:
         try:
             await connection.close()
         finally:  # the play may be cancelled at this moment
-            self._hints.discard(connection)
             self._reprioritise(self._schedule.remove(connection))
 
     def _place(self, connection: PlaySources, priority: int) -> int:
         # A play alone on the link uses all priorities.
         if len(self._schedule) < 2:
             return priority
-        if connection.kept:
+        if connection.upgrading:
             return _LOWEST_PRIORITY
-        if connection in self._hints:
+        if connection.hint:
             return (
                 _LOWEST_PRIORITY
                 if priority >= UPGRADE_PRIORITY
@@ -351,7 +337,7 @@ class PlayRunner:
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:
-        if connection in self._hints:
+        if connection.hint:
             return
         connection.late = True
         changed = self._schedule.remove(connection)

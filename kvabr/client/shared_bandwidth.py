@@ -16,9 +16,9 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,7 +62,7 @@ class PeerRecord:
             and self.at >= 0
         )
 
-    def heard(self, last: PeerRecord) -> PeerRecord:
+    def with_play(self, last: PeerRecord) -> PeerRecord:
         """Return the record with one play added."""
         rate = math.exp((1 - _LAST_PLAY_WEIGHT) * math.log(self.rate) + _LAST_PLAY_WEIGHT * math.log(last.rate))
         ttfb_s = (1 - _LAST_PLAY_WEIGHT) * self.ttfb_s + _LAST_PLAY_WEIGHT * last.ttfb_s
@@ -93,7 +93,7 @@ class PeerHistory(MachineFile[PeerRecord]):
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the file if there is one; never raises."""
-        self._told = False
+        self._warned = False
         super().__init__(path, "peers", _record)
 
     def of(self, peer: str, now: float | None = None) -> Prior | None:
@@ -101,14 +101,10 @@ class PeerHistory(MachineFile[PeerRecord]):
         known = self.get(peer)
         return None if known is None else known.prior(time.time() if now is None else now)
 
-    def link(self, names: Iterable[str], announced: Prior = UNKNOWN) -> Prior:
+    def link(self, names: Iterable[str], announced: Prior) -> Prior:
         """Return a cautious estimate of the fastest link to a peer by any name, or of the announced rate; 0.0: none."""
         known = self.before(names, announced) or UNKNOWN
         return UNKNOWN if known.weight < _MIN_WEIGHT else Prior(_RATE_SHARE * known.rate, known.ttfb_s)
-
-    def links(self, peers: Iterable[tuple[Sequence[str], Prior]]) -> Prior:
-        """Return the combined estimate for peers, each with names and announced rate."""
-        return combined(self.link(names, announced) for names, announced in peers)
 
     def before(self, names: Iterable[str], announced: Prior) -> Prior | None:
         """Return a play's prior: of earlier plays, or if none is recent, the announced rate."""
@@ -118,7 +114,7 @@ class PeerHistory(MachineFile[PeerRecord]):
             return replace(announced, weight=_MIN_WEIGHT)
         return best
 
-    def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
+    def record(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
         """Record the end of a play in memory, unless implausible."""
         at = time.time() if now is None else now
         record = PeerRecord(rate, ttfb_s, at)
@@ -127,19 +123,16 @@ class PeerHistory(MachineFile[PeerRecord]):
         with self._lock:
             before = self._known.get(peer)
             if before is not None and before.prior(at) is not None:
-                record = before.heard(record)
-            self._put(peer, record)
+                record = before.with_play(record)
+            self._set(peer, record)
 
-    def whose(self) -> str:
+    def identity(self) -> str:
         return this_host()
 
-    def plain(self, value: PeerRecord) -> Any:
-        return asdict(value)
-
-    def tell(self, what: str) -> None:
+    def warn(self, what: str) -> None:
         """Warn once."""
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(f"the speed of peers: {what}", RuntimeWarning, stacklevel=2)
 
 
@@ -216,7 +209,7 @@ class SharedLink:
         """Return the highest rate estimated by an active play; 0.0 if none."""
         return _known(self._all())[0]
 
-    def beside(self, share: LinkShare, find: Callable[[list[LinkShare]], V]) -> V:
+    def of_others(self, share: LinkShare, find: Callable[[list[LinkShare]], V]) -> V:
         """Return ``find`` of the other plays; if there are many, of all, reused for a moment."""
         if len(self._members) <= _MAX_FRESH_PLAYS:
             return find([one for one in self._all() if one is not share])
@@ -241,7 +234,7 @@ class LinkShare(Estimator):
         super().__init__()
         self._link, self._inner = link, inner
         self._active_at = -math.inf
-        self.heard = False
+        self.sampled = False
 
     def start(self, horizon_s: float) -> None:
         self._inner.start(horizon_s)
@@ -255,7 +248,7 @@ class LinkShare(Estimator):
             raise PolicyError(f"estimator {type(self._inner).__name__} raised {error!r} on what was known") from error
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
-        self.heard, self._active_at = True, self._link.clock()
+        self.sampled, self._active_at = True, self._link.clock()
         self._inner.sample(max(nbytes, float(self._link.bytes_within(seconds))), seconds, now)
 
     def waited(self, now: float) -> None:
@@ -270,11 +263,11 @@ class LinkShare(Estimator):
 
     def link_rate(self, *, lower: bool = False) -> float:
         """Return the link's rate or lower bound, bytes per second; 0 if the estimator fails."""
-        return _told(self._inner.lower_bound if lower else self._inner.rate)
+        return _positive(self._inner.lower_bound if lower else self._inner.rate)
 
     def link_ttfb(self) -> float:
         """Return the least time to first byte, seconds; as `link_rate`."""
-        return _told(self._inner.ttfb)
+        return _positive(self._inner.ttfb)
 
     def rate(self) -> float:
         return self._share(self._inner.rate(), lower=False)
@@ -283,16 +276,16 @@ class LinkShare(Estimator):
         return self._share(self._inner.lower_bound(), lower=True)
 
     def _share(self, own: float, *, lower: bool) -> float:
-        if own <= 0 and not self.heard:  # waiting for its turn: use the others' estimate
-            own = self._link.beside(self, _known)[lower]
-        return own / (1 + self._link.beside(self, _active))
+        if own <= 0 and not self.sampled:  # no bytes yet: use the others' estimate
+            own = self._link.of_others(self, _known)[lower]
+        return own / (1 + self._link.of_others(self, _active))
 
     def first_byte(self, seconds: float) -> None:
         self._inner.first_byte(seconds)
 
     def ttfb(self) -> float:
         """A waiting play uses the other plays'."""
-        own, other = self._inner.ttfb(), self._link.beside(self, _least_ttfb)
+        own, other = self._inner.ttfb(), self._link.of_others(self, _least_ttfb)
         return min(own, other) if own > 0 and other > 0 else own or other
 
 
@@ -308,12 +301,12 @@ def _active(shares: list[LinkShare]) -> int:
     return sum(one.active() for one in shares)
 
 
-def _told(what: Callable[[], float]) -> float:
+def _positive(what: Callable[[], float]) -> float:
     try:
-        told = float(what())
+        value = float(what())
     except Exception:  # noqa: BLE001  # any error of a plug-in
         return 0.0
-    return told if math.isfinite(told) and told > 0 else 0.0
+    return value if math.isfinite(value) and value > 0 else 0.0
 
 
 def _named(estimator: Estimator) -> type[LinkShare]:

@@ -13,21 +13,20 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from kvabr.client.lookup import Found
 from kvabr.client.peers import MIN_OTHER_SIZES_S, OTHER_SIZES_FACTOR, Answered, ClientPeer, tokens_of
 from kvabr.player.sources import NOT_KNOWN, Offer
-from kvabr.transfer.interface import Connection, ConnectionStats, PrefixFinder, cancel_all, read_view
+from kvabr.transfer.interface import Connection, ConnectionStats, PrefixFinder, TaskSet, cancel_all, read_view
 from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer
 from kvabr.types.errors import NotFoundError, TransportError
 from kvabr.types.kv import MAX_MODELS_BYTES
 from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
 
-T = TypeVar("T")
 TrackDigests = dict[tuple[TrackNamespace, str], Sequence[str]]
 """Digests of a track's groups; empty for groups never requested."""
-_Asked = asyncio.Task[Answered | Exception]
+_Lookup = asyncio.Task[Answered | Exception]
 _REPORT_SHARE = 0.9
 """Share of a lookup's time until silent sources are ignored."""
 _MIN_WAIT_S = 0.02
@@ -110,10 +109,10 @@ class PlaySource(Connection):
         for reader in list(self._readers):
             reader.cancel()
 
-    def turns(self) -> Iterator[bool]:
+    def held(self) -> Iterator[bool]:
         """Yield for each request with due bytes whether it waits for more urgent ones."""
         due = (reader.transfer for reader in self._readers if not reader.transfer.subscribed)
-        return map(self.downloads.waits_its_turn, due)
+        return map(self.downloads.held_by_priority, due)
 
 
 class PlaySources(Connection):
@@ -129,12 +128,15 @@ class PlaySources(Connection):
         self._first = self.sources[0]
         self._chosen = False
         self._offers: list[Offer] = [None] * len(peers)
-        self._alone = False
-        self._asking: set[asyncio.Task[Any]] = set()
-        self.left_out: Callable[[int, str], None] = lambda *_: None
+        self.tasks = TaskSet()
+        """Cancelled at the end of the play."""
+        self.on_left_out: Callable[[int, str], None] = lambda *_: None
         """Called with an excluded source, and the reason."""
+        self.hint = False
+        """It fetches an expected play ahead."""
         self.late = False
-        self.kept = False
+        self.upgrading = False
+        """It delivers upgrades of a returned cache."""
 
     @property
     def backend(self) -> str:  # type: ignore[override]
@@ -158,8 +160,7 @@ class PlaySources(Connection):
 
     def offer(self, source: int, tracks: Offer) -> None:
         """Record a source's tracks, or `kvabr.player.sources.NOT_KNOWN`."""
-        if not self._alone:
-            self._offers[source] = tracks
+        self._offers[source] = tracks
 
     def answered_by(self, source: int) -> None:
         """Choose the source for requests other than groups."""
@@ -173,7 +174,7 @@ class PlaySources(Connection):
         for number, source in enumerate(self.sources):
             if not source.reached or (source.unreachable and source is not self._first):
                 self.offer(number, NOT_KNOWN)
-                self.meanwhile(self._joined(number, source))
+                self.tasks.start(self._joined(number, source))
 
     async def _joined(self, number: int, source: PlaySource) -> None:
         has: Offer = None
@@ -184,21 +185,13 @@ class PlaySources(Connection):
                     await read_view(source.fetch(MODELS_NAMESPACE, MODELS_TRACK, limit=MAX_MODELS_BYTES))
         except TransportError as error:
             has = frozenset()
-            self.left_out(number, str(error))
+            self.on_left_out(number, str(error))
         if self._offers[number] is NOT_KNOWN:  # not if one source serves everything
             self.offer(number, has)
 
     def alone(self) -> None:
         """Use only the answering source, for a joined lookup."""
-        self._alone = True
         self._offers = [None if source is self._first else frozenset() for source in self.sources]
-
-    def meanwhile(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run work until the play ends."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
-        return task
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         return self._first.request(request, priority)
@@ -214,9 +207,9 @@ class PlaySources(Connection):
         return [group for group, digest in enumerate(digests) if digest in here] if here else ()
 
     @property
-    def waits_its_turn(self) -> bool:  # type: ignore[override]
-        turns = chain.from_iterable(source.turns() for source in self.sources)
-        return next(turns, False) and all(turns)
+    def held_by_priority(self) -> bool:  # type: ignore[override]
+        held = chain.from_iterable(source.held() for source in self.sources)
+        return next(held, False) and all(held)
 
     def stats(self) -> ConnectionStats:
         first, *others = (source.stats() for source in self.sources)
@@ -246,7 +239,7 @@ class PlaySources(Connection):
     async def close(self) -> None:
         """Cancel the rest of the play; connections stay open."""
         try:
-            await cancel_all(self._asking)
+            await cancel_all(self.tasks)
         finally:  # even if the play is cancelled meanwhile
             for source in self.sources:
                 await source.close()
@@ -257,14 +250,14 @@ async def first_reached(peers: Sequence[Connection]) -> int:
     dials = [asyncio.ensure_future(peer.connected()) for peer in peers]
     pending = set(dials)
 
-    def there() -> list[int]:
+    def connected() -> list[int]:
         at = [at for at, dial in enumerate(dials) if dial.done() and dial.exception() is None]
         return sorted(at, key=lambda at: peers[at].unreachable)
 
     try:
-        while pending and all(peers[at].unreachable for at in there()):
+        while pending and all(peers[at].unreachable for at in connected()):
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        if found := there():
+        if found := connected():
             return found[0]
     finally:
         await cancel_all(dials)
@@ -288,74 +281,74 @@ async def first_found(
     if len(pairs) == 1:
         connection.answered_by(0)
         return await look(*pairs[0])
-    asked = [connection.meanwhile(_said(look(*pair))) for pair in pairs]
+    lookups = [connection.tasks.start(_result_of(look(*pair))) for pair in pairs]
     found: dict[int, Found] = {}
     try:
         round_trip_s = max((each or 0.0 for each in connection.round_trips), default=0.0)
-        doubted = {task for task, source in zip(asked, connection.sources, strict=True) if source.unreachable}
-        found = await _found_by(asked, doubted, tokens, round_trip_s, _REPORT_SHARE * within_s)
+        unreachable = {task for task, source in zip(lookups, connection.sources, strict=True) if source.unreachable}
+        found = await _found_by(lookups, unreachable, tokens, round_trip_s, _REPORT_SHARE * within_s)
     finally:
-        silent = [] if found else [task.cancel() for task in asked if not task.done()]
+        silent = [] if found else [task.cancel() for task in lookups if not task.done()]
     if not found:
-        said = [task.result() for task in asked if task.done() and not task.cancelled()]
-        answers = [each for each in said if not isinstance(each, Exception)]
+        results = [task.result() for task in lookups if task.done() and not task.cancelled()]
+        answers = [each for each in results if not isinstance(each, Exception)]
         if answers:
             return next((answer for answer in answers if answer[0] is not None), answers[0])
-        errors = [each for each in said if isinstance(each, Exception)]
+        errors = [each for each in results if isinstance(each, Exception)]
         # "Not found" does not speak for sources that were not reached.
         raise TimeoutError if silent else min(errors, key=lambda error: isinstance(error, NotFoundError))
     best = max(found, key=lambda source: (tokens_of(found[source]), -source))
     connection.answered_by(best)
-    for source, task in enumerate(asked):
+    for source, task in enumerate(lookups):
         connection.offer(source, NOT_KNOWN)
         task.add_done_callback(partial(_offer, connection, source, played=found[best]))
     return found[best], None
 
 
-async def _said(lookup: Coroutine[Any, Any, Answered]) -> Answered | Exception:
+async def _result_of(lookup: Coroutine[Any, Any, Answered]) -> Answered | Exception:
     try:
         return await lookup
     except Exception as error:  # noqa: BLE001  # any error excludes only this source
         return error
 
 
-def _offer(connection: PlaySources, source: int, asked: _Asked, played: Found) -> None:
-    if asked.cancelled():
+def _offer(connection: PlaySources, source: int, lookup: _Lookup, played: Found) -> None:
+    if lookup.cancelled():
         return
     same: Collection[str] = frozenset()
-    answer, found = asked.result(), _found(asked)
+    answer, found = lookup.result(), _found(lookup)
     if isinstance(answer, Exception):
         why: str | None = str(answer) or repr(answer)
     elif found is None:
-        why = "it has nothing of it"
+        why = "it has no part of the prompt"
     else:
         same, why = _same_tracks(played, found)
     connection.offer(source, same)
     if why is not None:
-        connection.left_out(source, why)
+        connection.on_left_out(source, why)
 
 
 async def _found_by(
-    asked: Sequence[_Asked],
-    doubted: AbstractSet[_Asked],
+    lookups: Sequence[_Lookup],
+    unreachable: AbstractSet[_Lookup],
     tokens: int,
     round_trip_s: float,
     within_s: float,
 ) -> dict[int, Found]:
     """Return the prefixes by source: a while after the first, or shortly after a complete one.
 
-    After one answer, ignore ``doubted``, recently unreachable sources. ``round_trip_s`` is the farthest source's;
+    After one answer, do not wait for ``unreachable`` sources. ``round_trip_s`` is the farthest source's;
     ``within_s`` bounds the lookup.
     """
     clock = asyncio.get_running_loop().time
     begun_s, waits = clock(), False
     end_s = begun_s + within_s
     found: dict[int, Found] = {}
-    pending = set(asked)
-    while clock() < end_s and (pending - doubted or (pending and not any(map(_answered, asked)))):
+    pending = set(lookups)
+    while clock() < end_s and (pending - unreachable or (pending and not any(map(_answered, lookups)))):
         left_s = None if end_s == math.inf else end_s - clock()
         done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        found |= {asked.index(task): each for task in done if (each := _found(task)) is not None}
+        found |= {lookups.index(task): each for task in done if (each := _found(task)) is not None}
         took_s, whole = clock() - begun_s, max(map(tokens_of, found.values()), default=0) >= tokens
         if whole:
             end_s = min(end_s, clock() + max(_MIN_WAIT_S, took_s / 2))
@@ -365,11 +358,11 @@ async def _found_by(
     return found
 
 
-def _answered(task: _Asked) -> bool:
+def _answered(task: _Lookup) -> bool:
     return task.done() and not isinstance(task.result(), Exception)
 
 
-def _found(task: _Asked) -> Found | None:
+def _found(task: _Lookup) -> Found | None:
     answer = task.result()
     return answer[0] if not isinstance(answer, Exception) and isinstance(answer[0], Found) else None
 

@@ -38,15 +38,14 @@ _PINNED_BYTES = 1 << 30
 
 def warm(
     profile: Profile, device: torch.device, dtype: torch.dtype | None = None, like: Sequence[BlockLayers] = ()
-) -> int:
-    """Decode synthetic groups of a model's AC tracks on a GPU, few and many at once; return their number.
+) -> None:
+    """Decode synthetic groups of a model's AC tracks on a GPU, few and many at once.
 
     ``dtype`` is the cache's (None: the model's). ``like``: layers of paged caches with the layout to decode to, left
     unchanged; empty: a tensor. Raises any error of decoding; unusable kernels only cause a warning.
     """
     if not gpu.runs_on(device):
-        return 0
-    count = 0
+        return
     for part in profile.spec.parts:
         if part.only.kind == "state":
             continue
@@ -62,8 +61,6 @@ def warm(
                 for wrong in expand(batch, [place] * len(batch)):
                     if wrong is not None:
                         raise wrong
-                count += len(batch)
-    return count
 
 
 def receive_pinned(device: torch.device | None) -> None:
@@ -114,8 +111,8 @@ def warm_in_background(
 
     def work() -> None:
         try:
-            beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(beside), gpu.trying(device):
+            stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream), gpu.trying(device):
                 begun.set()
                 warm(profile, device, own, like)
                 if speeds is not None and speeds.lacks(catalog := sample_catalog(profile), device):

@@ -62,9 +62,9 @@ class TransferReader(ArrivingGroup, TransferListener):
     def available(self) -> int:
         if self.download.error is not None:
             raise self.download.error
-        if self.download.right is False:
+        if self.download.verified is False:
             raise RequestError(_WRONG, reason=Reason.WRONG)
-        return self.size if self.download.right else min(len(self.download.data), self.size - 1)
+        return self.size if self.download.verified else min(len(self.download.data), self.size - 1)
 
     def on_more(self) -> None:
         self.more()
@@ -172,7 +172,7 @@ class RelayGroups(Downloads):
 
     def failed(self, download: Download, error: Exception) -> Exception | None:
         """Begin again after a lost connection, since groups do not change; fetch a group that no subscription sent."""
-        if download.unwanted or download.tries >= _TRIES or download.request.digest is None:
+        if download.cancelled or download.tries >= _TRIES or download.request.digest is None:
             return error
         lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
         unsent = download.expected and not (download.received or download.tries) and isinstance(error, RequestError)
@@ -183,13 +183,13 @@ class RelayGroups(Downloads):
             return _away(download.request)
         if download.carrier is not None:
             download.carrier.released(download)
-        self._track(self._again(download, _PAUSE_S if lost else 0.0))
+        self._tasks.start(self._again(download, _PAUSE_S if lost else 0.0))
         return None
 
     def settled(self, download: Download) -> None:
         error, request = download.error, download.request
         super().settled(download)
-        if download.unwanted or request.digest is None or not isinstance(error, TransportError):
+        if download.cancelled or request.digest is None or not isinstance(error, TransportError):
             return
         if not isinstance(error, ConnectionLostError) or isinstance(error, UnauthorizedError):
             self._on_failed(request, error)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from typing import Any
 
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import CLOSED, PeerConnection, cancel_all
+from kvabr.transfer.interface import CLOSED, PeerConnection, TaskSet, cancel_all
 from kvabr.transfer.transfer import GroupRequest, GroupTransfer, TransferListener
 from kvabr.transfer.work import SMALL_BYTES, decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError
@@ -30,29 +28,29 @@ class Download(GroupTransfer):
 
     def __init__(self, request: GroupRequest, owner: Downloads) -> None:
         super().__init__(request)
-        self.heard_s = 0.0
-        self.unwanted = False
-        self.came_from = "network"
+        self.received_s = 0.0
+        self.cancelled = False
+        self.received_from = "network"
         self.expected = False
         """It is received and stored even without a reader."""
         self.tries = 0
         """Further tries after failures."""
-        self.unchecked = False
+        self.checking = False
         """It is complete, and its digest is being checked."""
         self._owner = owner
         self._hashing = _HASHING[hash(request) % len(_HASHING)]
         self._hashed: dict[str, bool] = {}
 
     @property
-    def right(self) -> bool | None:
+    def verified(self) -> bool | None:
         """Whether it is the requested group; None before the check."""
         return self._hashed.get(self.request.digest or "")
 
     def keep(self, data: memoryview, where: str) -> None:
         """Take the checked group from the store."""
         if not self.over:
-            self.came_from, self._hashed = where, {self.request.digest or "": True}
-            self._more(data, "kept")
+            self.received_from, self._hashed = where, {self.request.digest or "": True}
+            self._deliver(data, "kept")
             self.finish()
 
     def identify(self, request: GroupRequest) -> None:
@@ -96,7 +94,7 @@ class Download(GroupTransfer):
     def unread(self) -> None:
         if self.expected:
             return
-        if self._owner.waits_its_turn(self):
+        if self._owner.held_by_priority(self):
             # A player repeats stalled requests. A waiting download keeps its place if its reader rejoins now.
             asyncio.get_running_loop().call_soon(self._end_unread)
         else:
@@ -108,7 +106,7 @@ class Download(GroupTransfer):
 
     def end(self, error: Exception | None) -> None:
         """End it, since it is no longer wanted; None: it was cancelled."""
-        self.unwanted = True
+        self.cancelled = True
         self.reject(error or RequestError(f"{self.request}: cancelled", reason=Reason.INTERNAL))
 
 
@@ -118,8 +116,8 @@ class Downloads:
     def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics) -> None:
         self.peer, self.store, self.metrics = peer, store, metrics
         self._under_way: dict[GroupRequest, Download] = {}
-        self._heard_s: dict[int, float] = {}
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._received_s: dict[int, float] = {}
+        self._tasks = TaskSet()
         self._closed = False
 
     def __len__(self) -> int:
@@ -133,7 +131,7 @@ class Downloads:
         """Return a group's download; start it if necessary."""
         self._loop = asyncio.get_running_loop()
         download = self._under_way.get(request)
-        if download is not None and download.right is not False:
+        if download is not None and download.verified is not False:
             self._count(download, "joined")
             return download
         download = self._under_way[request] = Download(request, self)
@@ -142,16 +140,16 @@ class Downloads:
         if data is not None and len(data) == request.limit:
             download.keep(data, "memory")
         elif request.digest is not None and self.may_store(request.digest):
-            self._track(self._look(download, request.digest))
+            self._tasks.start(self._look(download, request.digest))
         else:
             download.begin(self.peer)
         return download
 
-    def waits_its_turn(self, download: GroupTransfer) -> bool:
+    def held_by_priority(self, download: GroupTransfer) -> bool:
         """Return whether a download is idle because others, at least as urgent, receive bytes."""
-        heard_s = download.heard_s if isinstance(download, Download) else 0.0
-        since_s = max(heard_s, asyncio.get_running_loop().time() - TURN_S)
-        return any(priority <= download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
+        received_s = download.received_s if isinstance(download, Download) else 0.0
+        since_s = max(received_s, asyncio.get_running_loop().time() - TURN_S)
+        return any(priority <= download.priority and at_s > since_s for priority, at_s in self._received_s.items())
 
     async def close(self) -> None:
         """End all downloads, failing their readers. Idempotent."""
@@ -179,22 +177,22 @@ class Downloads:
     def arrived(self, download: Download, count: int) -> None:
         """Count received bytes."""
         if len(download.data) == count:
-            self._count(download, download.came_from)
-        if download.came_from == "network":
-            download.heard_s = self._heard_s[download.priority] = asyncio.get_running_loop().time()
+            self._count(download, download.received_from)
+        if download.received_from == "network":
+            download.received_s = self._received_s[download.priority] = asyncio.get_running_loop().time()
             self.metrics.downloaded_bytes_total.inc(count)
 
     def settled(self, download: Download) -> None:
         """Handle a download's end; check it if its digest is known."""
-        known, network = download.request.digest is not None, download.came_from == "network"
+        known, network = download.request.digest is not None, download.received_from == "network"
         if download.complete and network and known:
-            download.unchecked = True
-            self._track(self._check(download, download.request.digest or ""))
+            download.checking = True
+            self._tasks.start(self._check(download, download.request.digest or ""))
             return
         if not (download.complete and known) and self._under_way.get(download.request) is download:
             del self._under_way[download.request]
         if network and download.source is not None:  # store reads are not counted
-            result = "done" if download.complete else "cancelled" if download.unwanted else "failed"
+            result = "done" if download.complete else "cancelled" if download.cancelled else "failed"
             self.metrics.downloads_total.labels(result).inc()
 
     def identified(self, download: Download, digest: str) -> None:
@@ -203,7 +201,7 @@ class Downloads:
 
     def forget(self, download: Download) -> None:
         """Accept no further readers of a download, once it has none."""
-        if not (download.readers or download.unchecked) and self._under_way.get(download.request) is download:
+        if not (download.readers or download.checking) and self._under_way.get(download.request) is download:
             del self._under_way[download.request]
 
     # -------------------------------------------------------------- internals
@@ -221,19 +219,19 @@ class Downloads:
                 good = download.has_digest(digest)
             else:
                 good = await asyncio.get_running_loop().run_in_executor(decoders(), download.has_digest, digest)
-            if good and not download.unwanted:
+            if good and not download.cancelled:
                 await self.store.put(digest, download.data)
         finally:
-            download.unchecked = False
+            download.checking = False
             self.forget(download)
         self.metrics.downloads_total.labels("done" if good else "damaged").inc()
         if not good:
             self.damaged(download)
-        download.tell()
+        download.notify()
 
     def _put(self, digest: str, data: memoryview) -> None:
         if not self._closed and digest not in self.store:
-            self._track(self.store.put(digest, data))
+            self._tasks.start(self.store.put(digest, data))
 
     async def _look(self, download: Download, digest: str) -> None:
         # Memory has only checked groups; the store checks those on disk.
@@ -246,8 +244,3 @@ class Downloads:
             download.keep(*kept)
         elif not download.over:
             download.begin(self.peer)
-
-    def _track(self, work: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

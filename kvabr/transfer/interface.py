@@ -14,15 +14,17 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
 from kvabr.types.catalog import Catalog
 from kvabr.types.events import Limit
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
+
+T = TypeVar("T")
 
 CLOSED = "this side closed the connection"
 
@@ -89,7 +91,7 @@ class Connection(ABC):
     """Whether it needs neither redials nor probes: each request is a separate exchange."""
     announced_rate: float = 0.0
     """Rate that the peer's last catalog announced for this path, bytes per second; 0.0: none."""
-    waits_its_turn: bool = False
+    held_by_priority: bool = False
     """Whether more urgent requests on the path are served first, so that no bytes arrive."""
 
     @property
@@ -185,6 +187,17 @@ async def read_view(reader: GroupReader) -> memoryview:
         reader.cancel()
 
 
+class TaskSet(set[asyncio.Task[Any]]):
+    """Running tasks. An event loop keeps only weak references to its tasks."""
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine; its task leaves the set at its end."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
+
+
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks, wait for their end, and retrieve their errors, so that asyncio does not log them."""
     tasks = list(tasks)  # the caller's set may shrink as tasks end
@@ -225,7 +238,7 @@ class LimitWatch:
         """No byte has arrived since the publisher was found silent."""
         self._closed = False
 
-    def asked(self, in_flight: int) -> None:
+    def set_in_flight(self, in_flight: int) -> None:
         """Set the number of downloads in flight."""
         self._in_flight = in_flight
         if in_flight and self._timer is None and not self._closed:
@@ -259,7 +272,7 @@ class LimitWatch:
     def close(self) -> None:
         """Stop watching."""
         self._closed = True
-        self.asked(0)
+        self.set_in_flight(0)
 
     def _arm(self) -> None:
         silence = max(_MIN_SILENCE_S, 2 * (self._round_trip() or 0.0))

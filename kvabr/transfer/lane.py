@@ -26,7 +26,7 @@ from enum import Enum
 from functools import partial
 from typing import Protocol
 
-from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection
+from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection, TaskSet
 from kvabr.transfer.transfer import Carrier, GroupTransfer
 from kvabr.types.backoff import Backoff, scattered
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
@@ -38,13 +38,13 @@ _UNREACHABLE = 2
 """Failed dials in a row until a peer is presumed dead."""
 _SHORT_LIFE_S = 1.0
 """A shorter connection that delivers no data, or ends in GOAWAY, does not reset the back-off."""
-_LOOK_S, _MAX_LOOK_S = 0.1, 1.0
+_CHECK_S, _MAX_CHECK_S = 0.1, 1.0
 """Seconds between checks for received bytes; doubled after each check with only an answered probe, so that a busy peer
 is probed less."""
-_SIGN_S, _SIGN_RTT, _MAX_SIGN_S = 0.25, 4.0, 4.0
+_PROBE_S, _PROBE_RTT, _MAX_PROBE_S = 0.25, 4.0, 4.0
 """Seconds, and multiples of the round trip or the last answer's time, for the answer to a probe, which may be lost and
 sent again; and the maximum. Each request answered sooner halves the expected time."""
-_STUCK_S, _STUCK_SIGNS = 3.0, 4.0
+_STUCK_S, _STUCK_PROBES = 3.0, 4.0
 """Seconds, and multiples of a probe's time, after which a peer that answers only probes is redialled; the seconds
 double each time. It may just be slow, such as a relay that waits for its origin."""
 _OUTAGE_S = 1.0
@@ -110,12 +110,12 @@ class PeerLane(Carrier):
         self._using: dict[GroupTransfer, tuple[PeerConnection, float]] = {}
         self._waiting: dict[GroupTransfer, None] = {}
         self._dialling: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet()
         self._earlier_bytes = 0
         self._pauses = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         self._adopted_s = float("-inf")
         self._watching: asyncio.Task[None] | None = None
-        self._look_s = _LOOK_S
+        self._check_s = _CHECK_S
         self._requested = asyncio.Event()
         self._checked_bytes = 0
         self._quiet_s = 0.0
@@ -236,7 +236,7 @@ class PeerLane(Carrier):
         transfer.source = connection
         connection.carry(transfer)
         if not transfer.request.live:
-            self._look_s = _LOOK_S
+            self._check_s = _CHECK_S
             self._requested.set()
         if self._watching is None and not connection.heals:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
@@ -256,8 +256,8 @@ class PeerLane(Carrier):
     def _recover(self) -> None:
         self.health, self._trouble, self._failed_dials, self.unreachable = Health.GOOD, None, 0, False
 
-    def _doubt(self, health: Health) -> None:
-        if self.health is not Health.STUCK:  # a stuck connection is replaced in any case
+    def _suspect(self, health: Health) -> None:
+        if self.health is not Health.STUCK:  # a stuck connection is replaced anyway
             self.health = health
         self._trouble = self._trouble or self.health.value
         self._redial()
@@ -272,14 +272,14 @@ class PeerLane(Carrier):
                 self._requested.clear()
                 requested = False
                 with contextlib.suppress(TimeoutError):
-                    if self._look_s > _LOOK_S:
-                        requested = await asyncio.wait_for(self._requested.wait(), self._look_s)
+                    if self._check_s > _CHECK_S:
+                        requested = await asyncio.wait_for(self._requested.wait(), self._check_s)
                     else:
-                        await asyncio.sleep(self._look_s)
+                        await asyncio.sleep(self._check_s)
                 if connection is not self.connection:
-                    self._look_s = _LOOK_S
+                    self._check_s = _CHECK_S
                 elif (received := connection.stats().bytes_received) != before:
-                    self._look_s, self._checked_bytes = _LOOK_S, received
+                    self._check_s, self._checked_bytes = _CHECK_S, received
                     self._quiet_s, self._outage_s, self._stuck_s = 0.0, None, _STUCK_S
                     self._recover()
                 elif not requested and self._usable() and self._carries(connection):
@@ -292,35 +292,35 @@ class PeerLane(Carrier):
         if await self._probe(connection):
             if connection.stats().bytes_received != self._checked_bytes:
                 return  # payload arrived meanwhile
-            self._look_s = min(_MAX_LOOK_S, 2 * self._look_s)
+            self._check_s = min(_MAX_CHECK_S, 2 * self._check_s)
             if any(used is connection and not one.subscribed for one, (used, _) in self._using.items()):
                 self._quiet_s += asyncio.get_running_loop().time() - since_s
             if self._quiet_s < self._patient_s(connection):
                 self._recover()
             elif connection is self.connection and self._usable():
-                self._doubt(Health.STUCK)
+                self._suspect(Health.STUCK)
         elif connection is self.connection and self._usable() and dialling is self._dialling:
             # Not if a dial has ended meanwhile, which is better evidence.
             self._outage_s = self._outage_s or asyncio.get_running_loop().time()
-            self._doubt(Health.SILENT)
+            self._suspect(Health.SILENT)
 
     def _patient_s(self, connection: PeerConnection) -> float:
         """Return how long a peer that answers probes may leave requests unanswered."""
-        signs_s, outage_s = self._sign_s(connection), self._outage_s
+        probe_s, outage_s = self._probe_timeout_s(connection), self._outage_s
         lost = outage_s is not None and asyncio.get_running_loop().time() - outage_s > _OUTAGE_S
-        quick = self._answer_s < _SIGN_S  # a busy peer is late with probes, too
+        quick = self._answer_s < _PROBE_S  # a busy peer is late with probes, too
         if lost and quick and self._stuck_s == _STUCK_S:  # not if the previous connection was stuck as well
-            return signs_s
-        return max(self._stuck_s, _STUCK_SIGNS * signs_s)
+            return probe_s
+        return max(self._stuck_s, _STUCK_PROBES * probe_s)
 
-    def _sign_s(self, connection: PeerConnection) -> float:
-        late_s = min(_MAX_SIGN_S, _SIGN_RTT * self._answer_s)
-        return max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0), late_s)
+    def _probe_timeout_s(self, connection: PeerConnection) -> float:
+        late_s = min(_MAX_PROBE_S, _PROBE_RTT * self._answer_s)
+        return max(_PROBE_S, _PROBE_RTT * (connection.stats().rtt_s or 0.0), late_s)
 
     async def _probe(self, connection: PeerConnection, least_s: float = 0.0) -> bool:
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        alive = await connection.answers(max(least_s, self._sign_s(connection)))
+        alive = await connection.answers(max(least_s, self._probe_timeout_s(connection)))
         if alive:
             self._answer_s = loop.time() - begun_s
         return alive
@@ -331,7 +331,7 @@ class PeerLane(Carrier):
         if self._dialling is None:
             if self.connection is None:
                 self._trouble = self._trouble or f"{self._dialler.names[0]} is not connected yet"
-            work = self._dial_once() if once else self._dial_until_there()
+            work = self._dial_once() if once else self._dial_until_connected()
             self._dialling = asyncio.get_running_loop().create_task(work)
             self._dialling.add_done_callback(partial(self._dialled, once=once))
         return self._dialling
@@ -357,12 +357,12 @@ class PeerLane(Carrier):
     async def _dial_once(self) -> None:
         self._adopt(await self._dialler.dial())
 
-    async def _dial_until_there(self) -> None:
+    async def _dial_until_connected(self) -> None:
         loop, old = asyncio.get_running_loop(), self.connection
         stats = ConnectionStats() if old is None else old.stats()
         start_s, tries = loop.time(), 1
-        fruitful = old is not None and not old.going_away and stats.bytes_received > 0
-        if fruitful or start_s - self._adopted_s > _SHORT_LIFE_S:
+        delivered = old is not None and not old.going_away and stats.bytes_received > 0
+        if delivered or start_s - self._adopted_s > _SHORT_LIFE_S:
             self._pauses.reset()
         attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * max(stats.rtt_s or 0.0, self._answer_s))
         while True:
@@ -439,6 +439,4 @@ class PeerLane(Carrier):
     def _retire(self, connection: PeerConnection) -> None:
         self._leaving.remove(connection)
         self._earlier_bytes += connection.stats().bytes_received
-        task = asyncio.get_running_loop().create_task(connection.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.start(connection.close())

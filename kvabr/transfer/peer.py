@@ -103,6 +103,7 @@ class Peer(PeerConnection):
 
     @property
     def reached(self) -> bool:  # type: ignore[override]
+        """See `Connection.reached`; of the first lane."""
         return self._connection is not None
 
     @property

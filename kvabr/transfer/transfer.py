@@ -19,7 +19,7 @@ from kvabr.types.naming import TrackNamespace
 _LOWEST_PRIORITY = 255
 _BY_WEIGHT: tuple[Limit, ...] = ("kept", "cpu", "publisher")
 """If several of these limited a read, the first is reported."""
-_MIN_ROOM = 16 << 10
+_MIN_BUFFER = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class GroupTransfer:
         """The carrier that fills it: the same, or one used by it."""
         self.received = 0
         self._memory = memoryview(b"")
-        """The received bytes, each written once, and room for more."""
+        """The received bytes, each written once, and space for more."""
         self._started = self._due = False
         self._limit: Limit = "network"
 
@@ -182,13 +182,13 @@ class GroupTransfer:
             self._due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
-    def room(self, most: int) -> memoryview:
-        """Return memory for at most ``most`` next bytes, which must not exceed the limit."""
+    def buffer(self, size: int) -> memoryview:
+        """Return memory for at most ``size`` next bytes, which must not exceed the limit."""
         self._grow(self.received + 1)
-        return self._memory[self.received : self.received + most]
+        return self._memory[self.received : self.received + size]
 
-    def took(self, count: int, limit: Limit = "network") -> None:
-        """Note that ``count`` bytes were written to the memory of `room`, and their limit."""
+    def written(self, count: int, limit: Limit = "network") -> None:
+        """Note that ``count`` bytes were written to the memory of `buffer`, and their limit."""
         if not self.over and count:
             self.received += count
             self.progressed(limit)
@@ -230,7 +230,8 @@ class GroupTransfer:
         """Get memory for ``end`` bytes: at once if the size is known, else doubling it."""
         if end > len(self._memory):
             limit = self.request.limit
-            grown = GROUPS.take(limit if self.request.exact else min(limit, max(end, 2 * len(self._memory), _MIN_ROOM)))
+            size = limit if self.request.exact else min(limit, max(end, 2 * len(self._memory), _MIN_BUFFER))
+            grown = GROUPS.take(size)
             grown[: self.received] = self._memory[: self.received]
             self._memory = grown
 
@@ -238,9 +239,9 @@ class GroupTransfer:
         self._due = False
         if self.received > len(self.data) and not self.over:
             limit, self._limit = self._limit, "network"
-            self._more(self._memory[: self.received].toreadonly(), limit)
+            self._deliver(self._memory[: self.received].toreadonly(), limit)
 
-    def _more(self, data: memoryview, limit: Limit) -> None:
+    def _deliver(self, data: memoryview, limit: Limit) -> None:
         fresh, self.data, self.limit = data[len(self.data) :], data, limit
         self.arrived(fresh)
         if self.request.exact and len(data) == self.request.limit:
@@ -249,13 +250,13 @@ class GroupTransfer:
             if self.source is not None:  # the end usually arrives with the last bytes
                 asyncio.get_running_loop().call_soon(self.source.drop, self)
         else:
-            self.tell()
+            self.notify()
 
     def _end(self) -> None:
         if self.carrier is not None:
             self.carrier.released(self)
         self.settle()
-        self.tell()
+        self.notify()
 
     def arrived(self, part: memoryview) -> None:
         """Process bytes before the readers are notified; for subclasses."""
@@ -263,7 +264,7 @@ class GroupTransfer:
     def settle(self) -> None:
         """Process the end before the readers are notified; for subclasses."""
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Notify all readers."""
         for reader in tuple(self.readers):
             reader.on_more()
@@ -316,8 +317,8 @@ class GroupReader(TransferListener):
                 return memoryview(b"")
             if self._gone:
                 raise RequestError("cancelled by this side")
-            await self._more()
-        return self._take(transfer.data)
+            await self._wait()
+        return self._consume(transfer.data)
 
     def has_digest(self, digest: str) -> bool:
         """Return whether the complete `data` has this digest, once per transfer. Slow: call it in a thread."""
@@ -339,7 +340,7 @@ class GroupReader(TransferListener):
             self._held += (limit,)
         self._wake()
 
-    async def _more(self) -> None:
+    async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -350,7 +351,7 @@ class GroupReader(TransferListener):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _take(self, data: memoryview) -> memoryview:
+    def _consume(self, data: memoryview) -> memoryview:
         part = data[self._read :]
         if self._read < self._before:
             self._held += ("kept",)

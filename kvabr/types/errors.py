@@ -189,7 +189,7 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
 
 
 @contextmanager
-def told_if_exhausted() -> Iterator[None]:
+def exhaustion_as_error() -> Iterator[None]:
     """Raise `ExhaustedError` for errors that report an exhausted resource."""
     try:
         yield

@@ -106,7 +106,7 @@ async def test_a_peer_that_falls_silent(library, spec):
 
 @virtual
 async def test_nonsense_is_refused(library, spec):
-    with pytest.raises(UsageError, match="blocks of 0 tokens"):
+    with pytest.raises(UsageError, match="block must be at least 1"):
         await prefix(library, spec, block=0)
     with pytest.raises(UsageError, match="groups to skip must be"):
         await prefix(library, spec, skip=10)
@@ -162,7 +162,7 @@ def cheapest(catalog):
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.1])
 def test_the_longest_prefix_that_is_in_time_is_played(sliding, share, skip):
     speed, left_s = Prior(share * cheapest(sliding.suffix(skip)) / 2.0, 0.0), 2.0
-    found = shortened(sliding, COST, speed, left_s, skip=skip, behind=0)
+    found = shortened(sliding, COST, speed, left_s, skip=skip, uncached=0)
 
     def seconds(count):
         play = sliding.prefix(count)
@@ -176,17 +176,17 @@ def test_the_longest_prefix_that_is_in_time_is_played(sliding, share, skip):
 
 
 def test_all_is_played_where_nothing_is_known_or_an_engine_can_take_over_anywhere(libraries, sliding):
-    assert shortened(sliding, COST, Prior(0.0, 0.0), 1.0, skip=0, behind=0) is sliding
+    assert shortened(sliding, COST, Prior(0.0, 0.0), 1.0, skip=0, uncached=0) is sliding
     indexed = libraries["indexed"].assets[0].catalog.to_play
-    assert shortened(indexed, COST, Prior(1.0, 0.0), 1.0, skip=0, behind=0) is indexed
+    assert shortened(indexed, COST, Prior(1.0, 0.0), 1.0, skip=0, uncached=0) is indexed
     hybrid = libraries["hybrid"].assets[0].catalog.to_play
-    assert shortened(hybrid, COST, Prior(1.0, 0.0), 1.0, skip=0, behind=0) is hybrid  # one snapshot alone
+    assert shortened(hybrid, COST, Prior(1.0, 0.0), 1.0, skip=0, uncached=0) is hybrid  # one snapshot alone
 
 
 def test_it_ends_with_a_block(sliding):
     slow = Prior(0.5 * cheapest(sliding) / 2.0, 0.0)
     for block in (8, 24, 48):
-        found = shortened(sliding, COST, slow, 0.0, skip=0, behind=0, block=block)
+        found = shortened(sliding, COST, slow, 0.0, skip=0, uncached=0, block=block)
         end = found.tokens // block * block
         assert found == sliding.prefix(len(found.chunks), end)
 
@@ -200,11 +200,11 @@ async def test_a_play_after_a_slow_one_leaves_more_to_the_engine(libraries, slid
         peer.peer = "origin.example:443"
         async with AsyncClient(peer, model=SLIDING, engine=engine, options=options) as client:
             found = await client.find(LONGER)
-            client._memory.history.heard(peer.peer, rate, 0.02)
+            client._memory.history.record(peer.peer, rate, 0.02)
             if prefix:
                 played = await client.play_prefix(found, deadline=2.0, cost=COST)
                 assert played.requested == 160
-                assert played.cut == "the rest is sooner computed than fetched"
+                assert played.cut == "the rest is faster to compute than to fetch"
             else:
                 played = await client.play(LONGER, deadline=2.0)
                 assert played.met

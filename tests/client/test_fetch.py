@@ -399,7 +399,7 @@ def test_a_disk_that_takes_nothing_is_told_in_words_and_by_the_exit_status(serve
         check=False,
     )
     assert done.returncode == 3, done.stderr
-    assert "groups not kept on disk: " in done.stderr
+    assert "groups not stored on disk: " in done.stderr
     assert "File too large" in done.stderr
 
 
@@ -407,7 +407,7 @@ async def test_a_profile_that_cannot_be_kept_is_told_and_counted(origin, long, t
     profiles._profiles.clear()
     (tmp_path / profiles.PROFILES).write_text("no folder")
     async with origin(folder="long", rate=1e9) as link, AsyncClient(link, cache=tmp_path) as client:
-        with pytest.warns(RuntimeWarning, match="profile not kept on disk: "):
+        with pytest.warns(RuntimeWarning, match="profile not stored on disk: "):
             await client.fetch_profile(long)
         assert client.metrics.value("kvabr_client_failed_writes_total", what="profile") == 1
 

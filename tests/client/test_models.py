@@ -59,7 +59,7 @@ async def test_the_only_model_of_an_origin_is_meant(origin):
 @virtual
 async def test_several_models_must_be_told_apart(published):
     async with connection(published) as link, AsyncClient(link) as client:
-        with pytest.raises(UsageError, match=r"several models: say which.*other/model, test/model"):
+        with pytest.raises(UsageError, match=r"several models: choose one.*other/model, test/model"):
             await client.play(TOKENS, deadline=2.0)
         for model in ("test/model", SPEC):
             assert close((await client.play(TOKENS, deadline=2.0, model=model)).kv)
@@ -149,7 +149,7 @@ async def test_an_origin_that_does_not_tell(origin):
     async with origin() as link, AsyncClient(link) as client:
         find = link.find
         link.find = lambda namespace, track: None if track == "kvabr.models" else find(namespace, track)
-        with pytest.raises(UsageError, match="does not tell which models it has"):
+        with pytest.raises(UsageError, match="does not list its models"):
             await client.play(TOKENS, deadline=2.0)
         with pytest.raises(NotFoundError):
             await client.models()

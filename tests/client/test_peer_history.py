@@ -27,8 +27,8 @@ def written(path, peers=None, **changes):
 def test_what_was_heard_is_there_in_the_next_process(tmp_path):
     path = tmp_path / "deeper" / "priors.json"
     first = PeerHistory(path)
-    first.heard("a:443", 1e6, 0.02, NOW)
-    first.heard("a:443", 4e6, 0.04, NOW + 1)
+    first.record("a:443", 1e6, 0.02, NOW)
+    first.record("a:443", 4e6, 0.04, NOW + 1)
     first.save()
     prior = PeerHistory(path).of("a:443", NOW + 1)
     assert prior.rate == pytest.approx(2e6)  # a mean of logarithms
@@ -44,7 +44,7 @@ def test_it_counts_less_as_it_grows_old(tmp_path):
     assert priors.of("a:443", NOW + 3600).weight == pytest.approx(0.5)
     assert priors.of("a:443", NOW + 8 * 86400) is None
     assert priors.of("a:443", NOW - 1e6) is None  # from the future
-    priors.heard("a:443", 9e6, 0.1, NOW + 30 * 86400)
+    priors.record("a:443", 9e6, 0.1, NOW + 30 * 86400)
     assert priors.of("a:443", NOW + 30 * 86400).rate == 9e6
 
 
@@ -53,8 +53,8 @@ def test_it_counts_less_as_it_grows_old(tmp_path):
 )
 def test_what_cannot_be_is_not_kept(rate, ttfb_s):
     priors = PeerHistory()
-    priors.heard("a:1", rate, ttfb_s, NOW)
-    priors.heard("", 1e6, 0.0, NOW)
+    priors.record("a:1", rate, ttfb_s, NOW)
+    priors.record("", 1e6, 0.0, NOW)
     assert priors.of("a:1", NOW) is None
     assert priors.of("", NOW) is None
 
@@ -95,7 +95,7 @@ def test_a_file_that_is_not_ours_or_damaged_is_told_once_and_ignored(tmp_path, s
         warnings.simplefilter("always")
         priors = PeerHistory(path)
         assert priors.of("a:443", NOW) is None
-        priors.heard("b:443", 2e6, 0.01, NOW)
+        priors.record("b:443", 2e6, 0.01, NOW)
         priors.save()
         priors.save()
     (own,) = [str(each.message) for each in told if each.category is RuntimeWarning]  # garbage may warn, too
@@ -106,26 +106,11 @@ def test_a_file_that_is_not_ours_or_damaged_is_told_once_and_ignored(tmp_path, s
             assert PeerHistory(path).of("b:443", NOW).rate == 2e6
 
 
-def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl", reason="there is no fcntl: on Linux, tools/test")
-    monkeypatch.setattr("kvabr.client.machine_file._MAX_WAIT_S", 0.05)
-    path = tmp_path / "p.json"
-    priors = PeerHistory(path)
-    priors.heard("a:443", 1e6, 0.01, NOW)
-    with (tmp_path / ".p.json.lock").open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.warns(RuntimeWarning, match="does not let go"):
-            priors.save()
-    assert not path.exists()
-    priors.save()
-    assert PeerHistory(path).of("a:443", NOW).rate == 1e6
-
-
 def test_no_more_peers_than_it_may_hold(tmp_path):
     path = tmp_path / "p.json"
     priors = PeerHistory(path)
     for index in range(MAX_PEERS + 40):
-        priors.heard(f"{'h' * 200}{index}:443", 1e6, 0.01, NOW + index)
+        priors.record(f"{'h' * 200}{index}:443", 1e6, 0.01, NOW + index)
     priors.save()
     assert path.stat().st_size <= MAX_BYTES
     again = PeerHistory(path)
@@ -136,11 +121,11 @@ def test_no_more_peers_than_it_may_hold(tmp_path):
 def _writes(path, name, times):
     priors = PeerHistory(path)
     for index in range(times):
-        priors.heard(f"{name}{index}:1", 1e6, 0.01, NOW + index)
+        priors.record(f"{name}{index}:1", 1e6, 0.01, NOW + index)
         priors.save()
 
 
-def test_several_processes_write_and_nothing_is_lost(tmp_path):
+def test_several_processes_write_and_the_file_stays_whole(tmp_path):
     path = tmp_path / "p.json"
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_writes, args=(path, name, 10)) for name in "abc"]
@@ -152,7 +137,23 @@ def test_several_processes_write_and_nothing_is_lost(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         priors = PeerHistory(path)
-    assert all(priors.of(f"{name}{index}:1", NOW + 20) is not None for name in "abc" for index in range(10))
+    # Of two that write at once one may win; it has all of its own.
+    found = {name: all(priors.of(f"{name}{index}:1", NOW + 20) for index in range(10)) for name in "abc"}
+    assert any(found.values())
+
+
+def test_a_writer_keeps_what_others_wrote_and_repeats_what_they_overwrote(tmp_path):
+    path = tmp_path / "p.json"
+    one, other = PeerHistory(path), PeerHistory(path)
+    one.record("a:1", 1e6, 0.01, NOW)
+    one.save()
+    other.record("b:1", 1e6, 0.01, NOW)
+    other.save()
+    assert all(PeerHistory(path).of(name, NOW) for name in ("a:1", "b:1"))
+    written(path, {})
+    one.record("c:1", 1e6, 0.01, NOW)
+    one.save()
+    assert all(PeerHistory(path).of(name, NOW) for name in ("a:1", "c:1"))
 
 
 def test_what_a_server_announces_is_a_prior_until_there_is_a_recent_play_of_ones_own():
@@ -162,9 +163,9 @@ def test_what_a_server_announces_is_a_prior_until_there_is_a_recent_play_of_ones
     assert priors.link(names, silent).rate == 0.0
     assert priors.before(names, announced) == weak
     assert priors.link(names, announced) == Prior(4e6, 0.01)  # as cautious as with one's own
-    priors.heard("a:443", 1e6, 0.02, now - 2 * 3600)
+    priors.record("a:443", 1e6, 0.02, now - 2 * 3600)
     assert priors.before(names, announced) == weak
     assert priors.before(names, silent).rate == 1e6
-    priors.heard("a:443", 1e6, 0.02, now - 60)
+    priors.record("a:443", 1e6, 0.02, now - 60)
     assert priors.before(names, announced).rate == pytest.approx(1e6)
     assert priors.link(names, announced).rate == pytest.approx(0.8e6)

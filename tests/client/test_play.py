@@ -217,6 +217,6 @@ async def test_a_client_that_does_not_play_knows_what_others_have_heard(origin, 
         ask = partial(client.tail_of, short, deadline=10.0, cost=PrefillCost(0.0, 0.05), uncached=3)
         assert await ask() == 0  # more than a little of the time left
         other = PeerHistory(tmp_path / "peers.json")
-        other.heard(link.peer, short.track("Int4").total_bytes / 8.0, 0.02)
+        other.record(link.peer, short.track("Int4").total_bytes / 8.0, 0.02)
         other.save()
         assert await ask() > 0

@@ -140,7 +140,7 @@ async def test_what_was_received_long_ago_is_forgotten():
 async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     priors = PeerHistory()
     long_ago = time.time() - 7200
-    priors.heard(Peered.peer, 1e6, 0.05, long_ago)
+    priors.record(Peered.peer, 1e6, 0.05, long_ago)
     before = priors.of(Peered.peer)
     with peer(connection(Peered)).estimating(BUILTIN["tracking"](), priors) as share:
         share.start(4.0)

@@ -36,7 +36,7 @@ FULL = 10586
 """Bytes of a group of Int4."""
 
 REASONS = {
-    "short": f"{FULL - 100} bytes came, the catalog says {FULL}",
+    "short": f"must have {FULL} bytes, got {FULL - 100}",
     "long": "longer than the",
     "empty": "the group is empty",
     "one bit": "checksum is wrong",

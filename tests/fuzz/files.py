@@ -100,12 +100,12 @@ def _peers(data: bytes) -> bool:
     found = _kept(data, shared_bandwidth.PeerHistory())
     for record in (found or {}).values():
         record.prior(record.at + 1.0)
-        assert record.heard(record).sound()
+        assert record.with_play(record).sound()
     return found is not None
 
 
 def _kept(data: bytes, file: MachineFile[Any]) -> dict[str, Any] | None:
-    text = _sealed(SCHEMA, file.table, {file.owner: file.whose()}, data)
+    text = _sealed(SCHEMA, file.table, {file.owner: file.identity()}, data)
     found = refused(lambda: file.loads(text.decode("utf-8", "replace")), FormatError)
     assert found is None or file.loads(file.dumps(found)) == found
     return found

@@ -23,10 +23,10 @@ class Path:
 
 async def test_a_silent_publisher_on_a_path_that_answers():
     path = Path(answers=True)
-    path.watch.asked(1)
+    path.watch.set_in_flight(1)
     await asyncio.wait_for(path.probed.wait(), 300)
     assert path.watch.limit == "publisher"
-    path.watch.asked(0)
+    path.watch.set_in_flight(0)
     path.watch.close()
 
 
@@ -65,7 +65,7 @@ async def test_what_ends_a_silence_of_the_publisher_is_limited_by_it(monkeypatch
     clock = Clock()
     monkeypatch.setattr(interface, "time", clock)
     path = Path(answers=True)
-    path.watch.asked(1)
+    path.watch.set_in_flight(1)
     await asyncio.wait_for(path.probed.wait(), 300)
     clock.run(0.3, busy=0.0)
     limits = []

@@ -14,8 +14,8 @@ from kvabr.types.errors import (
     PlayError,
     TransportError,
     exhausted,
+    exhaustion_as_error,
     may_pass,
-    told_if_exhausted,
 )
 from kvabr.types.events import DecisionMade, PlayEvent, RequestFailed
 from tests.replay.report_samples import sample
@@ -56,9 +56,9 @@ def wrapped(error):
 
 
 def test_only_what_is_exhausted_is_told_so():
-    with pytest.raises(ExhaustedError), told_if_exhausted():
+    with pytest.raises(ExhaustedError), exhaustion_as_error():
         raise MemoryError
-    with pytest.raises(KeyError), told_if_exhausted():
+    with pytest.raises(KeyError), exhaustion_as_error():
         raise KeyError
 
 

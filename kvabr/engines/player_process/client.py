@@ -48,7 +48,7 @@ from kvabr.player.decode_queue import SharedDecodeRate
 from kvabr.store.buffers import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
-from kvabr.types.errors import ConnectionLostError, TransportError, UsageError, told_if_exhausted
+from kvabr.types.errors import ConnectionLostError, TransportError, UsageError, exhaustion_as_error
 from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 
@@ -186,7 +186,7 @@ class RemoteClient:
         loop, started = asyncio.get_running_loop(), False
         until_s = loop.time() + _START_S
         while True:
-            with told_if_exhausted():
+            with exhaustion_as_error():
                 link = socket.socket(socket.AF_UNIX)
             try:
                 link.setblocking(False)  # a full backlog would block

@@ -223,7 +223,7 @@ class MoqtConnection(Endpoint, PeerConnection):
             return
         placed, others = session.requester.took(stream, list(filled(into, count)))
         self._count(placed)
-        request.transfer.took(placed, self.watch.limit)
+        request.transfer.written(placed, self.watch.limit)
         self._received_any.set()
         if others:
             session.receive(stream, b"".join(others), fin=False)
@@ -305,7 +305,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self.watch.received(count)
 
     def _tell_watch(self) -> None:
-        self.watch.asked(len(self._requests.in_flight) + self._subscriber.receiving)
+        self.watch.set_in_flight(len(self._requests.in_flight) + self._subscriber.receiving)
 
     def _answer(self, event: Requested) -> None:
         """Accept a relay's namespace subscriptions and publications, without acting on them."""

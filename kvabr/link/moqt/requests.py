@@ -161,7 +161,7 @@ def place(payload: NextPayload, transfer: GroupTransfer, most: int) -> list[memo
     allowed = min(most, transfer.request.limit - transfer.received)
     if allowed <= 0:
         return []
-    whole, step = transfer.room(allowed), len(payload.follower)
+    whole, step = transfer.buffer(allowed), len(payload.follower)
     headers = memoryview(bytearray(step * (_MAX_BUFFERS // 2)))
     buffers = [whole[: payload.left]]
     at, left = len(buffers[0]), most - len(buffers[0])

@@ -65,7 +65,7 @@ def test_an_engine_does_so_in_the_background(side, few, monkeypatch):
     warming.warm_engine(spec, DEVICE, torch.bfloat16).join(300)  # not an engine's problem
     monkeypatch.setattr(gpu, "runs_on", lambda _: False)
     assert warming.warm_engine(spec, DEVICE, torch.float16) is None
-    assert warming.warm(side, DEVICE) == 0
+    warming.warm(side, DEVICE)  # decodes nothing: `expand` would raise
 
 
 def test_a_play_tries_what_is_new_in_the_background_and_meanwhile_the_processor_decodes(side, few, monkeypatch):

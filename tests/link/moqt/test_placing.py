@@ -33,7 +33,7 @@ async def read_in_place(wire: bytes, reads: list[int], limit: int, *, exact: boo
         others: list[bytes | memoryview] = [part]
         if buffers:
             count, behind = parser.took(list(filled(buffers, size)))
-            transfer.took(count)
+            transfer.written(count)
             others = [*behind, part]
         if rest := b"".join(others):
             fed += len(rest)

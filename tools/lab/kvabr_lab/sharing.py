@@ -165,7 +165,7 @@ class SharedClient:
         self.bandwidth.received(size)
         self._received_s[stream.place()] = now
 
-    def waits_its_turn(self, stream: _Answer) -> bool:
+    def held_by_priority(self, stream: _Answer) -> bool:
         """Return whether a stream is idle because streams of at least equal urgency receive bytes."""
         since_s = max(stream.last_received_s, self._link.now - TURN_S)
         place = stream.place()
@@ -246,7 +246,7 @@ class Player:
         for stream in streams:
             if stream.received:
                 session.progress(stream.request.request, stream.received, now)
-        if streams and self._client is not None and all(map(self._client.waits_its_turn, streams)):
+        if streams and self._client is not None and all(map(self._client.held_by_priority, streams)):
             session.waited(now)
 
     def _obey(self, actions: Iterable[Action], now: float) -> None:
