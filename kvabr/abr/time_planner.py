@@ -27,8 +27,8 @@ _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 """Shares of the time price that the link gets; the decoders get the rest."""
 _DEADLINE_LEVELS = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
 """Factors on the time price, tried if the plan would miss the deadline."""
-_FINER_LEVELS = (0.1, 0.01, 1e-3, 0.0)
-"""Factors on the time price, tried if the loss is limited."""
+_FINER_LEVELS = (0.25, 0.01, 1e-3, 0.0)
+"""Factors on the time price, tried if the loss is limited, or if the engine or the producer may finish last."""
 _FEW_SHARES: Array = np.array([1.0, 0.4])
 """The same with these factors."""
 _MIN_TIME_PRICE = 1e-4
@@ -362,7 +362,8 @@ class TimePlanner:
         """
         price = max(view.time_price, _MIN_TIME_PRICE)
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
-        for more in (*_DEADLINE_LEVELS, *self._finer(view)):
+        free = _FINER_LEVELS if computed_s > 0 else self._finer(view)  # until the engine is done, time costs nothing
+        for more in (*_DEADLINE_LEVELS, *free):
             share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), more))
         loss = self._loss_if_rest_computed(self._loss, slice(None))
         now = _Options(loss, self._bytes, self._work(view, self._moves), self._waste)
