@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvabr.moqt.codes import RequestCode, reason_of
-from kvabr.server.growing import GrowingPublication
+from kvabr.server.live_tracks import GrowingPublication
 from kvabr.server.publication import LevelPublication, Publication
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer

@@ -328,7 +328,7 @@ class LiveProduction(Production):
 
     def _announce(self, message: EdgeMessage) -> None:
         assert self._live_writer is not None  # noqa: S101  # `_begin` came first
-        self._live_writer.tell(message)
+        self._live_writer.announce(message)
 
     def _end(self, frames: FrameEncoder, writer: AssetWriter, reason: str) -> None:
         if self._layers and not reason:

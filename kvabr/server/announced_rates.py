@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+
+from cachetools import LRUCache
 
 from kvabr.server.addresses import block_of, site_of
 from kvabr.types.naming import MAX_RATE_KBPS
-
-V = TypeVar("V")
 
 _MAX_BLOCKS, _MAX_SITES = 4096, 16
 """Blocks, and sites (`kvabr.server.addresses`) in each; the least recently connected are dropped."""
@@ -59,15 +57,12 @@ class AnnouncedRates:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._blocks: OrderedDict[str, OrderedDict[str, SiteRate]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
+        self._blocks: LRUCache[str, LRUCache[str, SiteRate]] = LRUCache(_MAX_BLOCKS)
 
     def site(self, address: str) -> SiteRate:
         """Return the rate of an address's site, for a new connection."""
-        block = _kept(self._blocks, block_of(address), OrderedDict, _MAX_BLOCKS)
-        return _kept(block, site_of(address), SiteRate, _MAX_SITES)
+        block = self._blocks.setdefault(block_of(address), LRUCache(_MAX_SITES))
+        return block.setdefault(site_of(address), SiteRate())
 
     def of(self, address: str) -> int:
         """Return the rate to announce, a power of two of kbit/s, the median of the block's sites; 0 if unknown."""
@@ -78,11 +73,3 @@ class AnnouncedRates:
             return 0
         kbps = statistics.median(known) * 8 / 1000
         return min(MAX_RATE_KBPS, 1 << max(0, round(math.log2(kbps))))
-
-
-def _kept(entries: OrderedDict[str, V], key: str, new: Callable[[], V], most: int) -> V:
-    entry = entries[key] if key in entries else entries.setdefault(key, new())
-    entries.move_to_end(key)
-    if len(entries) > most:
-        entries.popitem(last=False)
-    return entry

@@ -34,7 +34,7 @@ class Holder(Protocol):
         """Return whether its group may be closed and loaded again."""
 
     def close(self) -> None:
-        """Close its group for now, and call `Room.leave`."""
+        """Close its group for now, and call `ConnectionBudget.leave`."""
 
 
 class Account:
@@ -64,10 +64,7 @@ class Budgets:
         self._freed: dict[Account, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def enter(self, address: str) -> Room | None:
+    def enter(self, address: str) -> ConnectionBudget | None:
         """Return a new connection's account; None if its address has too many."""
         limits, site = self._limits, site_of(address)
         shared = self.addresses.get(site)
@@ -78,15 +75,15 @@ class Budgets:
         own = Account(limits.memory_per_connection, limits.in_flight_per_connection)
         for account in (own, shared, self.total):
             account.connections += 1
-        return Room(self, site, (own, shared, self.total))
+        return ConnectionBudget(self, site, (own, shared, self.total))
 
-    def left(self, room: Room) -> None:
+    def left(self, budget: ConnectionBudget) -> None:
         """Close the account of a connection that has ended."""
-        room.note(0)
-        for account in room.accounts:
+        budget.note(0)
+        for account in budget.accounts:
             account.connections -= 1
-        if not room.accounts[1].connections:
-            self.addresses.pop(room.site, None)
+        if not budget.accounts[1].connections:
+            self.addresses.pop(budget.site, None)
 
     def wait(self, holder: Holder, account: Account) -> None:
         """Call ``holder.on_more`` when an account may have room."""
@@ -122,7 +119,7 @@ class Budgets:
             self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
 
 
-class Room:
+class ConnectionBudget:
     """One connection's share of the budgets."""
 
     def __init__(self, budgets: Budgets, site: str, accounts: tuple[Account, Account, Account]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft
 from kvabr.server.access import Access, Denial
 from kvabr.server.announced_rates import AnnouncedRates, SiteRate
-from kvabr.server.budgets import Budgets, Room
+from kvabr.server.budgets import Budgets, ConnectionBudget
 from kvabr.server.fetch_range import DESCENDING, FetchRange, FetchRangeError, GroupRange
 from kvabr.server.grants import Grant, token_in_path
 from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, ServerLimits, refusal
@@ -41,6 +41,7 @@ See also `Responder.lenient` and `Subscriptions.to_track`."""
 _MAX_ENDED = 256
 """Reset streams to remember: both sides may be reset separately."""
 _MIN_REQUESTS = 8
+"""Requests that each connection may have when the server is at its limit."""
 _OfTrack = Fetch | Subscribe | TrackStatus
 
 
@@ -55,11 +56,6 @@ class Host:
         self.requests = 0
         """In flight, on all connections."""
         self.draining = False
-
-    @property
-    def fair_requests(self) -> int:
-        """Requests of each connection when the server is at its limit."""
-        return max(_MIN_REQUESTS, self.limits.requests // max(1, len(self.peers)))
 
     def left(self, peer: ClientConnection) -> None:
         """Remove a connection that has ended."""
@@ -78,7 +74,7 @@ class ClientConnection(Endpoint):
         self.log = server.log
         self.access = Access(server.source)
         self._dense = False
-        self._room: Room | None = None
+        self._budget: ConnectionBudget | None = None
         self._site: SiteRate | None = None
         self._given = self._delivered = 0
         """Bytes given to the transport, and acknowledged."""
@@ -115,8 +111,8 @@ class ClientConnection(Endpoint):
         if len(server.peers) > server.limits.connections:
             self._reject("too many", "", "; try another server, or later")
             return None
-        self._room = server.budgets.enter(self.transport.address)
-        if self._room is None:
+        self._budget = server.budgets.enter(self.transport.address)
+        if self._budget is None:
             self._reject("too many of one address", " from one address", " from your address; try again later")
             return None
         if server.rates is not None:
@@ -184,9 +180,9 @@ class ClientConnection(Endpoint):
             self._forget(number)
         self._underway.clear()
         self._count()
-        if self._room is not None:
-            self._server.budgets.left(self._room)
-            self._room = None
+        if self._budget is not None:
+            self._server.budgets.left(self._budget)
+            self._budget = None
         self._measure(self._delivered, limited=False)
         self._server.left(self)
         self.log.debug("connection over", why=reason, code=code)
@@ -194,18 +190,18 @@ class ClientConnection(Endpoint):
     def feed(self) -> None:
         if self._underway:
             self._underway = {stream for stream in self._underway if not self.transport.delivered(stream)}
-        room = self._room
-        if self._feeding or self.session is None or room is None or not (len(self._queue) or room.in_flight):
+        budget = self._budget
+        if self._feeding or self.session is None or budget is None or not (len(self._queue) or budget.in_flight):
             return
         self._feeding = True
         try:
             self.carry_out()  # stream headers precede the data that the queue writes
             streams = (job.stream for job in self._queue if job.stream is not None)
             unsent = self.transport.unsent(chain(streams, self._underway))
-            room.note(unsent + self.transport.in_flight())
-            left, given = min(self.transport.ahead() - unsent, room.allowance()), self._given
+            budget.note(unsent + self.transport.in_flight())
+            left, given = min(self.transport.ahead() - unsent, budget.allowance()), self._given
             ended = self._queue.feed(left, self.transport.piece)
-            self._measure(given - room.in_flight, limited=len(self._queue) > 0 and self._given - given >= left)
+            self._measure(given - budget.in_flight, limited=len(self._queue) > 0 and self._given - given >= left)
             for job, error in ended:
                 self._end(job, error)
             if ended:
@@ -343,7 +339,8 @@ class ClientConnection(Endpoint):
         mine = self._counted
         if mine >= limits.requests_per_connection:
             return f"more than {limits.requests_per_connection} requests at a time"
-        if self._server.requests >= limits.requests and mine >= self._server.fair_requests:
+        fair = max(_MIN_REQUESTS, limits.requests // max(1, len(self._server.peers)))
+        if self._server.requests >= limits.requests and mine >= fair:
             return "the server is busy"
         return None
 
@@ -362,31 +359,31 @@ class ClientConnection(Endpoint):
             return
         source = self._server.source
         try:
-            found = source.find(grant, namespace, track, at_once=True)
+            self._answer(number, message, grant, lambda: source.find(grant, namespace, track, at_once=True))
         except BlockingIOError:
             task = asyncio.get_running_loop().create_task(source.find_soon(grant, namespace, track))
             self._lookups[number] = task
             task.add_done_callback(partial(self.safely, self._found, number, message, grant))
-        except TransportError as error:
-            self._refuse_for(number, error)
-        else:
-            self._answer(number, message, grant, found)
 
     def _found(self, number: int, message: _OfTrack, grant: Grant, task: asyncio.Task[Publication | None]) -> None:
-        if self._lookups.pop(number, None) is None:
-            return  # it was cancelled
-        try:
-            found = task.result()
-        except TransportError as error:
-            self._refuse_for(number, error)
-        else:
-            self._answer(number, message, grant, found)
-        self.settle_and_send()
+        if self._lookups.pop(number, None) is not None:  # else it was cancelled
+            self._answer(number, message, grant, task.result)
+            self.settle_and_send()
 
-    def _answer(self, number: int, message: _OfTrack, grant: Grant, found: Publication | None) -> None:
-        if found is None:
-            self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
-            return
+    def _answer(self, number: int, message: _OfTrack, grant: Grant, find: Callable[[], Publication | None]) -> None:
+        """Answer a request with the track that ``find`` returns, or refuse it; raise its `BlockingIOError`."""
+        try:
+            found = find()
+            if found is None:
+                self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
+            else:
+                self._serve(number, message, grant, found)
+        except FetchRangeError as error:
+            self._refuse(number, error.code, str(error))
+        except (AssetError, TransportError) as error:
+            self._refuse_for(number, error)
+
+    def _serve(self, number: int, message: _OfTrack, grant: Grant, found: Publication) -> None:
         if (denial := self.access.recheck_request(grant, found, time.time())) is not None:  # since it was requested
             self._refuse(number, denial.request, denial.reason)
             return
@@ -396,15 +393,10 @@ class ClientConnection(Endpoint):
         request = TrackRequest(number, found, grant, message.track.decode(), priority, descending, self._dense)
         if self._server.rates is not None and is_catalog(request.track):
             request.rate = self._server.rates.of(self.transport.address)
-        try:
-            if isinstance(message, Fetch):
-                self._fetch(request, message)
-            else:
-                self._subscriptions.to_track(request, message)
-        except FetchRangeError as error:
-            self._refuse(number, error.code, str(error))
-        except (AssetError, TransportError) as error:
-            self._refuse_for(number, error)
+        if isinstance(message, Fetch):
+            self._fetch(request, message)
+        else:
+            self._subscriptions.to_track(request, message)
 
     def _fetch(self, request: TrackRequest, message: Fetch) -> None:
         wanted = FetchRange.of(message, request.publication, dense=self._dense)
@@ -426,8 +418,8 @@ class ClientConnection(Endpoint):
             self._wake()
 
     def _job(self, request: TrackRequest, ranges: Sequence[GroupRange], **more: Any) -> Sending:
-        assert self._room is not None  # noqa: S101  # the handshake is done
-        return Sending(request, ranges, self._room, self._wake, **more)
+        assert self._budget is not None  # noqa: S101  # the handshake is done
+        return Sending(request, ranges, self._budget, self._wake, **more)
 
     def _refuse(self, number: int, code: RequestCode, reason: str, *, retry_ms: int | None = None) -> None:
         self._server.metrics.refusals_total.labels(code.name).inc()

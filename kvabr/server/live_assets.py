@@ -144,7 +144,7 @@ class LiveAssets:
                 if time.monotonic() - checked_s >= _ALIVE_S:
                     await self.check()
                     checked_s = time.monotonic()
-                await self.tell()
+                await self.notify()
             except Exception:  # noqa: BLE001  # a server that stops following assets would be worse
                 self._log.exception("cannot look for live assets")
             await asyncio.sleep(SCAN_S)
@@ -199,7 +199,7 @@ class LiveAssets:
                 whole = asset.chunks == len(asset.catalog.chunks) and asset.follower.is_published(0)
                 self._end(asset, "" if whole else "its process is gone")
 
-    async def tell(self) -> None:
+    async def notify(self) -> None:
         """Rescan the store if assets may have become complete."""
         if self._outdated:
             self._outdated = False

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 MAX_CACHED_BYTES = 256 << 20
 """Catalogs and profiles kept in memory."""
 
-_EMPTY_VIEW = AssetView()
-
 
 class PublishedAssets(Source):
     """All assets of an origin. `find` may be called during `refresh` in another thread."""
@@ -51,7 +49,6 @@ class PublishedAssets(Source):
         self._lock = threading.Lock()
         self._views: dict[str, AssetView] = {}
         """Readable assets, by the grant's token."""
-        self._levels: dict[Asset, dict[str, LevelPublication]] = {}
         self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
         """Recently used catalogs and profiles, by SHA-256."""
         self._cache_lock = threading.Lock()
@@ -113,9 +110,9 @@ class PublishedAssets(Source):
             where = {"model": namespace.model, "prompt": namespace.prompt[:16]}
             self._index.log.warning("asset unreadable", **where, error=str(error))
             return None
-        # If a level was left out, only the growing asset has it.
-        level = None if asset is None else self._levels.get(asset, {}).get(track)
-        return level or self._find_live(grant, namespace, track)
+        if asset is not None and track in asset.catalog.published:
+            return LevelPublication(asset, track, self._readable)
+        return self._find_live(grant, namespace, track)  # if a level was left out, only the growing asset has it
 
     def _find_live(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         found = None if self.live is None else self.live.find(grant, namespace, track)
@@ -143,10 +140,7 @@ class PublishedAssets(Source):
         return BytesPublication(json.dumps({"models": [spec.to_json() for spec in specs]}).encode())
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
-        try:
-            return self.find(grant, namespace, track, at_once=True)
-        except BlockingIOError:
-            return await asyncio.to_thread(self.find, grant, namespace, track)
+        return await asyncio.to_thread(self.find, grant, namespace, track)
 
     def _read(self, sha256: str, read: Callable[[], bytes], at_once: bool) -> BytesPublication:
         with self._cache_lock:
@@ -161,19 +155,14 @@ class PublishedAssets(Source):
         return made
 
     def _view(self, grant: Grant) -> AssetView:
-        return self._views.get(grant.token_sha256, _EMPTY_VIEW)  # without a view it was withdrawn a moment ago
+        return self._views.get(grant.token_sha256) or AssetView()  # without a view it was withdrawn a moment ago
 
     def _readable(self, grant: Grant, asset: Asset) -> bool:
         return self._view(grant).assets.get(asset.catalog.namespace) is asset
 
     def _changed(self) -> None:
-        """Update publications and views; grants of the same assets share one view."""
-        assets, known = self._index.oldest_first, self._levels
-        self._levels = {
-            asset: known.get(asset)
-            or {name: LevelPublication(asset, name, self._readable) for name in asset.catalog.published}
-            for asset in assets
-        }
+        """Update the views; grants of the same assets share one."""
+        assets = self._index.oldest_first
         shared: dict[tuple[str, ...], AssetView] = {}
         views = dict[str, AssetView]()
         for grant in (EVERYTHING,) if self._grants is None else self._grants:

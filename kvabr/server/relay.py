@@ -141,7 +141,7 @@ class Relay(Source):
 
     def _revoked(self) -> None:
         self.live.remove(lambda _: True)
-        self.groups.withdraw(None, UnauthorizedError(REFUSED))
+        self.groups.withdraw(UnauthorizedError(REFUSED))
         self._notify()
 
     def _store_failed(self, why: str) -> None:

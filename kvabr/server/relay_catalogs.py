@@ -184,14 +184,6 @@ class Catalogs:
         self._revocations = 0
         """Number so far, to refuse answers requested before the last one."""
 
-    @property
-    def bytes(self) -> int:
-        """Approximate memory in use."""
-        return int(self._answers.currsize)
-
-    def __len__(self) -> int:
-        return len(self._answers) + len(self._requests)
-
     def fresh(self, namespace: TrackNamespace, track: str) -> Answer | None:
         """Return a small track that need not be requested again, or None."""
         answer = self._answers.get((namespace, track))

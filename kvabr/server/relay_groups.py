@@ -8,7 +8,7 @@ arriving ones, so a removed or wrong asset does no harm to others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvabr.codec.container import ObjectSpan
@@ -147,12 +147,11 @@ class RelayGroups(Downloads):
         for place in [place for place in self._expected if place[0] == namespace and track in (None, place[1])]:
             self._cancel_expected(place)
 
-    def withdraw(self, digests: Collection[str] | None, error: TransportError) -> None:
-        """Fail transfers, and delete stored groups, of some digests or all."""
+    def withdraw(self, error: TransportError) -> None:
+        """Fail all transfers, and delete all stored groups."""
         for download in list(self._under_way.values()):
-            if digests is None or download.request.digest in digests:
-                download.end(error)
-        task = asyncio.get_running_loop().create_task(self._delete(list(self.store) if digests is None else digests))
+            download.end(error)
+        task = asyncio.get_running_loop().create_task(self._delete(list(self.store)))
         self._deleting.add(task)
         task.add_done_callback(self._deleting.discard)
 
@@ -225,7 +224,7 @@ class RelayGroups(Downloads):
             self._tasks.discard(self._watching)
             self._watching = None
 
-    async def _delete(self, digests: Collection[str]) -> None:
+    async def _delete(self, digests: Sequence[str]) -> None:
         for digest in digests:
             await self.store.delete(digest)
 

@@ -99,9 +99,6 @@ class LiveRelay:
         self._beginning = asyncio.Lock()
         self._following: dict[RelayedAsset, asyncio.Task[None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._assets)
-
     def find(self, namespace: TrackNamespace) -> RelayedAsset | None:
         """Return an asset that is followed, or that ended while followed and was not restarted."""
         asset = self._assets.get(namespace)

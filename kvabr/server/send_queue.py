@@ -13,7 +13,7 @@ from itertools import chain
 
 from kvabr.moqt.objects import FetchWriter, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.wire import KeyValue
-from kvabr.server.budgets import Room
+from kvabr.server.budgets import ConnectionBudget
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.grants import Grant
 from kvabr.server.publication import ArrivingGroup, Publication
@@ -58,7 +58,7 @@ class Sending:
 
     request: TrackRequest
     ranges: Sequence[GroupRange]
-    room: Room
+    budget: ConnectionBudget
     wake: Callable[[], None]
     """Called when `ready` may have become true."""
     accept: Callable[[], int] | None = None
@@ -124,7 +124,7 @@ class Sending:
         """Continue: there may be something to send, or memory for a group."""
         self._waits = False
         if self._group is not None:
-            self.room.hold(self, self._group.memory)  # an earlier reader may have left it to this one
+            self.budget.hold(self, self._group.memory)  # an earlier reader may have left it to this one
         self.wake()
 
     def reprioritise(self) -> None:
@@ -137,7 +137,7 @@ class Sending:
         if self._group is not None:
             self._group.close()
             self._group = None
-        self.room.leave(self)
+        self.budget.leave(self)
 
     def rest(self) -> None:
         """Close the group's file while other answers are sent."""
@@ -157,9 +157,9 @@ class Sending:
 
     def _open(self, number: int) -> bool:
         if self._group is None:
-            publication, room = self.request.publication, self.room
+            publication, budget = self.request.publication, self.budget
             loads = publication.loads(number)
-            if loads and not room.take(self, loads):
+            if loads and not budget.take(self, loads):
                 return False
             self._group = publication.open(number, self.request.priority, self.on_more)
         return True

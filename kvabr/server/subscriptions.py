@@ -16,7 +16,7 @@ from kvabr.moqt.parameters import Filter, Parameters
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.wire import Location
 from kvabr.server.fetch_range import GroupRange, last_object
-from kvabr.server.growing import GrowingPublication
+from kvabr.server.live_tracks import GrowingPublication
 from kvabr.server.send_queue import Sending, TrackRequest
 from kvabr.types.errors import AssetError
 from kvabr.types.naming import ROOT

@@ -48,9 +48,9 @@ Pin = Callable[[int, int], Callable[[], object] | None]
 class BufferPool:
     """Buffers that are reused once no view of them is left. Thread-safe."""
 
-    def __init__(self, most_spare_bytes: int) -> None:
-        """Keep at most ``most_spare_bytes`` of unused memory, which the system may reclaim."""
-        self._most_spare_bytes = most_spare_bytes
+    def __init__(self, max_idle_bytes: int) -> None:
+        """Keep at most ``max_idle_bytes`` of unused memory, which the system may reclaim."""
+        self._max_idle_bytes = max_idle_bytes
         self.spare_bytes = 0
         self.fresh_bytes = 0
         self._spare: list[mmap.mmap] = []
@@ -82,11 +82,11 @@ class BufferPool:
         """None if memory is not pinned."""
         return self._pin
 
-    def pin_with(self, pin: Pin, most_spare_bytes: int) -> None:
+    def pin_with(self, pin: Pin, max_idle_bytes: int) -> None:
         """Pin memory allocated from now on, which takes long, and so keep more of it unused."""
         with self._lock:
             if self._pin is None and not self._gave_up:
-                self._pin, self._most_spare_bytes, self._spare = pin, most_spare_bytes, []
+                self._pin, self._max_idle_bytes, self._spare = pin, max_idle_bytes, []
                 self.spare_bytes = 0
 
     def _reused(self, length: int) -> mmap.mmap | None:
@@ -111,7 +111,7 @@ class BufferPool:
 
     def _give_back(self, memory: mmap.mmap) -> None:
         pinned = isinstance(memory, PinnedMemory)
-        if len(memory) > self._most_spare_bytes or (self._pin is not None and not pinned):
+        if len(memory) > self._max_idle_bytes or (self._pin is not None and not pinned):
             return
         if not pinned and len(memory) >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_FREE"):
             with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class BufferPool:
         with self._lock:
             self._spare.append(memory)
             self.spare_bytes += len(memory)
-            while self.spare_bytes > self._most_spare_bytes:
+            while self.spare_bytes > self._max_idle_bytes:
                 self.spare_bytes -= len(self._spare.pop(0))
 
 

@@ -97,20 +97,17 @@ class CloudStore(Store):
         async def once() -> memoryview:
             path, options = self._path(name), _range(first, last)
             clock = asyncio.get_running_loop().time
-            try:
-                async with asyncio.timeout(wait_s) as timer:
-                    result = await _ask("get", self._store(), path, options=options)
-                    self._check(name, result, first, last, limit)
+            async with asyncio.timeout(wait_s) as timer:
+                result = await _call("get", self._store(), path, options=options)
+                self._check(name, result, first, last, limit)
+                timer.reschedule(wait_s and clock() + wait_s)
+                if wait_s is None or result.range[1] - result.range[0] <= PART_BYTES:
+                    return self._whole(name, result, memoryview(await result.bytes_async()))
+                parts = []
+                async for part in result.stream(min_chunk_size=PART_BYTES):
+                    parts.append(part)
                     timer.reschedule(wait_s and clock() + wait_s)
-                    if wait_s is None or result.range[1] - result.range[0] <= PART_BYTES:
-                        return self._whole(name, result, memoryview(await result.bytes_async()))
-                    parts = []
-                    async for part in result.stream(min_chunk_size=PART_BYTES):
-                        parts.append(part)
-                        timer.reschedule(wait_s and clock() + wait_s)
-                    return self._whole(name, result, memoryview(b"".join(parts)))
-            except TimeoutError as error:
-                raise self.silent(name, wait_s or 0.0) from error
+                return self._whole(name, result, memoryview(b"".join(parts)))
 
         return await self._tried(name, "cannot be read", once)
 
@@ -119,7 +116,7 @@ class CloudStore(Store):
     ) -> AsyncGenerator[memoryview, None]:
         path, options = self._path(name), _range(first, last)
         result = await self._tried(
-            name, "cannot be read", lambda: _ask("get", self._store(), path, options=options), tries=1
+            name, "cannot be read", lambda: _call("get", self._store(), path, options=options), tries=1
         )
         self._check(name, result, first, last, last - first)
         due = result.range[1] - result.range[0]
@@ -171,7 +168,7 @@ class CloudStore(Store):
                 await self._tried(
                     every[first],
                     "cannot be deleted",
-                    lambda: _ask("delete", self._writer(0), paths),  # noqa: B023
+                    lambda: _call("delete", self._writer(0), paths),  # noqa: B023
                 )
 
     async def check_writable(self) -> None:
@@ -200,7 +197,7 @@ class CloudStore(Store):
         attributes = {"Cache-Control": control, "Content-Type": "application/octet-stream"}
         how: dict[str, Any] = {"mode": "create", "use_multipart": False, "attributes": attributes}
         try:
-            await _ask("put", self._writer(len(data)), self._path(key), data, **how)
+            await _call("put", self._writer(len(data)), self._path(key), data, **how)
         except Exception as error:
             if Failure.of(error).kind == "conflict":
                 return False
@@ -305,7 +302,7 @@ class CloudStore(Store):
             return self._stores[most_s]
 
 
-def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
+def _call(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
     """Call a function of obstore. Not a coroutine: an error would keep its frame, and so a store's connections."""
     answer: Awaitable[Any] = getattr(load_obstore(), f"{what}_async")(*args, **options)
     return answer

@@ -79,6 +79,7 @@ _KINDS_BY_TYPE: dict[str, Kind] = {
     "FileNotFoundError": "absent",
     "AlreadyExistsError": "conflict",
     "PreconditionError": "conflict",
+    "TimeoutError": "lost",
     "PermissionDeniedError": "denied",
     "UnauthenticatedError": "rejected",
 }

@@ -60,7 +60,7 @@ class LiveWriter(AssetWriter):
             self._lock = os.open(self.store.path(name), os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def tell(self, message: EdgeMessage) -> None:
+    def announce(self, message: EdgeMessage) -> None:
         """Append a message after the frames that it names."""
         self._wait(0)
         with as_asset_errors():

@@ -36,7 +36,7 @@ class ByteLru(Cache[K, V]):
         super().__init__(max_bytes, getsizeof=size_of)
         self._on_evict, self._clock = on_evict, clock
         self._order: OrderedDict[K, None] = OrderedDict()
-        self._kept: OrderedDict[K, float] = OrderedDict()
+        self._protected: OrderedDict[K, float] = OrderedDict()
         """Kept keys and the times until which they are kept, in the order of the `keep` calls."""
         self._look_s = math.inf
         self.kept_bytes = 0
@@ -76,17 +76,17 @@ class ByteLru(Cache[K, V]):
                 del self._order[key]
                 self.kept_bytes += self._size(key)
             if key in self:
-                self._kept[key] = max(until_s, self._kept.pop(key, until_s))
+                self._protected[key] = max(until_s, self._protected.pop(key, until_s))
         self._look_s = min(self._look_s, until_s)
         while self.kept_bytes > self.maxsize // 2:
-            self._release(next(iter(self._kept)))
+            self._release(next(iter(self._protected)))
 
     def popitem(self) -> tuple[K, V]:
         """Evict and return the least recently used entry that is not kept, else the one kept first."""
         self._expire()
         if not self:
             raise KeyError("the cache is empty")
-        key = next(iter(self._order or self._kept))
+        key = next(iter(self._order or self._protected))
         value = Cache.__getitem__(self, key)
         del self[key]
         self.evicted += 1
@@ -98,35 +98,35 @@ class ByteLru(Cache[K, V]):
         """Remove all entries."""
         super().clear()
         self._order.clear()
-        self._kept.clear()
+        self._protected.clear()
         self.kept_bytes = 0
 
     def __getitem__(self, key: K) -> V:
         value = super().__getitem__(key)
-        (self._kept if key in self._kept else self._order).move_to_end(key)
+        (self._protected if key in self._protected else self._order).move_to_end(key)
         return value
 
     def __setitem__(self, key: K, value: V) -> None:
-        if key in self._kept:
+        if key in self._protected:
             self._release(key)
         super().__setitem__(key, value)
         self._order[key] = None
         self._order.move_to_end(key)
 
     def __delitem__(self, key: K) -> None:
-        if key in self._kept:
+        if key in self._protected:
             self._release(key)
         super().__delitem__(key)
         del self._order[key]
 
     def _expire(self) -> None:
-        if self._kept and (now := self._clock()) >= self._look_s:
-            for key in [key for key, until_s in self._kept.items() if until_s <= now]:
+        if self._protected and (now := self._clock()) >= self._look_s:
+            for key in [key for key, until_s in self._protected.items() if until_s <= now]:
                 self._release(key)
-            self._look_s = min(self._kept.values(), default=math.inf)
+            self._look_s = min(self._protected.values(), default=math.inf)
 
     def _release(self, key: K) -> None:
-        del self._kept[key]
+        del self._protected[key]
         self.kept_bytes -= self._size(key)
         self._order[key] = None
 

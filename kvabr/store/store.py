@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvabr.store.blocking import blocked, started
-from kvabr.types.errors import ConnectionLostError, NotFoundError, Reason, RequestError
+from kvabr.types.errors import NotFoundError, Reason, RequestError
 
 T = TypeVar("T")
 
@@ -60,12 +60,12 @@ class Store(ABC):
             first: first byte.
             last: byte after the last one; None: to the end.
             limit: most bytes of the range.
-            wait_s: seconds without data until the request fails; None: the store's own limit.
+            wait_s: seconds without data until the request is repeated, at most twice; None: the store's own limit.
 
         Raises:
             NotFoundError: there is no such object.
             RequestError: the range has more than ``limit`` bytes, or the answer has another range.
-            ConnectionLostError: no data for ``wait_s`` seconds.
+            ConnectionLostError: the store does not answer.
         """
 
     @abstractmethod
@@ -128,10 +128,6 @@ class Store(ABC):
         if size > limit:
             message = f"{self.where(name)}: has {size} bytes, at most {limit} are allowed"
             raise RequestError(message, reason=Reason.WRONG)
-
-    def silent(self, name: str, seconds: float) -> ConnectionLostError:
-        """Return the error for a request without an answer."""
-        return ConnectionLostError(f"{self.where(name)}: the store sent no data for {seconds:.3g} s")
 
 
 async def exists(store: Store, name: str) -> bool:

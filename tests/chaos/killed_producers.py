@@ -110,8 +110,8 @@ def produce(root: str, asset: str, seed: int, runs: Event) -> None:
                 writer.frame(group, track.name, data, frames[track.name][1])
             pause()
             news.append(PublishedFrames(live.key, group, float(group), frames))
-            writer.tell(news[-1])
-        writer.tell(LiveEnd(live.key))
+            writer.announce(news[-1])
+        writer.announce(LiveEnd(live.key))
         pause()
         whole = published_catalog(live, news)
         assert whole is not None

@@ -11,7 +11,7 @@ import torch
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.player.assembler import Assembler
-from kvabr.server.growing import GrowingBytes
+from kvabr.server.live_tracks import GrowingBytes
 from kvabr.server.publication import BytesPublication
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames

@@ -76,15 +76,15 @@ class Writer:
             frame = self.asset.frame(self.next, track.name)
             frames[track.name] = len(frame), (digest := hashlib.sha256(frame).hexdigest())
             self.folder.frame(self.next, track.name, frame, digest)
-        self.folder.tell(PublishedFrames(self.key, self.next, float(self.next), frames))
+        self.folder.announce(PublishedFrames(self.key, self.next, float(self.next), frames))
         self.next += 1
 
     async def end(self):
-        await asyncio.to_thread(self.folder.tell, LiveEnd(self.key))
+        await asyncio.to_thread(self.folder.announce, LiveEnd(self.key))
         await asyncio.to_thread(self.folder.commit, self.asset.catalog)
 
     async def fail(self, reason):
-        await asyncio.to_thread(self.folder.tell, LiveEnd(self.key, reason))
+        await asyncio.to_thread(self.folder.announce, LiveEnd(self.key, reason))
 
 
 @asynccontextmanager
@@ -183,7 +183,7 @@ def test_fetch_plays_what_is_being_prefilled(asset, root, tmp_path, capsys):
             while not over.wait(0.01) and not any(len(peer._subscriptions) for peer in served.peers):
                 pass
             writer.step()
-        writer.folder.tell(LiveEnd(writer.key))
+        writer.folder.announce(LiveEnd(writer.key))
         writer.folder.commit(asset.catalog)
 
     thread = threading.Thread(target=produce)

@@ -138,7 +138,7 @@ def gateway(request):
 
 @pytest.mark.parametrize("gateway", BODIES.values(), ids=BODIES, indirect=True)
 async def test_strange_answers_are_told_once_and_asked_for_once(gateway, caplog, monkeypatch):
-    monkeypatch.setattr(store_index, "_AGAIN_S", 60.0)  # on a slow machine it is asked for again before the answer
+    monkeypatch.setattr(store_index, "_WAIT_S", 60.0)  # on a slow machine it is asked for again before the answer
     async with AsyncClient(gateway.web_url) as client:
         for most in (2, 1, 1):
             gateway.requests.clear()

@@ -63,7 +63,7 @@ async def test_clients_that_begin_everything_and_finish_nothing(root, tls, finge
         for peer in list(served.server.peers):
             peer.say_goodbye()
         await served.empty()
-        assert budgets.total.memory == budgets.total.in_flight == len(budgets) == 0
+        assert budgets.total.memory == budgets.total.in_flight == len(budgets._waiting) == 0
         assert not budgets.addresses
         assert open_files(root) == 0
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 
 from kvabr.client import lookup
-from kvabr.link.moqt.options import check_pinned, fingerprint_of, why_refused
+from kvabr.link.moqt.options import check_pinned, fingerprint_of, untrusted
 from kvabr.server.grants import token_in_path
 from kvabr.server.relay_catalogs import check_small
 from kvabr.store.asset_index import check_names
@@ -121,7 +121,7 @@ def _valid_names() -> list[bytes]:
 
 def _certificate(data: bytes) -> bool:
     """A peer's certificate, which is looked at before the peer is trusted."""
-    assert why_refused(data, "origin.example")
+    assert untrusted("why", data)
     return refused(lambda: check_pinned(data, hashlib.sha256(data).hexdigest()) or True, TransportError) is not None
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from kvabr.moqt.codes import PublishDoneCode
 from kvabr.moqt.wire import DRAFTS
-from kvabr.server.growing import GrowingBytes
 from kvabr.server.limits import ServerLimits
+from kvabr.server.live_tracks import GrowingBytes
 from kvabr.server.metrics import Metrics
 from kvabr.server.server import Server
 from tests.faults.common import LIMIT_S, QUIET

@@ -123,7 +123,7 @@ async def test_our_relay_forwards_what_its_publisher_computes(growing, tls, draf
         how = PlayOptions(wait_for_producer_s=LIMIT_S / 2)
         play = asyncio.ensure_future(client.play(TOKENS, deadline=LIMIT_S, options=how))
         for chunk in range(len(asset.catalog.chunks)):
-            await until(lambda: len(relay.source.live) or play.done())
+            await until(lambda: len(relay.source.live._assets) or play.done())
             told = {}
             for name, frame in producer.frames(chunk).items():
                 group_into(levels[name], chunk, frame)

@@ -7,8 +7,8 @@ import pytest
 from kvabr.moqt.events import Answered, Ready, Received
 from kvabr.moqt.parameters import Filter, Parameters
 from kvabr.moqt.wire import DRAFTS
-from kvabr.server.growing import GrowingBytes
 from kvabr.server.limits import ServerLimits
+from kvabr.server.live_tracks import GrowingBytes
 from kvabr.server.metrics import Metrics
 from kvabr.server.server import Server
 from tests.faults.common import LIMIT_S, QUIET

@@ -96,7 +96,7 @@ def test_blocks_and_rates_are_bounded():
     rates = AnnouncedRates(clock)
     for number in range(10_000):
         rates.site(f"10.{number % 250}.{number // 250}.1")
-    assert len(rates) == 4096
+    assert len(rates._blocks) == 4096
     site = rates.site("192.0.2.1")
     site.note("c", 0, 0.0, clock.now, limited=True)
     clock.now += 1e-9

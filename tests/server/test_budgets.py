@@ -84,7 +84,7 @@ async def test_what_must_be_loaded_waits_for_room_in_order():
     answers = [sending(number, Coming(), room=room, wake=partial(told.append, number)) for number in range(5)]
     assert not any(answer.ready() for answer in answers)
     assert [len(answer.request.publication.loaded) for answer in answers] == [1, 1, 0, 0, 0]
-    assert len(kept) == 3
+    assert len(kept._waiting) == 3
     answers[3].close()
     answers[0].close()
     await asyncio.sleep(0)
@@ -112,7 +112,7 @@ async def test_what_must_be_loaded_waits_for_room_in_order():
     assert kept.total.memory <= 80
     for answer in (*answers, other):
         answer.close()
-    assert len(kept) == kept.total.memory == 0
+    assert len(kept._waiting) == kept.total.memory == 0
     await asyncio.sleep(0)
 
 

@@ -40,7 +40,7 @@ def killed(root, groups, *, after=lambda _: None):
 async def settled(root):
     """What an origin makes of a folder."""
     source = PublishedAssets(root, None, QUIET)
-    for step in (source.live.scan, source.live.check, source.live.tell):
+    for step in (source.live.scan, source.live.check, source.live.notify):
         await step()
     return source
 
@@ -85,7 +85,7 @@ async def test_a_producer_that_is_killed_after_it_named_the_asset_leaves_the_who
     source = PublishedAssets(root, None, QUIET)
     with killed(root, GROUPS, after=lambda writer: writer.commit(final())):
         await source.live.scan()
-    for step in (source.live.check, source.live.scan, source.live.tell):
+    for step in (source.live.check, source.live.scan, source.live.notify):
         await step()
     (asset,) = source.live.assets
     assert (asset.over, asset.edge.failure, asset.gone) == (True, "", False)

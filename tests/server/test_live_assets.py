@@ -83,7 +83,7 @@ async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
             # It is no level of the complete asset, but those who began before go on with what there is of it.
             made = final()
             writer.commit(replace(made, tracks=made.tracks[:1]))
-            writer.tell(LiveEnd(key))
+            writer.announce(LiveEnd(key))
             await player.complete()
             assert (await player.get("Int4", 1)).data == frame(1, "Int4")
 
@@ -117,7 +117,7 @@ async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, 
         await source.scan()
         (asset,) = source.assets
         for message in messages:
-            writer.tell(message)
+            writer.announce(message)
         source.poll()
         assert (asset.over, asset.chunks, asset.edge.groups) == (True, groups, groups + 1)
         for track in (asset.edge, *asset.levels.values()):
@@ -192,7 +192,7 @@ async def test_of_two_producers_of_one_name_the_first_is_heard_until_it_ends(roo
         publish(one, 0, "1" * 16)
         source.poll()
         assert served() == "1" * 16
-        one.tell(LiveEnd("1" * 16, "stopped"))
+        one.announce(LiveEnd("1" * 16, "stopped"))
         source.poll()
         assert served() == "2" * 16
         publish(two, 1, "2" * 16)
@@ -234,9 +234,9 @@ async def test_an_older_asset_of_the_same_name_is_served_until_it_is_replaced(ro
         for group in (1, 2):
             publish(writer, group, key)
         writer.commit(final())
-        writer.tell(LiveEnd(key))
+        writer.announce(LiveEnd(key))
         source.live.poll()
-    await source.live.tell()
+    await source.live.notify()
     assert source.find(EVERYTHING, SPACE, LIVE_TRACK) is not None
     assert whole(source.find(EVERYTHING, SPACE, "FP16").open(0)) == frame(0, "FP16")
 
@@ -276,7 +276,7 @@ async def test_a_level_grows_in_order_whatever_order_its_groups_are_made_in(root
         assert [level.has(0) for level in asset.levels.values()] == [True, True]
         publish(writer, 2, key, ["Int4"], 0.5)
         assert groups() == (3, 3, 2)
-        writer.tell(LiveEnd(key))
+        writer.announce(LiveEnd(key))
         assert groups() == (3, 3, 3)
         assert not asset.levels["FP16"].has(2)
         assert (asset.over, asset.edge.failure, asset.edge.groups) == (True, "", 5)
@@ -303,7 +303,7 @@ async def test_who_waits_for_a_layer_has_it_once_it_is_made(root, tls, relays):
             publish(writer, 0, key, ["FP16"])
             for group in range(GROUPS):
                 assert (await player.answer(waiting[group])).data == frame(group, "FP16")
-            writer.tell(LiveEnd(key))
+            writer.announce(LiveEnd(key))
             assert await player.news(2 * GROUPS) == LiveEnd(key)
             late = asyncio.ensure_future(player.get("FP16", 0))
             assert (await late).data == frame(0, "FP16")

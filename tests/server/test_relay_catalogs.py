@@ -25,7 +25,7 @@ async def test_names_that_do_not_exist_leave_no_state(asset, tls):
             namespace = TrackNamespace(spec.model, digest)
             for track in (CATALOG_TRACK, prefix_track([digest, digest]), "FP16", PROFILE_TRACK):
                 assert await relay.find_soon(EVERYTHING, namespace, track) is None
-        assert len(relay.catalogs) == relay.catalogs.bytes == 0
+        assert len(relay.catalogs._answers) == relay.catalogs._answers.currsize == 0
         assert not relay.groups
         assert len(relay.store) == 0
         assert upstream.downloads == 0
@@ -44,10 +44,10 @@ async def test_names_that_exist_stay_within_the_bound(tmp_path):
             other = hashlib.sha256(b"%d" % number).hexdigest()
             lookup = TrackNamespace(spec.model, first), prefix_track([first, other])
             assert (await catalogs.get(*lookup)).publication.open(0).data == catalog
-            assert 0 < catalogs.bytes <= limit
-        assert 20 < len(catalogs) < 400
+            assert 0 < catalogs._answers.currsize <= limit
+        assert 20 < len(catalogs._answers) < 400
         catalogs.close()
-        assert catalogs.bytes == 0
+        assert catalogs._answers.currsize == 0
 
 
 async def test_a_wrong_catalog_is_refused_and_not_kept(asset, tmp_path, tls, stale):
@@ -63,7 +63,7 @@ async def test_a_wrong_catalog_is_refused_and_not_kept(asset, tmp_path, tls, sta
         for _ in lies:
             with pytest.raises(RequestError):
                 await get(connection, namespace, CATALOG_TRACK)
-            assert relay.source.catalogs.bytes == 0
+            assert relay.source.catalogs._answers.currsize == 0
         assert await get(connection, namespace, CATALOG_TRACK) == asset.catalog_bytes()
 
 
@@ -156,4 +156,4 @@ async def test_small_tracks_under_way_have_a_bound(asset):
         catalogs = Catalogs(upstream, LOG, limit=size // 2)
         with pytest.raises(RequestError, match="no memory"):
             await catalogs.get(asset.catalog.namespace, CATALOG_TRACK)
-        assert catalogs.bytes == catalogs._arriving == 0
+        assert catalogs._answers.currsize == catalogs._arriving == 0

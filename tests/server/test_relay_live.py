@@ -76,7 +76,7 @@ async def test_each_group_leaves_when_it_is_published_and_the_origin_once(root, 
                 assert (await one.news(group)).group == group
             writer.commit(final())
             assert json.loads(await late.complete()) == final().to_json()
-            writer.tell(LiveEnd(key))
+            writer.announce(LiveEnd(key))
             for frames, reason in await asyncio.gather(*following):
                 assert (frames, reason) == (EVERYTHING, "")
         # Those who began before go on; others find both, of which the ordinary one is as good.
@@ -117,7 +117,7 @@ async def test_the_end_of_a_producer_is_passed_on(root, tls):
             publish(writer, 0, key)
             await player.news(0)
             waiting = player.wait("FP16", 2)
-            writer.tell(LiveEnd(key, "out of memory"))
+            writer.announce(LiveEnd(key, "out of memory"))
             frames, reason = await following
             assert (len(frames), reason) == (2, "out of memory")
             assert (await player.answer(waiting)).reason == "out of memory"
@@ -131,7 +131,7 @@ async def test_a_prompt_that_is_prefilled_again_after_its_producer_died(root, tl
         with written(root) as writer:
             writer.begin_live(live(first))
             await player.found()
-            writer.tell(LiveEnd(first, "out of memory"))
+            writer.announce(LiveEnd(first, "out of memory"))
             assert await player.news(0) == LiveEnd(first, "out of memory")
             player.forget()
         with written(root) as writer:
@@ -164,7 +164,7 @@ async def test_what_the_origin_takes_back_is_taken_back_here(root, tls, how):
                 assert (await player.answer(number)).code == RequestCode.DOES_NOT_EXIST
             for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):
                 assert (await player.get(track)).code == RequestCode.DOES_NOT_EXIST
-            assert len(relay.source.live) == 0
+            assert len(relay.source.live._assets) == 0
 
 
 async def test_an_ended_asset_is_refused_once_the_origin_has_removed_it(root, tls, stale):
@@ -176,7 +176,7 @@ async def test_an_ended_asset_is_refused_once_the_origin_has_removed_it(root, tl
             await player.found()
             publish(writer, 0, key)
             await player.news(0)
-            writer.tell(LiveEnd(key, "out of memory"))
+            writer.announce(LiveEnd(key, "out of memory"))
             assert await player.news(1) == LiveEnd(key, "out of memory")
             assert (await player.get("FP16")).data == frame(0, "FP16")
             shutil.rmtree(next(iter(live_folders(root))))
@@ -184,7 +184,7 @@ async def test_an_ended_asset_is_refused_once_the_origin_has_removed_it(root, tl
                 pass
             assert answer.code == RequestCode.DOES_NOT_EXIST
             assert (await player.get(EDGE_TRACK)).code == RequestCode.DOES_NOT_EXIST
-            assert len(relay.source.live) == 0
+            assert len(relay.source.live._assets) == 0
 
 
 async def test_a_group_that_is_not_what_the_news_say_is_passed_to_nobody(root, tls):
@@ -227,7 +227,7 @@ async def test_an_origin_that_is_started_again_while_something_grows(root, tls):
             async with live_origin(root, tls, port=port):
                 publish(writer, 2, key)
                 writer.commit(final())
-                writer.tell(LiveEnd(key))
+                writer.announce(LiveEnd(key))
                 assert await following == (EVERYTHING, "")
 
 
@@ -240,10 +240,10 @@ async def test_an_asset_that_nobody_asks_for_is_forgotten(root, tls, monkeypatch
             await player.found()
             publish(writer, 0, key)
             await player.news(0)
-            assert len(relay.source.live) == 1
+            assert len(relay.source.live._assets) == 1
             player.forget()
             monkeypatch.setattr(relay_live, "IDLE_S", 0.0)
-            await until(lambda: len(relay.source.live) == 0)
+            await until(lambda: len(relay.source.live._assets) == 0)
             monkeypatch.setattr(relay_live, "IDLE_S", 60.0)
             with monkeypatch.context() as full:
                 full.setattr(relay_live, "MAX_LIVE", 0)

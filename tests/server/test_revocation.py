@@ -182,7 +182,7 @@ async def test_relays_notice_a_withdrawn_token_at_the_next_request(asset, tls, s
             server.source.regrant(Grants([grant(OTHER)]))
             assert says_unauthorized(await refused_soon(player, asset))
             await until(lambda: len(one.source.store) == len(two.source.store) == 0)
-            assert one.source.catalogs.bytes == two.source.catalogs.bytes == 0
+            assert one.source.catalogs._answers.currsize == two.source.catalogs._answers.currsize == 0
             await until(lambda: player.closed and idle.closed)
         async with await dialled(two) as player:
             with pytest.raises(TransportError) as error:
@@ -251,7 +251,7 @@ async def test_what_went_while_the_origin_was_away_is_noticed_when_it_is_back(as
         shutil.rmtree(asset.store.folder)
         await again()
         assert isinstance(await refused_soon(connection, asset), NotFoundError)
-        assert relay.source.catalogs.bytes == 0
+        assert relay.source.catalogs._answers.currsize == 0
 
 
 async def test_a_relay_with_a_new_token_keeps_what_it_has(asset, tmp_path, tls, fresh):

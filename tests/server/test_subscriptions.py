@@ -7,7 +7,7 @@ from kvabr.moqt.events import Answered, Ended, Received, Refused, Stop, Subscrip
 from kvabr.moqt.messages import TrackStatus
 from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import DRAFT_20, Location
-from kvabr.server.growing import GrowingBytes
+from kvabr.server.live_tracks import GrowingBytes
 from kvabr.server.subscriptions import MAX_STREAMS
 from tests.faults.test_guests import until
 from tests.server.tracks import SPACE, Wide, data, every, growing, serving

@@ -11,8 +11,8 @@ from kvabr.moqt.objects import ObjectHeader
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location
 from kvabr.server.grants import EVERYTHING
-from kvabr.server.growing import GrowingBytes
 from kvabr.server.limits import ServerLimits
+from kvabr.server.live_tracks import GrowingBytes
 from kvabr.server.metrics import Metrics
 from kvabr.server.server import Server
 from kvabr.types.errors import AssetError

@@ -51,7 +51,7 @@ def publish(writer, group, key, names=("FP16", "Int4"), rest_s=None):
     message = news(group, key, names, rest_s)
     for name, (_, digest) in message.frames.items():
         writer.frame(group, name, frame(group, name), digest)
-    writer.tell(message)
+    writer.announce(message)
     return message
 
 
@@ -85,7 +85,7 @@ def test_a_follower_sees_what_is_published_and_reads_it_also_when_it_is_complete
         assert bytes(reader.read(0, SIZE)) == frame(0, "FP16")
         told = [publish(writer, group, key) for group in (1, 2)]
         writer.commit(final())
-        writer.tell(LiveEnd(key))
+        writer.announce(LiveEnd(key))
         assert follower.read() == [*told, LiveEnd(key)]
         late = opened(follower, 2, "Int4")
         assert bytes(late.read(0, late.size)) == frame(2, "Int4")
@@ -107,7 +107,7 @@ def test_a_producer_that_fails_leaves_a_shorter_asset(tmp_path):
         writer.begin_live(live(key))
         publish(writer, 0, key)
         publish(writer, 1, key)
-        writer.tell(LiveEnd(key, "the engine ran out of memory"))
+        writer.announce(LiveEnd(key, "the engine ran out of memory"))
         writer.commit(final(2))
     assert [*open_store(tmp_path).list()] == [OFFER.chunks[1]]
     open_store(tmp_path).open().check_parts()

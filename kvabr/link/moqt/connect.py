@@ -13,11 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
 from kvabr.link.moqt.connection import MoqtConnection
-from kvabr.link.moqt.options import (
-    DRAFTS,
-    DialOptions,
-    trust,
-)
+from kvabr.link.moqt.options import DRAFTS, DialOptions, trust
 from kvabr.link.quic.backend import IDLE_S, LibraryName, QuicLibrary, installed_libraries, library
 from kvabr.link.quic.transport import protocol_class
 from kvabr.link.tcp.tls import client_context
@@ -36,8 +32,6 @@ _MAX_ADDRESSES = 8
 
 _TCP_HEAD_START_S = 1.0
 """Head start of connected TCP over QUIC, for TLS and MoQT's SETUP."""
-_REFUSED_S = 2.0
-"""Seconds for QUIC to answer after TCP was refused: the host is up, but probably without a server."""
 Over = Literal["quic", "tcp"]
 TransportName = LibraryName | Literal["tcp"]
 Address = tuple[socket.AddressFamily, Any]
@@ -150,14 +144,10 @@ class MoqtDialler:
 
         async def attempt(how: tuple[Over, float | None]) -> MoqtConnection:
             over, connect_s = how
-            hasty = over == "quic" and _is_refused(failed.get("tcp"))
             try:
-                async with asyncio.timeout(_REFUSED_S if hasty else None):
-                    return await self._dial_over(over, connect_s)
+                return await self._dial_over(over, connect_s)
             except UnauthorizedError:
                 raise
-            except TimeoutError:
-                failed[over] = NoAnswerError(f"{self._where}: TCP refused, UDP silent; does a server run there?")
             except TransportError as error:
                 failed[over] = error
             # Another service may have the TCP port, so its answer does not count before QUIC's.
@@ -262,13 +252,6 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if not isinstance(result, BaseException) and result is not chosen:
                 await result.close()
-
-
-def _is_refused(error: BaseException | None) -> bool:
-    """Return whether a port was closed."""
-    while error is not None and not isinstance(error, ConnectionRefusedError):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 
 from kvabr.link.moqt.endpoint import Endpoint
-from kvabr.link.moqt.options import DialOptions, check_pinned, why_refused
+from kvabr.link.moqt.options import DialOptions, check_pinned, untrusted
 from kvabr.link.moqt.requests import MoqtRequest, RequestQueue, Subscriber, filled, place
 from kvabr.moqt.codes import RequestCode, SessionCode, name_of
 from kvabr.moqt.events import (
@@ -60,7 +60,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._requests = RequestQueue()
         self._made: dict[GroupTransfer, MoqtRequest] = {}
         self._subscriber = Subscriber(self._open_session, self._fetch, self._forget, self._next_soon)
-        self._asking = False
+        self._next_due = False
         self._received = 0
         self._lost: str | None = None
         self._lost_kind = ConnectionLostError
@@ -173,14 +173,14 @@ class MoqtConnection(Endpoint, PeerConnection):
     def happened(self, event: Event) -> None:
         match event:
             case Received():
-                self._take(event)
+                self._accept(event)
             case Ended(stream=None):
                 self._finished(event.request_id, lambda request: request.finish(event.reset))
             case Refused() if event.request_id in self._requests.in_flight:
                 self._finished(event.request_id, lambda request: request.refuse(event.message))
             case Answered() | Ended() | Refused() | SubscriptionEnding() | SubscriptionDone():
                 self._subscriber.happened(event)
-                self._tell_watch()
+                self._update_watch()
             case Ready():
                 self._announces = event.options.implementation == _KVABR
                 if not self.ready.done():
@@ -195,10 +195,7 @@ class MoqtConnection(Endpoint, PeerConnection):
 
     def ended(self, reason: str, code: int) -> None:
         if not self.shaken and code in _BAD_CERTIFICATE:
-            der = self.transport.peer_certificate()
-            why = why_refused(der, self._options.host)
-            # Libraries word one cause differently.
-            reason = why if der is not None else f"{why} ({reason})"
+            reason = untrusted(reason, self.transport.peer_certificate())
         elif code in (SessionCode.UNAUTHORIZED, SessionCode.EXPIRED_AUTH_TOKEN):
             if "token" not in reason:
                 reason = f"{reason}; the token is missing or wrong"
@@ -246,29 +243,29 @@ class MoqtConnection(Endpoint, PeerConnection):
         if self.going_away:
             self._lose(request.transfer, _GOING_AWAY)
         elif self._requests.may_send():
-            self._ask(request)
+            self._send(request)
         else:
             self._requests.wait(request)
 
-    def _ask(self, request: MoqtRequest) -> None:
+    def _send(self, request: MoqtRequest) -> None:
         wanted = request.request
         first, last = Location(wanted.group, 0), Location(wanted.group + wanted.groups - 1, 0)
         parameters = Parameters(priority=request.transfer.priority)
         number = self._open_session().fetch(request.fields, wanted.track.encode(), first, last, parameters)
         request.number = number
         self._requests.in_flight[number] = request
-        self._tell_watch()
+        self._update_watch()
 
     def _next_soon(self) -> None:
-        if not self._asking:
-            self._asking = True
+        if not self._next_due:
+            self._next_due = True
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        self._asking = False
+        self._next_due = False
         while self._lost is None and (request := self._requests.next()) is not None:
-            self._ask(request)
-        self._tell_watch()
+            self._send(request)
+        self._update_watch()
         if self._lost is None:
             self.settle_and_send()
 
@@ -277,23 +274,23 @@ class MoqtConnection(Endpoint, PeerConnection):
         for request in self._requests.clear():
             self._lose(request.transfer, _GOING_AWAY)
 
-    def _finished(self, number: int, tell: Callable[[MoqtRequest], None]) -> None:
+    def _finished(self, number: int, end: Callable[[MoqtRequest], None]) -> None:
         request = self._requests.in_flight.pop(number, None)
         if request is not None:
             self._forget(request)
-            tell(request)
+            end(request)
             if len(self._requests):
                 self._next_soon()
-            self._tell_watch()
+            self._update_watch()
 
     def _forget(self, request: MoqtRequest) -> None:
         self._made.pop(request.transfer, None)
 
-    def _take(self, event: Received) -> None:
+    def _accept(self, event: Received) -> None:
         self._count(sum(len(item) for item in event.items if isinstance(item, memoryview)))
         if event.stream is not None:
             self._subscriber.take(event, self.watch.limit)
-            self._tell_watch()
+            self._update_watch()
         elif (request := self._requests.in_flight.get(event.request_id)) is not None:
             request.take(event.items, self.watch.limit)
             if self._announces and is_catalog(request.request.track):
@@ -304,7 +301,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._received += count
         self.watch.received(count)
 
-    def _tell_watch(self) -> None:
+    def _update_watch(self) -> None:
         self.watch.set_in_flight(len(self._requests.in_flight) + self._subscriber.receiving)
 
     def _answer(self, event: Requested) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import hashlib
 import hmac
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Names = Literal["draft", "split"]
 """Notation of namespaces: as in the draft, or split at slashes for peers that cannot carry one in a field."""
 
-TRUST_HINT = "trust its authority with ca= (--ca FILE), or this one certificate with fingerprint= (--fingerprint HEX)"
+_TRUST_HINT = "trust its authority with ca= (--ca FILE), or this one certificate with fingerprint= (--fingerprint HEX)"
 
 DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
 """ALPN identifiers of the offered drafts, preferred first."""
@@ -80,21 +81,13 @@ def check_pinned(der: bytes | None, fingerprint: str) -> None:
         raise TransportError(f"the peer's certificate {why}")
 
 
-def why_refused(der: bytes | None, host: str) -> str:
-    """Return why TLS refused the certificate of ``host`` (None: never received)."""
-    if der is None:
-        return "the peer's certificate was not accepted"
-    try:
-        parsed = _parsed(der)
-    except TransportError as error:
-        return str(error)
-    if (why := _outdated(parsed)) is not None:
-        return f"the peer's certificate {why}; check this machine's clock"
-    names = names_of(parsed)
-    if not _fits(host, parsed):
-        known = ", ".join(names[:4]) or "no host at all"
-        return f"the peer's certificate is for another name: {known}, not {host}"
-    return f"the peer's certificate is not signed by a trusted authority; {TRUST_HINT}"
+def untrusted(why: str, der: bytes | None = None) -> str:
+    """Return the message for a certificate that TLS refused, with its names and dates: qh3 does not give a reason."""
+    with contextlib.suppress(TransportError):
+        found = _parsed(der or b"")
+        names, dates = ", ".join(names_of(found)[:4]), (found.not_valid_before_utc, found.not_valid_after_utc)
+        why += f"; it is for {names or 'no host'}, valid from {dates[0]:%Y-%m-%d} to {dates[1]:%Y-%m-%d}"
+    return f"the peer's certificate was not accepted ({why}); {_TRUST_HINT}"
 
 
 def _parsed(der: bytes) -> Certificate:
@@ -127,12 +120,3 @@ def names_of(certificate: Certificate) -> list[str]:
     except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
         return []
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
-
-
-def _fits(host: str, certificate: Certificate) -> bool:
-    return any(_matches(host.rstrip(".").lower(), name.lower()) for name in names_of(certificate))
-
-
-def _matches(host: str, name: str) -> bool:
-    """Match a certificate's name and a host; a leading ``*`` stands for one label (RFC 6125)."""
-    return host == name or (name.startswith("*.") and host.partition(".")[2] == name[2:])

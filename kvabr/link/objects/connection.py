@@ -88,9 +88,9 @@ class StoreConnection(PeerConnection):
             self._find(transfer, lambda: self._locate(transfer))
 
     def reprioritise(self, transfer: GroupTransfer) -> None:
-        """A running GET is unaffected; see `Carrier.reprioritise`."""
+        """See `Carrier.reprioritise`; a running GET is unaffected, since HTTP/1.1 has no priorities."""
         if (piece := self._pieces.get(transfer)) is not None:
-            self._lanes.prioritise(piece, transfer.priority)
+            piece.priority = transfer.priority
 
     def drop(self, transfer: GroupTransfer) -> None:
         task = self._finding.pop(transfer, None)
@@ -151,7 +151,7 @@ class StoreConnection(PeerConnection):
     async def _locate(self, transfer: GroupTransfer) -> None:
         """Locate and request a group that no lookup found."""
         request, namespace = transfer.request, transfer.request.namespace
-        if not self.index.knows(namespace):
+        if not self.index.has(namespace):
             await self.index.catalog(namespace)
         if (place := self.index.place(namespace, request.track, request.group)) is None:
             raise NotFoundError(f"{request}: not found in {self.peer}", reason=Reason.MISSING)

@@ -1,7 +1,6 @@
 """Models, pages, and places of groups in a store.
 
-Small objects are read here, and parsed in a thread. Many plays may wait for one, so an unanswered request is repeated
-while the first is pending.
+Small objects are read here, and parsed in a thread.
 """
 
 from __future__ import annotations
@@ -11,63 +10,27 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 from cachetools import LRUCache, TTLCache
 
-from kvabr.link.objects.page_search import Ask, PageSearch, prefix_of
+from kvabr.link.objects.page_search import PageRequest, PageSearch, prefix_of
 from kvabr.store.failures import strange
 from kvabr.store.names import MAX_MODELS, PAGE_GROUPS, FramePlace, catalog_name, has_states, model_name, page_name
 from kvabr.store.pages import MAX_PAGE_BYTES, Page, placed
 from kvabr.store.store import Store
-from kvabr.transfer.interface import FoundPrefix, cancel_all
+from kvabr.transfer.interface import FoundPrefix
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
-from kvabr.types.errors import (
-    ConnectionLostError,
-    ForbiddenError,
-    FormatError,
-    NotFoundError,
-    Reason,
-    RequestError,
-)
+from kvabr.types.errors import ForbiddenError, FormatError, NotFoundError, Reason, RequestError
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 from kvabr.types.naming import TrackNamespace
 
 LOG = logging.getLogger("kvabr.store")
-T = TypeVar("T")
 
-_AGAIN_S = 0.5
-"""Seconds until an unanswered request is repeated; doubled each time."""
-_SILENCE_S = 2.0
-"""Seconds without data for the first request; doubled for each further one."""
-_TRIES = 3
-
-
-async def first_answer(ask: Callable[[float], Coroutine[Any, Any, T]]) -> T:
-    """Return the first answer to a request, made up to three times while there is none.
-
-    ``ask`` receives the seconds that it may take without data. An error is an answer, except that a lost connection
-    leaves the other requests pending.
-    """
-    tasks: list[asyncio.Task[T]] = []
-    pending: set[asyncio.Task[T]] = set()
-    try:
-        while True:
-            if len(tasks) < _TRIES:
-                tasks.append(asyncio.get_running_loop().create_task(ask(_SILENCE_S * 2.0 ** len(tasks))))
-                pending.add(tasks[-1])
-            pause_s = None if len(tasks) == _TRIES else _AGAIN_S * 2.0 ** (len(tasks) - 1)
-            done, pending = await asyncio.wait(pending, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if not pending or not isinstance(task.exception(), ConnectionLostError):
-                    return task.result()
-    finally:
-        await cancel_all(tasks)  # several may have ended at once
-
-
+_WAIT_S = 2.0
+"""Seconds without data until a request is repeated."""
 _WARN_S = 60.0
 _WARN_AT_S: dict[str, float] = {}
 _PAGES, _PAGES_S = 1024, 60.0
@@ -143,12 +106,12 @@ class StoreIndex:
     async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
         await self.open()
         search = PageSearch(digests, states=has_states(spec))
-        while asks := search.wanted():
-            answers = await self._ask(asks, digests)
+        while requests := search.wanted():
+            answers = await self._pages_of(requests, digests)
             search.take(
                 {
-                    ask: page
-                    for ask, page in zip(asks, answers, strict=True)
+                    request: page
+                    for request, page in zip(requests, answers, strict=True)
                     if page is not None and page.fits(spec, any_dtype=any_dtype) and not self._lost(page)
                 }
             )
@@ -163,8 +126,8 @@ class StoreIndex:
     def _lost(self, page: Page) -> bool:
         return bool(self._gone) and any(name in self._gone for name in page.base_objects)
 
-    async def _ask(self, asks: Sequence[Ask], digests: Sequence[str]) -> list[Page | None]:
-        names = [page_name(digests[ask.group], end=ask.kind == "end") for ask in asks]
+    async def _pages_of(self, requests: Sequence[PageRequest], digests: Sequence[str]) -> list[Page | None]:
+        names = [page_name(digests[request.group], end=request.kind == "end") for request in requests]
         unknown = [name for name in dict.fromkeys(names) if name not in self._pages]
         answers = await asyncio.gather(*(self._get(name, MAX_PAGE_BYTES) for name in unknown))
         parsed = await asyncio.get_running_loop().run_in_executor(decoders(), lambda: list(map(_parsed, answers)))
@@ -202,7 +165,7 @@ class StoreIndex:
         place = self._placed.get(namespace)
         return None if place is None else place(track, group)
 
-    def knows(self, namespace: TrackNamespace) -> bool:
+    def has(self, namespace: TrackNamespace) -> bool:
         """Return whether `place` has an asset."""
         return namespace in self._placed
 
@@ -223,7 +186,7 @@ class StoreIndex:
         async with self._turns:
             begun_s = time.monotonic()
             try:
-                data = await first_answer(lambda wait_s: self._store.get(name, limit=limit, wait_s=wait_s))
+                data = await self._store.get(name, limit=limit, wait_s=_WAIT_S)
             except NotFoundError:
                 self._admitted = True
                 data = None

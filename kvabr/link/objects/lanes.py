@@ -99,11 +99,6 @@ class Lanes:
         self._rests: dict[RangeTransfer, None] = {}
         self._wanted = 0
 
-    @property
-    def waiting(self) -> int:
-        """Number of pieces that wait for a lane."""
-        return len(self._waiting)
-
     def want(self, key: str, begin: int, end: int, priority: int, group: GroupTransfer | None = None) -> Piece:
         """Add bytes ``begin`` to ``end`` (at least one) of an object, for `due`."""
         piece = Piece(key, begin, end, priority, self._wanted, group)
@@ -129,10 +124,6 @@ class Lanes:
         self._busy.discard(transfer)
         self._rests[transfer] = None
         return next(iter(self._rests)) if len(self._rests) > _MAX_RESTS else None
-
-    def prioritise(self, piece: Piece, priority: int) -> None:
-        """Change a piece's priority, without effect on a running GET: HTTP/1.1 has no priorities."""
-        piece.priority = priority
 
     def due(self) -> list[RangeTransfer]:
         """Return the GETs to begin now."""

@@ -26,7 +26,7 @@ _AT_ONCE, _GROWS = 31, 5
 """Full pages requested in the first round, enough for 511 groups; and the factor by which they grow per round."""
 
 
-class Ask(NamedTuple):
+class PageRequest(NamedTuple):
     """Request for an object that may exist."""
 
     kind: Literal["page", "end"]
@@ -46,22 +46,22 @@ class PageSearch:
         self._reach = 0
         self._tails: list[Page] = []
         """Pages that the prompt shares in part, or that end their asset."""
-        self._requested: set[Ask] = set()
-        self._round: list[Ask] = []
+        self._requested: set[PageRequest] = set()
+        self._round: list[PageRequest] = []
 
-    def wanted(self) -> list[Ask]:
+    def wanted(self) -> list[PageRequest]:
         """Return the next round's requests; empty at the end."""
-        self._round = [ask for ask in self._next() if ask not in self._requested]
+        self._round = [request for request in self._next() if request not in self._requested]
         self._requested.update(self._round)
         return list(self._round)
 
-    def take(self, answers: Mapping[Ask, Page | None]) -> None:
+    def take(self, answers: Mapping[PageRequest, Page | None]) -> None:
         """Take the answers to `wanted`; missing pages are None or absent."""
-        for ask in self._round:
-            page = answers.get(ask)
-            number = ask.group // PAGE_GROUPS
+        for request in self._round:
+            page = answers.get(request)
+            number = request.group // PAGE_GROUPS
             shared = page.shared(self._digests) if page is not None and page.first == number * PAGE_GROUPS else 0
-            whole = ask.kind == "page" and (ask.group + 1) % PAGE_GROUPS == 0
+            whole = request.kind == "page" and (request.group + 1) % PAGE_GROUPS == 0
             if whole and shared == PAGE_GROUPS and page is not None:
                 self._pages[number] = page
             elif not whole and shared and page is not None and page not in self._tails:
@@ -84,31 +84,31 @@ class PageSearch:
     def _run(self) -> int:
         return next((number for number in range(self._full) if number not in self._pages), self._full)
 
-    def _next(self) -> list[Ask]:
+    def _next(self) -> list[PageRequest]:
         run, begun = self._run(), self._reach
         if self._requested and (run < begun or begun == self._full):
             return self._inside(run)
         self._reach = min(self._full, begun * _GROWS or _AT_ONCE)
-        asks = list(map(self._page, range(begun, self._reach)))
-        return asks if begun else [*asks, *self._last()]
+        requests = list(map(self._page, range(begun, self._reach)))
+        return requests if begun else [*requests, *self._last()]
 
     @staticmethod
-    def _page(number: int) -> Ask:
-        return Ask("page", (number + 1) * PAGE_GROUPS - 1)
+    def _page(number: int) -> PageRequest:
+        return PageRequest("page", (number + 1) * PAGE_GROUPS - 1)
 
-    def _last(self) -> list[Ask]:
+    def _last(self) -> list[PageRequest]:
         last = len(self._digests) - 1
-        asks = [Ask("page", last)] if len(self._digests) % PAGE_GROUPS else []
-        return [*asks, Ask("end", last)] if self._states else asks
+        requests = [PageRequest("page", last)] if len(self._digests) % PAGE_GROUPS else []
+        return [*requests, PageRequest("end", last)] if self._states else requests
 
-    def _inside(self, run: int) -> list[Ask]:
+    def _inside(self, run: int) -> list[PageRequest]:
         """Return the requests for parts of a page that does not exist in full."""
         first, groups = run * PAGE_GROUPS, len(self._digests)
         if any(page.first <= first and page.shared(self._digests) + page.first == groups for page in self._tails):
             return []
-        asks = [Ask("page", group) for group in range(first, min(first + PAGE_GROUPS - 1, groups))]
+        requests = [PageRequest("page", group) for group in range(first, min(first + PAGE_GROUPS - 1, groups))]
         whole = self._states and first + PAGE_GROUPS <= groups
-        return [*asks, Ask("end", first + PAGE_GROUPS - 1)] if whole else asks
+        return [*requests, PageRequest("end", first + PAGE_GROUPS - 1)] if whole else requests
 
 
 def prefix_of(pages: Sequence[Page]) -> FoundPrefix:

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 from kvabr.link.moqt.endpoint import MIN_AHEAD_BYTES, Endpoint, StreamTransport
-from kvabr.link.moqt.options import TRUST_HINT
+from kvabr.link.moqt.options import untrusted
 from kvabr.link.tcp.channel import EmptyRecordsError, TlsChannel
 from kvabr.link.tcp.tls import PREFIX
 from kvabr.moqt.codes import SessionCode, name_of
@@ -303,7 +303,7 @@ class QmuxTransport(StreamTransport):
         except OSError as error:
             self.abandon(_why(error), SessionCode.INTERNAL_ERROR)
             return False
-        self._watch_room(bool(self._channel.unsent))
+        self._watch_writable(bool(self._channel.unsent))
         if done:
             self._conn = QmuxConnection(client=self._client, parameters=self._parameters)
             self.flush()
@@ -317,7 +317,7 @@ class QmuxTransport(StreamTransport):
             conn.go_on()
             self._handle(conn)
         while left > 0 and not (self._closed or conn.waits):
-            into = self._room(conn)
+            into = self._buffers(conn)
             if self._fast and into:
                 self._end_turn(conn, None)
                 self._read_beside(conn)
@@ -357,7 +357,7 @@ class QmuxTransport(StreamTransport):
             return received
         direct = min(received, sum(map(len, into)))
         if direct:
-            assert conn.expected is not None  # noqa: S101  # since `_room` returned memory
+            assert conn.expected is not None  # noqa: S101  # since `_buffers` returned memory
             stream = conn.expected[0]
             conn.took(direct)
             self._endpoint.took(stream, into, direct)
@@ -388,7 +388,7 @@ class QmuxTransport(StreamTransport):
         """Read in a thread, or later in the loop if no thread is available (Python is ending, or a system limit)."""
         if self._closed:
             return
-        into, claim = self._room(conn), threading.Lock()
+        into, claim = self._buffers(conn), threading.Lock()
         try:
             _readers().submit(self._beside, into, claim)
         except RuntimeError:
@@ -398,7 +398,7 @@ class QmuxTransport(StreamTransport):
                 return
         self._reading = True
         self._loop.remove_reader(self._sock.fileno())
-        self._watch_room(wanted=False)
+        self._watch_writable(wanted=False)
 
     def _beside(self, into: list[memoryview], claim: threading.Lock) -> None:
         if not claim.acquire(blocking=False):
@@ -443,7 +443,7 @@ class QmuxTransport(StreamTransport):
         self._endpoint.worked(cpu_s)
         self._end_turn(conn, self._take(conn, into, received))
 
-    def _room(self, conn: QmuxConnection) -> list[memoryview]:
+    def _buffers(self, conn: QmuxConnection) -> list[memoryview]:
         if (expected := conn.expected) is None or expected[1] < _DIRECT_BYTES:
             return []
         return self._endpoint.room(*expected)
@@ -452,11 +452,11 @@ class QmuxTransport(StreamTransport):
         """Pass events on; their views are used up before the next read."""
         events = conn.take_events()
         for event in events:
-            self._tell(event)
+            self._dispatch(event)
         if events:
             self._endpoint.settle()
 
-    def _tell(self, event: Event) -> None:
+    def _dispatch(self, event: Event) -> None:
         endpoint = self._endpoint
         match event:
             case StreamData():
@@ -512,7 +512,7 @@ class QmuxTransport(StreamTransport):
         if self._closed:
             return
         self._active_s = self._loop.time()
-        self._watch_room(self._waits)
+        self._watch_writable(self._waits)
         self._handle(conn)
         if conn.terminated is not None:
             self._shut_down()
@@ -527,14 +527,14 @@ class QmuxTransport(StreamTransport):
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, ahead)
                 self._low_water = ahead
 
-    def _watch_room(self, wanted: bool) -> None:
+    def _watch_writable(self, wanted: bool) -> None:
         if wanted and not self._writes:
-            self._loop.add_writer(self._sock.fileno(), self._room_again)
+            self._loop.add_writer(self._sock.fileno(), self._writable)
         elif self._writes and not wanted:
             self._loop.remove_writer(self._sock.fileno())
         self._writes = wanted
 
-    def _room_again(self) -> None:
+    def _writable(self) -> None:
         self._endpoint.safely(self._step if self._conn is None else self.flush)
 
     # ------------------------------------------------------------------ the end
@@ -573,7 +573,7 @@ def _why(error: Exception) -> str:
     if isinstance(error, ssl.SSLEOFError):
         return "the peer has closed the connection"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the peer's certificate was not accepted ({error.verify_message}); {TRUST_HINT}"
+        return untrusted(error.verify_message)
     if isinstance(error, ssl.SSLError):
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
             return "the peer does not speak TLS there"

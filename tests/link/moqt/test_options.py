@@ -11,7 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvabr.link.moqt.connect import addresses_of
-from kvabr.link.moqt.options import check_pinned, why_refused
+from kvabr.link.moqt.options import check_pinned, untrusted
 from kvabr.server.certificates import make
 from kvabr.types.errors import TransportError
 
@@ -37,14 +37,19 @@ def test_a_certificate_of_no_known_version_is_refused():
     strange = der().replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x42", 1)
     with pytest.raises(TransportError, match="cannot be read"):
         check_pinned(strange, hashlib.sha256(strange).hexdigest())
-    assert "cannot be read" in why_refused(strange, "localhost")
+    assert untrusted("why", strange) == untrusted("why")
 
 
 def test_a_certificate_whose_dates_are_none_is_refused():
     strange = der(dt.datetime(2890, 1, 1, tzinfo=dt.UTC)).replace(b"\x18\x0f2890", b"\x18\x0f0000")
     with pytest.raises(TransportError, match="cannot be read"):
         check_pinned(strange, hashlib.sha256(strange).hexdigest())
-    assert "cannot be read" in why_refused(strange, "localhost")
+    assert untrusted("why", strange) == untrusted("why")
+
+
+def test_a_refused_certificate_is_described():
+    message = untrusted("why", der(dt.datetime(2020, 1, 2, 12, tzinfo=dt.UTC)))
+    assert "(why; it is for localhost, 127.0.0.1, ::1, valid from 2020-01-02 to 2020-01-15)" in message
 
 
 def test_a_pinned_certificate_must_be_valid_today():

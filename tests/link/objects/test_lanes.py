@@ -91,11 +91,11 @@ def test_a_new_priority_counts_while_a_piece_waits():
     (first,) = want(lanes, [K], key="first")
     (second,) = want(lanes, [K], key="second", priority=20)
     (third,) = want(lanes, [K], key="third", priority=30)
-    lanes.prioritise(third, 0)
+    third.priority = 0
     begun = lanes.due()
-    lanes.prioritise(third, 255)
+    third.priority = 255
     assert [one.key for one in begun] == ["third"]
-    lanes.prioritise(second, 5)
+    second.priority = 5
     lanes.ended(begun[0])
     assert [one.key for one in lanes.due()] == ["second"]
     assert first.transfer is None

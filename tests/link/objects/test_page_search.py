@@ -6,8 +6,7 @@ import hashlib
 
 import pytest
 
-from kvabr.link.objects.index import first_answer
-from kvabr.link.objects.page_search import Ask, PageSearch
+from kvabr.link.objects.page_search import PageRequest, PageSearch
 from kvabr.store.names import PAGE_GROUPS
 from kvabr.store.pages import Page, PageTrack
 from kvabr.transfer.interface import cancel_all
@@ -136,7 +135,7 @@ def test_pages_of_another_kind_do_not_continue_a_prefix():
 
 def test_what_was_not_answered_counts_as_absent():
     search = PageSearch(prompt(16))
-    assert search.wanted() == [Ask("page", 15)]
+    assert search.wanted() == [PageRequest("page", 15)]
     search.take({})
     search.take({})
     assert search.found == []
@@ -148,24 +147,6 @@ async def logged():
     found = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context["message"]))
     return found
-
-
-async def test_of_tries_that_fail_in_one_turn_no_error_is_left(logged):
-    go, tries = asyncio.Event(), []
-
-    async def ask(silence_s):
-        tries.append(silence_s)
-        if len(tries) == 2:
-            go.set()
-        await go.wait()
-        raise NotFoundError("there is no such object")
-
-    with pytest.raises(NotFoundError):
-        await first_answer(ask)
-    gc.collect()
-    await asyncio.sleep(0)
-    assert len(tries) == 2
-    assert not logged
 
 
 async def test_tasks_that_fail_while_they_are_cancelled_leave_no_error(logged):
