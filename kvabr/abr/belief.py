@@ -15,7 +15,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from kvabr.abr.estimator import WINDOW
+from kvabr.abr.estimator import SLOT_SHARE, WINDOW
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
@@ -39,7 +39,7 @@ _LATE_START_FACTOR = 1.5
 _GROWTH_ROUNDS, _MIN_GROWTH = 1.5, 1.3
 """A link is in slow start if its rate grew by the factor `_MIN_GROWTH` within `_GROWTH_ROUNDS` times to first byte."""
 MIN_WAIT_S = 0.02
-"""Seconds between two measurements of the rate, at least."""
+"""Minimum seconds until the rate is better known."""
 _SILENT_ROUNDS, _DEAD_LINK_SHARE = 4.0, 1e-3
 """Silent round trips that make a link suspect, and the share of the base that a dead link delivers in time."""
 
@@ -91,7 +91,7 @@ class LinkBelief:
         self.fast_s = 0.0
         """When the link last had about this rate, seconds since the play began."""
         self.held_since_s = self._held_rate = 0.0
-        """Since when the rate has held, within a factor of 2, and that rate."""
+        """Since when the rate has held, within a factor of 2, and that rate; always for a rate of earlier plays."""
 
     def look(self, view: View, *, saved: bool) -> Belief:
         """Update and return the belief; ``saved``: an engine could still meet the deadline without the link."""
@@ -102,8 +102,7 @@ class LinkBelief:
         if not at_prior and view.rate >= SLOW * self.best_rate:
             self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
         if not 0.5 * self._held_rate <= view.rate <= 2.0 * self._held_rate or growing:
-            # A rate of earlier plays counts as one that has held for as long as a play.
-            self.held_since_s, self._held_rate = view.now - (view.deadline_s if at_prior else 0.0), view.rate
+            self.held_since_s, self._held_rate = -math.inf if at_prior else view.now, view.rate
         slow = view.rate < SLOW * self.best_rate
         found = self._alive(view, growing=growing, at_prior=at_prior, slow=slow)
         if silent and saved:
@@ -169,7 +168,7 @@ class LinkBelief:
 
     @staticmethod
     def _measured_s(view: View) -> float:
-        return max(view.ttfb_s or UNKNOWN_TTFB_S, MIN_WAIT_S)
+        return max(view.ttfb_s or UNKNOWN_TTFB_S, SLOT_SHARE * view.deadline_s)
 
     @staticmethod
     def _doubt(view: View, prior_rate: float) -> float:

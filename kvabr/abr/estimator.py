@@ -13,6 +13,8 @@ from typing import ClassVar
 
 WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
+SLOT_SHARE = 1 / 200
+"""Samples are merged until they span this share of the deadline; rates are not measured more often."""
 _MIN_CONFIDENCE = 0.5
 """Minimum confidence for policies to see the rate of earlier plays."""
 

@@ -29,6 +29,8 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED
 
+_MIN_GAIN = 0.03
+"""Minimum relative gain of a new division over the previous one, or over no computing."""
 _MAX_WAIT_COST = 1.05
 """Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
 _SLOW_START_WEIGHT = 0.5
@@ -119,7 +121,10 @@ class ComputePlanner:
         self._holds = view.keeps
         self._planned = (first, self._exact(view)), view.rate, view.now, len(view.settled.history)
         self._times.sync(view)
-        first, stop = self._divide(view, first)
+        kept = None
+        if last is not None and last[1] > 0:
+            kept = self.reserved.start if self._suffix else self.reserved.stop
+        first, stop = self._divide(view, first, kept)
         if self._suffix:
             self.reserved, self.until_s = range(view.groups if self._waits else stop, view.groups), 0.0
         else:
@@ -165,10 +170,10 @@ class ComputePlanner:
         assert view.cost is not None  # noqa: S101  # see `plan`
         return view.cost.seconds(self._tokens[first], self._tokens[stop] - self._tokens[first])
 
-    def _divide(self, view: View, front: int) -> tuple[int, int]:
+    def _divide(self, view: View, front: int, kept: int | None) -> tuple[int, int]:
         """Return the groups at which the engine continues and stops (suffix mode: begins).
 
-        ``front``: the first missing group.
+        ``front``: the first missing group; ``kept``: the stop of the last plan, None if the rate was unknown.
         """
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
         belief = self._belief = self._link.look(view, saved=computed_s <= view.time_left)
@@ -181,6 +186,14 @@ class ComputePlanner:
         number = int(np.argmin([regret.min() for regret in regrets]))
         way, regret = ways[number], regrets[number]
         best = int(regret.argmin())
+        if not self._suffix and (kept is None or view.arrived):  # computing must pay off
+            kept = way.start
+        if self._suffix and kept is None and len(rates) == 1:  # all or no computing has the most predictable cost
+            kept = int(way.stops[0] if regret[0] < regret[-1] else way.stops[-1])
+        if kept is not None:  # keep the last plan unless the gain is clear
+            same = int(np.searchsorted(way.stops, kept))
+            if same < len(way.stops) and float(regret[same]) <= (1.0 + _MIN_GAIN) * float(regret[best]):
+                best = same
         self._waits, self._call_to = False, None
         quiet = belief.state in {"slow", "silent"}
         if len(rates) > 1 and belief.learns_s:
@@ -310,7 +323,7 @@ class ComputePlanner:
             count = 1 + int(np.searchsorted(way.stops, stop))
             way = way._replace(stops=way.stops[:count], costs=way.costs[:, :count], engine_s=way.engine_s[:count])
             held_s = max(MIN_WAIT_S, view.now - self._link.held_since_s)
-            faster = _SPEED_UP_WEIGHT * (1.0 - (held_s / (held_s + way.engine_s)) ** 2)
+            faster = _SPEED_UP_WEIGHT * (1.0 - (1.0 + way.engine_s / held_s) ** -2)
             shares = np.vstack([np.outer(arrivals.weights, 1.0 - faster), faster])
             last = self._first_call(view, way, np.ones((len(shares), 1)), shares, math.inf)
         if last <= first:

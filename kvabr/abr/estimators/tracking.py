@@ -22,11 +22,9 @@ from collections import deque
 from itertools import islice
 from typing import ClassVar
 
-from kvabr.abr.estimator import WINDOW, Prior
+from kvabr.abr.estimator import SLOT_SHARE, WINDOW, Prior
 from kvabr.abr.estimators.classic import DecayingMean, MergedSamples
 
-_SLOT_SHARE = 1 / 200
-"""Samples are merged until they span this share of the deadline."""
 _STRETCH_SHARE = 1 / 4
 """Length of the stretch covered by a bound, as a share of the deadline."""
 _MISS_PROBABILITY = 0.1
@@ -65,7 +63,7 @@ class Tracking(MergedSamples):
         self._prior: Prior | None = None
         self.changes = 0
         """Number of drops detected."""
-        super().__init__(_SLOT_SHARE)
+        super().__init__(SLOT_SHARE)
 
     def _forget(self) -> None:
         horizon_s = self._horizon_s
