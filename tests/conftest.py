@@ -1,4 +1,4 @@
-"""What all tests share: settings, the real model loaded once, and a small asset that was really encoded."""
+"""Shared by all tests: settings, the real model loaded once, and a small asset that was really encoded."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class ComputePlanner:
         """Return the group at which the next call ends, or its first group for no call.
 
         Calls are often short, because later ones are decided with a better rate. ``way`` has the costs by rate and
-        stop, ``least`` their minimum by rate. ``shares`` is the weight of each rate, by rate, or by rate and stop.
+        stop, ``least`` their minimum by rate. ``shares`` has the weight of each rate, or of each rate and stop.
         ``waiting`` is the cost of waiting for a better rate, as a multiple of the least cost.
         """
         again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))

@@ -97,8 +97,9 @@ class SharedWork:
         Args:
             lost: loss of the groups that the network delivers, by choice and stop.
             network_s: seconds until they are delivered, by choice and stop.
-            begun: when an engine in the middle of a play can begin on the base, and the additional loss inherited then;
-                None: it begins after the network (suffix mode) or at once (hole mode).
+            begun: during a play, the seconds until the engine can begin after groups on their base tracks, and the
+                additional loss that its tokens then inherit. None: it begins after the network (suffix mode) or at
+                once (hole mode).
         """
 
         def costs(lost: Array, network_s: Array) -> Divisions:

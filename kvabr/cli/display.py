@@ -128,7 +128,7 @@ class PlayBar(StageBar):
 
 
 def output() -> Console:
-    """Return a console for results: off a terminal wider than every table, unless COLUMNS is set."""
+    """Return a console for results; without a terminal it is wider than every table, unless COLUMNS is set."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _FILE_COLUMNS
@@ -269,7 +269,7 @@ def track_table(catalog: Catalog, title: str | None = None) -> Table:
 
 
 def tail_table(catalog: Catalog) -> Table | None:
-    """Return a table of the losses behind tails; None if none were measured."""
+    """Return a table of the losses left after tails; None if these were not measured."""
     lengths = max((tuple(tail.tokens for tail in track.tails) for track in catalog.tracks), key=len)
     rows = []
     for track in catalog.tracks:

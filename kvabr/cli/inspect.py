@@ -179,7 +179,7 @@ def _loss_lines(catalog: Catalog) -> list[str]:
 
 
 def _tail_lines(catalog: Catalog) -> list[str]:
-    """Return how far losses depend on the text that follows the cache."""
+    """Return lines about how strongly losses depend on the text after the cache."""
     known = [tail for track in catalog.tracks for tail in track.tails]
     if any(tail.spread for tail in known):
         most = sorted(range(len(catalog.asked)), key=catalog.asked.__getitem__, reverse=True)[:_MAX_ASKED]

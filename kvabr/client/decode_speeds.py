@@ -73,12 +73,12 @@ def measure(
     device: torch.device | None = None,
     clock: Callable[[], float] | None = None,
 ) -> dict[str, float]:
-    """Return the seconds that this thread takes to check and decode a token, by track.
+    """Return the seconds per token, by track, that this thread takes to check and decode groups.
 
-    The smallest track of each family is measured, on synthetic frames (`SampleFrames`); plug-in codecs, and tracks
-    without their profile, are skipped. ``device`` is the cache's (None: the processor). A GPU decodes n groups at once
-    in T(n) = a + b n, with b by track, and a by family under `BATCH`. ``clock`` by default excludes the machine's
-    other work on the processor.
+    Measures the smallest track of each family on synthetic frames (`SampleFrames`), except plug-in codecs and tracks
+    that lack their profile. ``device`` holds the cache (None: the CPU). A GPU decodes n groups at once in
+    T(n) = a + b n: b is returned by track, a by family under `BATCH`. By default ``clock`` is this thread's processor
+    time, on a GPU the time that passes.
     """
     on_one_core()
     gpu, spec, found = _is_gpu(device), catalog.spec.largest, dict[str, float]()
@@ -106,7 +106,7 @@ def measure(
 
 
 def _smallest(catalog: Catalog) -> Iterable[Track]:
-    """Return the smallest track of each family that is no layer on another."""
+    """Return the smallest track of each family, without those that refine another."""
     tracks = [track for track in catalog.tracks if track.name in BUILTIN and track.refines is None]
     largest_first = sorted(tracks, key=lambda track: -track.total_bytes)
     return {family(track.name): track for track in largest_first}.values()
@@ -118,7 +118,7 @@ def _timed(
     clock: Callable[[], float],
     check: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return the seconds to check a group, and decode it to some places at once."""
+    """Return the least seconds to check a group, and decode it to ``places`` at once."""
     times = []
     for _ in range(_RUNS):  # the first may compile kernels
         start = clock()
@@ -149,7 +149,7 @@ def sample_group(sample: SampleFrames, track: str) -> CodedGroup:
 
 
 def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
-    """Return seconds per full group of a catalog's tracks, given some seconds per token; scale others by family."""
+    """Return the seconds per full group of every track; tracks without a measurement are scaled within their family."""
     tokens = catalog.spec.largest.rows
     found = {track.name: per_token[track.name] * tokens for track in catalog.tracks if track.name in per_token}
     factors = {family(name): seconds / (catalog.track(name).decode_s or math.inf) for name, seconds in found.items()}
@@ -166,7 +166,7 @@ def speeds_key(catalog: Catalog, device: torch.device | None = None) -> str:
 
 
 class DecodeSpeeds:
-    """The file, and rates corrected by plays. Thread-safe."""
+    """The file of measured speeds, and rates that plays correct. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the file if there is one; never raises."""
@@ -192,7 +192,7 @@ class DecodeSpeeds:
         return found
 
     def lacks(self, catalog: Catalog, device: torch.device | None = None) -> bool:
-        """Return whether `measure` is useful: no entry, but a file or a GPU."""
+        """Return whether `measure` is useful: there is no entry, but a file or a GPU."""
         key = speeds_key(catalog, device)
         wanted = self._file.path is not None or _is_gpu(device)  # a catalog has no GPU times
         return wanted and key not in self._tried and self._file.get(key) is None

@@ -86,7 +86,7 @@ class PrefillTimings:
             self.news = True
 
     def timed(self, timings: Iterable[Timing]) -> PrefillCost:
-        """Record timings of an idle engine, and return its cost, which then depends on no guess."""
+        """Record timings of an idle engine in place of the guess, and return the cost fitted to them."""
         rows = list(timings)
         with self._lock:
             self._prior = PrefillCost.fit(rows)

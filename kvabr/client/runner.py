@@ -133,9 +133,9 @@ def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
 
 
 class EdfScheduler(Generic[K]):
-    """Assigns levels to plays by deadline. It changes few: each change costs a message per open request.
+    """Assigns levels to plays by deadline. It changes few levels: each change costs a message per open request.
 
-    Its owner gives a late play another deadline, once, after plays that can still be on time; newer plays are due
+    Its owner moves a late play once, to a deadline after the plays that can still be on time. Newer plays are due
     later, so no play starves.
     """
 
@@ -230,10 +230,10 @@ class PlayRunner:
         *,
         hint: bool = False,
     ) -> AsyncIterator[PlayCall]:
-        """Yield a play at its turn; the body plays, and reports its result with `PlayCall.finish`.
+        """Yield a play when its turn comes; the body plays, and reports its result with `PlayCall.finish`.
 
-        Hints use neither turns of plays nor, while plays use it, the link. The metrics omit plays without a result,
-        which continue in another turn. Closing the client ends the body, not its task.
+        Hints take no turns from plays, and use the link only while plays do not. A play without a result continues in
+        another turn; the metrics omit this one. Closing the client ends the body, not its task.
 
         Raises:
             UsageError: the deadline is not a positive number of seconds.

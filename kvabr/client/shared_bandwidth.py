@@ -210,7 +210,7 @@ class SharedLink:
         return _known(self._all())[0]
 
     def of_others(self, share: LinkShare, find: Callable[[list[LinkShare]], V]) -> V:
-        """Return ``find`` of the other plays; if there are many, of all, reused for a moment."""
+        """Return ``find`` of the other plays; if there are many plays, of all, and reuse it for a moment."""
         if len(self._members) <= _MAX_FRESH_PLAYS:
             return find([one for one in self._all() if one is not share])
         now = self.clock()
@@ -284,7 +284,7 @@ class LinkShare(Estimator):
         self._inner.first_byte(seconds)
 
     def ttfb(self) -> float:
-        """A waiting play uses the other plays'."""
+        """Return the least time to first byte of this play and the others, seconds."""
         own, other = self._inner.ttfb(), self._link.of_others(self, _least_ttfb)
         return min(own, other) if own > 0 and other > 0 else own or other
 

@@ -140,22 +140,22 @@ class PlaySources(Connection):
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        """See `Connection.backend`; of the answering source."""
+        """`Connection.backend` of the answering source."""
         return self._first.backend
 
     @property
     def finder(self) -> PrefixFinder | None:  # type: ignore[override]
-        """See `Connection.finder`; of the answering source."""
+        """`Connection.finder` of the answering source."""
         return self._first.finder
 
     @property
     def offers(self) -> Sequence[Offer] | None:
-        """By source, its tracks (None: all); None for one source."""
+        """The tracks of each source (None: all); None if there is only one source."""
         return self._offers if len(self.sources) > 1 else None
 
     @property
     def round_trips(self) -> Sequence[float | None]:
-        """By source, the round trip in seconds, if known."""
+        """The round trip to each source in seconds, if known."""
         return [source.stats().rtt_s for source in self.sources]
 
     def offer(self, source: int, tracks: Offer) -> None:
@@ -335,9 +335,9 @@ async def _found_by(
     round_trip_s: float,
     within_s: float,
 ) -> dict[int, Found]:
-    """Return the prefixes by source: a while after the first, or shortly after a complete one.
+    """Return the prefixes found, by source, a while after the first, or shortly after a complete one.
 
-    After one answer, do not wait for ``unreachable`` sources. ``round_trip_s`` is the farthest source's;
+    After one answer, do not wait for ``unreachable`` sources. ``round_trip_s`` is that of the farthest source;
     ``within_s`` bounds the lookup.
     """
     clock = asyncio.get_running_loop().time

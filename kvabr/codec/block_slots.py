@@ -148,7 +148,7 @@ class BlockSlots:
 
     @property
     def first(self) -> torch.Tensor:
-        """One of the views."""
+        """The first layer's first view."""
         return self.layers[0][0]
 
     @property

@@ -141,7 +141,7 @@ def fit(
         caches: called once per pass; for a state, each has one or more snapshots along the axis of rows.
         config: options of the profile.
         progress: called after every cache of every pass.
-        gradients: for each cache, the gradient of the model's output by its first tokens, from
+        gradients: for each cache, the gradient of the model's output for its first tokens, from
             `kvabr.engines.transformers.TransformersEngine.gradient_classes`: [layer, K/V, head, token, dim], fewer
             tokens than the cache, or one snapshot of a state. None: all channels count alike.
     """
@@ -239,7 +239,7 @@ class _Source:
         return bare
 
     def slope(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient by the output of `bare`."""
+        """Return the gradient with respect to the output of `bare`."""
         slope, rope = self.bare(gradient), self.spec.rope
         if rope is not None:
             # Undoing the rotation divides by the factor, and the gradient grows by it.
@@ -248,7 +248,7 @@ class _Source:
 
 
 def _sensible(bare: torch.Tensor) -> torch.Tensor:
-    """Zero absurd tokens in their layer, in place, as encoders store them separately."""
+    """Zero tokens with absurd values in a layer, in place; encoders store such tokens separately."""
     peak = torch.maximum(bare.amax(dim=(2, 4)), -bare.amin(dim=(2, 4)))  # [layer, K/V, token]; a copy takes longer
     usual = peak.nanmedian(dim=2, keepdim=True).values
     absurd = ~(peak <= FP16_MAX) | ((peak > _MAX_TOKEN_RATIO * usual) & (usual > 0))
@@ -432,7 +432,7 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
 
 
 def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dict[str, Depth], float | None]:
-    """Fit the tables of every depth; return them with the usual number of copies of a token, if there is a base."""
+    """Return the fitted tables of every depth, and the median copies of a token (`likeness`); None: no base."""
     rows, chain = analysis.structure.rows, nested(config.steps)
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
     quantisers = {track: Quantiser(step, config.dead.get(track, 0.0)) for track, step in config.steps.items()}

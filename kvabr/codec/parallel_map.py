@@ -23,8 +23,8 @@ _Result = TypeVar("_Result")
 def parallel_map(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """Yield the results of ``work`` in order, drawing items in this thread on demand.
 
-    Two run at once, each with half of torch's threads, if torch has two. This thread keeps half of them, too, as
-    waiting threads spin.
+    If torch has several threads, two calls of ``work`` run at once, each with half of them. The calling thread keeps
+    half, too, as waiting threads spin.
     """
     threads = torch.get_num_threads()
     if threads < _AT_ONCE:

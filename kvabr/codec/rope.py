@@ -43,7 +43,7 @@ def powers(base: float, exponents: Doubles) -> Doubles:
 
 
 def cos_sin(angles: Doubles) -> tuple[Doubles, Doubles]:
-    """Return cosines and sines of angles in radians; beyond 2**27 NumPy's."""
+    """Return cosines and sines of angles in radians; angles beyond 2**27 use NumPy."""
     if not angles.size or not float(np.abs(angles).max()) < _FARTHEST:
         return np.cos(angles), np.sin(angles)
     quarters = np.rint(angles * (2 / np.pi))
@@ -78,7 +78,7 @@ Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 def rope_shape(rope: RopeSpec | None) -> tuple[int, int]:
-    """Return the number of rotating dimensions, and 1 for interleaved pairs."""
+    """Return the number of rotating dimensions, and 1 if their pairs are interleaved, else 0."""
     return (0, 0) if rope is None else (rope.rotary_dim, int(rope.layout == "interleaved"))
 
 
@@ -89,7 +89,7 @@ def rope_first(rope: RopeSpec | None) -> int:
 
 @lru_cache(maxsize=64)
 def _frequencies(rope: RopeSpec) -> NDArray[np.float64]:
-    """Return each pair's angle per token, radians."""
+    """Return the radians that each pair turns per token."""
     if rope.frequencies is not None:
         return np.array(rope.frequencies, dtype=np.float64)
     half = rope_shape(rope)[0] // 2
@@ -100,7 +100,7 @@ def _frequencies(rope: RopeSpec) -> NDArray[np.float64]:
 def rope_tables(rope: RopeSpec | None, first_token: int | None, tokens: int) -> Tables:
     """Return cosines and sines of the rotation, times the embedding's factor: two arrays [token, pair], read-only.
 
-    ``first_token``: position of the first one; None: tables without effect.
+    ``first_token``: position of the first token; None: the tables have no effect.
     """
     half = rope_shape(rope)[0] // 2
     if rope is None:
@@ -125,7 +125,7 @@ def backwards(rope: RopeSpec | None, first_token: int | None, tokens: int) -> Ta
 def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int | None, *, undo: bool = False) -> torch.Tensor:
     """Rotate keys [..., token, dim] float32 by positions from ``first_token`` on, or back with ``undo``.
 
-    Returns new keys, or ``keys`` itself without an embedding. For None see `rope_tables`.
+    Returns new keys, or ``keys`` itself without an embedding. If ``first_token`` is None, see `rope_tables`.
     """
     if rope is None:
         return keys

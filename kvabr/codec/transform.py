@@ -135,17 +135,17 @@ class Structure:
 
     @cached_property
     def dim(self) -> int:
-        """Channels of a head."""
+        """Number of channels of a head."""
         return self.coded.shape(1)[4]
 
     @cached_property
     def width(self) -> int:
-        """Channels of a block."""
+        """Number of channels of a block."""
         return self.block_heads * self.dim
 
     @cached_property
     def per_layer(self) -> int:
-        """Blocks of one layer's keys or values."""
+        """Number of blocks of one layer's keys or values."""
         return self.coded.kv_heads // self.block_heads
 
     @cached_property
@@ -267,8 +267,8 @@ def _checked(name: str, it: Matrices, *shape: int) -> Matrices:
 class Quiet:
     """Encoders' criterion for tokens with small values.
 
-    A model attends to them when it looks for nothing else, and so is most sensitive to their errors: a few tokens of a
-    text bear most of the loss.
+    A model attends to these tokens when no other token matters, so it is most sensitive to their errors: a few tokens
+    of a text bear most of the loss.
     """
 
     usual: NDArray[np.float32]

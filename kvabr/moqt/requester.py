@@ -359,7 +359,7 @@ class Requester:
 
     @property
     def _early(self) -> bool:
-        """A SUBSCRIBE_OK may still announce a track alias."""
+        """True if a SUBSCRIBE_OK may still announce a track alias."""
         return any(each.subscribes and not each.answered for each in self._requests.values())
 
     def _hold(self, stream: int, held: _Held, data: bytes | memoryview, *, fin: bool) -> None:

@@ -47,7 +47,7 @@ class BlendOption:
 
 
 class BlendPlan:
-    """A play's options, valued by savings at its prices."""
+    """A play's options, and their values at the play's prices."""
 
     def __init__(
         self, ladder: Ladder, cost: PrefillCost | None, goal: BlendGoal, *, time_price: float, gpu_price: float
@@ -99,7 +99,7 @@ class BlendPlan:
         return (1 - share) * codec + (self.fusion(coverage, share) or 0.0)
 
     def reserve_s(self, left_s: float, received: int, rate: float) -> float:
-        """Return the time before the deadline, in seconds, that tokens use better than the last layers.
+        """Return the seconds before the deadline in which recomputing tokens gains more than fetching the last layers.
 
         ``rate`` in bytes per second, 0.0 if unknown.
         """
@@ -135,9 +135,9 @@ class BlendPlan:
         return sum(self._catalog.unit(group).tokens for group in groups)
 
     def best(self, left_s: float, coverage: Sequence[str], codec: float, *, chosen: bool) -> BlendOption | None:
-        """Return the option for a cache in place, or None above the loss limit.
+        """Return the best option for a cache in place, or None if all exceed the loss limit.
 
-        ``codec`` as for `loss`; ``chosen``: the tokens are chosen already.
+        ``codec`` is as in `loss`; ``chosen``: True if the tokens are chosen already.
         """
         found, least = None, math.inf
         for option in self.options if self.tokens_left(coverage) else self.options[:1]:

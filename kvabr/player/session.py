@@ -197,7 +197,7 @@ class Session:
     def start(self, now: float = 0.0) -> None:
         """Start the play.
 
-        Like every event, raises `PolicyError` if the policy refuses the play, raises, or decides nonsense.
+        Like every event, raises `PolicyError` if the policy refuses the play, raises, or decides something invalid.
         """
         if not self.aim.start(now):
             return
@@ -489,7 +489,7 @@ class Session:
         self._actions.append(action)
 
     def waiting(self) -> bool:
-        """Return whether groups are in flight, being decoded or queued for it."""
+        """Return whether groups are in flight, being decoded or queued for decoding."""
         return bool(self.view.in_flight or self._decoders.decoding or self._decoders)
 
     def decoding(self) -> bool:
@@ -497,7 +497,7 @@ class Session:
         return bool(self._decoders.decoding)
 
     def undecoded(self) -> int:
-        """Return the number of layers being decoded and groups queued for it."""
+        """Return the number of layers being decoded, plus groups queued for decoding."""
         return len(self._decoders.decoding) + len(self._decoders)
 
     def silent(self, now: float) -> bool:
@@ -794,7 +794,7 @@ class Session:
         self._actions.append(Cancel(transfer.request))
 
     def _abandon(self, now: float) -> None:
-        """Cancel transfers that will be late when cheaper ones would not be."""
+        """Cancel transfers that will be late, if cheaper ones would arrive in time."""
         view, begun = self.view, 0
         self._best_rate = max(self._best_rate, view.rate)
         if self.guard.policy.paces:  # if they arrive after all, it requests better tracks
@@ -852,7 +852,7 @@ class Session:
         self.over = self.closed = self.content = True
 
     def hand_over(self, now: float, cut: str | None = None) -> None:
-        """End the play and deliver the cache; ``cut``: why only a part."""
+        """End the play and deliver the cache; ``cut``: the reason if only a part is."""
         self._end("the cache is delivered", now)
         self.record.delivered_s = now
         self.record.met = now <= self.view.deadline_s

@@ -401,7 +401,7 @@ class EventLog:
             self._log(ProgressMade(now, received, view.rate, view.lower_bound, self._slack()))
 
     def limited(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
-        """Emit a throughput sample (bytes per second) that the network did not limit."""
+        """Emit a throughput sample (bytes per second) that was limited ``by`` something other than the network."""
         self.emit(SampleLimited, now, by, rate, fed)
 
     def decision(
@@ -434,7 +434,7 @@ class EventLog:
         )
 
     def divided(self, division: Division | None, record: PlayRecord, now: float) -> None:
-        """Record the division of work until the rate is known; emit changes."""
+        """Record the latest division of work, or the first at a known rate; emit every change."""
         if division is None:
             return
         if record.division is None or not record.division.known:

@@ -234,7 +234,10 @@ class Sources:
         return (offer is None or track in offer) and source not in self._dropped
 
     def _ends_s(self, source: int, nbytes: int, *, alone: bool = False) -> float:
-        """Return a source's seconds for ``nbytes`` more, after its queue or ``alone``; unknown rates count lowest."""
+        """Return the seconds until a source has delivered ``nbytes``, ``alone`` or after its queue.
+
+        An unknown rate counts as the lowest.
+        """
         rate, _, ttfb_s = self._samplers[source].estimates()
         if rate <= 0:
             others = (self._samplers[each].estimates()[0] for each in range(len(self._offers)))

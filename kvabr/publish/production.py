@@ -1,4 +1,4 @@
-"""The production of one asset: an engine hands over runs of tokens, and an encoding thread takes steps.
+"""The production of one asset: an engine hands over runs of tokens, and a thread encodes them step by step.
 
 A `Production` writes an asset that appears at the end; for one that players can follow see
 `kvabr.publish.live_publisher`.
@@ -131,11 +131,11 @@ class Production:
             self._ended, self._reason = True, self._reason or reason or "given up"
 
     def has_work(self) -> bool:
-        """Return True if a step would do anything; under `lock`."""
+        """Return True if there is work for `step`. The caller holds `lock`."""
         return self.outcome is None and (self._frames is None or self._ended or self._next < self._pieces.whole)
 
     def patient(self) -> bool:
-        """Return True if the next step is for the idle-priority thread; under `lock`."""
+        """Return True if the idle-priority thread should take the next step. The caller holds `lock`."""
         return False
 
     # ------------------------------------------------------- the encoding threads, one at a time

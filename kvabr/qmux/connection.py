@@ -181,7 +181,7 @@ class QmuxConnection:
         return None if self._expected is None or not self._data_left else (self._expected.number, self._data_left)
 
     def took(self, count: int) -> None:
-        """Note that ``count`` `expected` bytes were read elsewhere; an event reports the end."""
+        """Note that the owner read ``count`` of the `expected` bytes itself; an event reports the end of the stream."""
         stream = self._expected
         assert stream is not None  # noqa: S101  # the caller has looked
         assert 0 < count <= self._data_left  # noqa: S101  # as above
@@ -198,7 +198,7 @@ class QmuxConnection:
         return len(self._rest) > 0
 
     def receive(self, data: Buffer) -> None:
-        """Take bytes from the peer, unless some wait; a violation ends the connection."""
+        """Take bytes from the peer; call `go_on` instead while some wait. A violation ends the connection."""
         if self.terminated is None:
             assert not self.waits  # noqa: S101  # the caller has looked
             self._empty, self._rest = 0, memoryview(data)
@@ -549,7 +549,7 @@ class QmuxConnection:
             self._ready.append(stream)
 
     def reset(self, number: int, code: int) -> None:
-        """Reset a stream of this end, dropping waiting data. Errors as of `send`."""
+        """Reset a stream of this end, dropping waiting data. Errors as in `send`."""
         stream = self._own(number)
         self._drop_pending(stream)
         self._frames.append(frame(FrameType.RESET_STREAM, number, code, stream.sent))

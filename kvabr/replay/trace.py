@@ -29,7 +29,7 @@ class Trace:
     """The capacity of a link over time.
 
     Raises:
-        TraceError: empty, unsorted, negative, not finite, or zero throughout.
+        TraceError: the trace is empty, unsorted, negative, not finite, or zero throughout.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Trace:
 
     @property
     def mean_rate(self) -> float:
-        """Over time, bytes per second."""
+        """The rate averaged over time, bytes per second."""
         return math.fsum((end - start) * rate for start, end, rate in self.segments()) / self.duration_s
 
     def segments(self) -> Iterator[tuple[float, float, float]]:
@@ -117,7 +117,7 @@ def _rate_problem(rate: float) -> str | None:
 
 
 def three(value: float) -> str:
-    """Return three significant digits, at most two decimal places, without an exponent."""
+    """Return a number with three significant digits, at most two decimal places, without an exponent."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

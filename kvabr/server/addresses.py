@@ -1,4 +1,4 @@
-"""Networks that a client's address stands for."""
+"""Networks that contain a client's address."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ArrivingGroup(ABC):
         """Change the priority: 0 (most urgent) to 255."""
 
     def close(self) -> None:  # noqa: B027  # as above
-        """Stop reading; without readers, also fetching. Idempotent."""
+        """Stop reading; the last reader also stops the fetch. Idempotent."""
 
 
 class PublishedGroup(ArrivingGroup):

@@ -1,4 +1,4 @@
-"""The assets of a store, as a server publishes them to those who may read them."""
+"""The assets of a store, published to those who may read them."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class PublishedAssets(Source):
         return self._view(grant).assets.get(asset.catalog.namespace) is asset
 
     def _changed(self) -> None:
-        """Update the views; grants of the same assets share one."""
+        """Update the views; grants that open the same assets share one."""
         assets = self._index.oldest_first
         shared: dict[tuple[str, ...], AssetView] = {}
         views = dict[str, AssetView]()

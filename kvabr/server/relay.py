@@ -89,7 +89,7 @@ class Relay(Source):
         await self.store.close()
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """Return a token's current grant; None for all if the origin refuses the relay."""
+        """Return a token's current grant; None for every token once the origin refuses the relay."""
         return None if self.catalogs.revoked else super().renewed(grant)
 
     def regrant(self, token: str) -> None:

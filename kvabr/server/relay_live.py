@@ -1,7 +1,7 @@
 """Assets that grow at a relay's origin. The relay subscribes to each of their tracks once, for all of its players.
 
-It follows the news of an asset, and the levels, that its players follow. So groups arrive without a round trip, only
-once, and are forwarded while they arrive, then stored like others.
+It follows the same assets and levels as its players. So each group arrives once, without a round trip, and is forwarded
+while it arrives, then stored like others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RelayedAsset(GrowingAsset):
     dear = True
 
     def __init__(self, text: BytesPublication, groups: RelayGroups, now_s: float) -> None:
-        """Takes long, and raises as `LiveCatalog.loads`."""
+        """Parse the catalog, which takes long; errors as in `LiveCatalog.loads`."""
         super().__init__(LiveCatalog.loads(bytes(text.open(0).data)), text)
         self._groups = groups
         self.used_s = now_s

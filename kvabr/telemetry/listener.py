@@ -43,7 +43,7 @@ class Listener(ABC):
 
 
 class PlayStates(Generic[S]):
-    """State of the last 1,024 active plays: the end of a play may be dropped."""
+    """States of the last 1,024 active plays. The number is bounded, since ends of plays may be dropped."""
 
     def __init__(self, make: Callable[[str], S]) -> None:
         self._make = make

@@ -1,7 +1,7 @@
 """A peer (an origin, a relay or an object store) on one or several connections, which are dialled when needed.
 
-Several connections, lanes, help if the path carries more than one of them, or one core, does. Plays see one source and
-one link: a request uses the lane with the fewest bytes left. Another lane is opened while enough bytes are wanted, and
+Several connections, called lanes, help if one connection or core cannot fill the path. Plays see one source and one
+link: a request uses the lane with the fewest bytes left. Another lane is opened while enough bytes are wanted, and
 stays only if the total rate then clearly rises.
 """
 
@@ -103,7 +103,7 @@ class Peer(PeerConnection):
 
     @property
     def reached(self) -> bool:  # type: ignore[override]
-        """See `Connection.reached`; of the first lane."""
+        """`Connection.reached` of the first lane."""
         return self._connection is not None
 
     @property
@@ -116,7 +116,7 @@ class Peer(PeerConnection):
 
     @property
     def announced_rate(self) -> float:  # type: ignore[override]
-        """See `Connection.announced_rate`; the best of all lanes."""
+        """The best `Connection.announced_rate` of all lanes."""
         every = (lane.connection.announced_rate for lane in self._lanes if lane.connection is not None)
         return max(every, default=0.0)
 

@@ -195,7 +195,7 @@ class LayerClass:
 
     @property
     def title(self) -> str:
-        """Kind, window and role: the name of the class unless two are equal."""
+        """Kind, window and role: the name of the class unless several classes share it."""
         return f"{self.kind}{self.window or ''}" + (f"-{self.role}" if self.role else "")
 
     @property
@@ -212,10 +212,10 @@ class LayerClass:
 
     @property
     def split(self) -> tuple[int, int]:
-        """Channels of a head scaled like keys, then those scaled like values.
+        """Number of a head's channels that are scaled like keys, then of those scaled like values.
 
-        They are concatenated on the last axis, or stacked on the second if equal in number. A state counts as values:
-        its rows, on the token axis, differ more than its columns.
+        They are concatenated on the last axis, or stacked on the second if equal in number. All channels of a state
+        count as values: its rows, on the token axis, differ more than its columns.
         """
         return (0, self.v_dim) if self.kind == "state" else (self.k_dim, self.v_dim)
 
@@ -257,7 +257,7 @@ class LayerClass:
     def first_needed(self, tokens: int) -> int:
         """Return the first token needed by a prompt that continues after ``tokens`` tokens.
 
-        One token more than a query sees is kept to be computed again: engines need a token to start with.
+        Keeps one token more than a query sees, since engines start by computing one token again.
         """
         if self.kind == "window":
             return max(0, tokens - (self.window or 0))
@@ -549,7 +549,7 @@ class KVSpec:
         )
 
     def with_dtypes(self, other: KVSpec) -> KVSpec:
-        """Return this spec with the element types of another with as many classes; otherwise itself.
+        """Return this spec with another's element types, or itself if their numbers of classes differ.
 
         Quantised classes keep theirs, the only type that their engine accepts.
         """

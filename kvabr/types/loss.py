@@ -139,10 +139,10 @@ def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> floa
 
 
 def factors_if_rest_computed(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return the loss of each of the first n groups if the engine computes all later ones, for n from 0 to all.
+    """Return factors on, and addends to, the loss of each group if the engine computes all after the first n.
 
-    The groups are on one track. The first array is a factor on their usual loss, the second is added: see
-    `losses_with_tail`, or without tails the loss inherited by computed groups.
+    Both arrays are by n, from 0 to all groups; the groups are on one track. For catalogs with tails see
+    `losses_with_tail`; without them, the addends are the loss inherited by computed groups.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 

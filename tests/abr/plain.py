@@ -16,7 +16,7 @@ TRACKS = (("A", 1000, 0.1, None), ("B", 2000, 0.01, None), ("C", 4000, 0.001, No
 
 
 def offer(groups: int = 10, tracks=TRACKS) -> Catalog:
-    """Every group alike; nothing takes time to decode."""
+    """All groups are alike, and decoding takes no time."""
     made = tuple(
         Track(name, (size,) * groups, (loss,) * groups, ("0" * 64,) * groups, refines=refines)
         for name, size, loss, refines in tracks

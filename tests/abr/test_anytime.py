@@ -188,7 +188,7 @@ def test_an_engine_beside_tracks_of_which_none_replaces_another(names, mode):
 @pytest.mark.parametrize("load", [0.1, 1.0])
 @pytest.mark.parametrize("wrong", [1.0, 30.0, 1 / 30])
 def test_on_the_word_of_a_server_alone_no_final_track_goes_before_a_base(load, wrong):
-    """The link dies after half a second: what a server has announced costs at most twice what knowing nothing does."""
+    """The link dies after half a second: the announced rate costs at most twice as much as no known rate."""
     offer, rate = default_catalog(), load * default_catalog().fp16_bytes / 4.0
     link = Trace("dies", "dies", (0.0, 0.5), (rate, 0.0), 1e4)
     costs = [

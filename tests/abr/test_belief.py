@@ -1,4 +1,4 @@
-"""What a play takes a link to carry."""
+"""A play's belief in the rate of its link."""
 
 import math
 

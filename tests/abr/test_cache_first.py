@@ -65,7 +65,7 @@ def test_layers_at_hand_are_put_upon_their_base():
 
 @pytest.mark.parametrize("mode", ["hole", "suffix"])
 def test_an_engine_leaves_what_is_at_hand(mode):
-    """The link would take longer than the engine, but nothing needs to come over it."""
+    """The link would take longer than the engine, but no group needs to cross it."""
     offer = catalog(8, layered=True)
     kept = {name: range(8) for name in ("base", "layer-1", "layer-2")}
     chosen = cache_first(load_policy("anytime")(), offer, lambda _, track: kept.get(track, ()))

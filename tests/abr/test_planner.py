@@ -1,4 +1,4 @@
-"""What an engine with spare time computes, and the prices of bytes and of its time."""
+"""The groups that an engine with spare time computes, and the prices of bytes and of its time."""
 
 import math
 import random
@@ -108,7 +108,7 @@ def test_an_engine_begins_in_time_where_the_link_brings_nothing(mode, prefix, to
 @pytest.mark.parametrize("rate", [3000, 30_000, 300_000])
 @pytest.mark.parametrize("load", [0.1, 1.0])
 def test_an_engine_makes_no_play_worse(mode, rate, load):
-    """On the slower ones, what is computed behind groups whose upgrade is in flight would inherit their errors."""
+    """On the slower links, groups computed after groups with an upgrade in flight would inherit their errors."""
     cost, groups = PrefillCost.from_rate(float(rate)), 32
     how = {"mode": "hole" if mode == "hole" else "suffix", "prefix": mode == "prefix"}
     run = simulated(cost, rtt=0.1, load=load, groups=groups, **how)
@@ -146,7 +146,7 @@ def test_no_engine_is_expected_to_begin_behind_groups_before_they_are_published(
 
 
 def test_what_was_computed_keeps_the_errors_of_what_was_in_place_then():
-    """The engine begins behind the base, whose layers come while it computes."""
+    """The engine begins after the base; its layers arrive while the engine computes."""
     offer = catalog(16, layered=True)
     options = ReplayOptions(2.0, 0.05, 0.12, PrefillCost.from_rate(512.0), "suffix", config=PlayerConfig(gpu_price=0.0))
     experiment = Experiment(offer, options)
@@ -162,7 +162,7 @@ def test_what_was_computed_keeps_the_errors_of_what_was_in_place_then():
 
 
 def test_a_prefix_is_cut_in_front_of_what_came_before_the_link_was_known_to_be_slow():
-    """What is in place by then, on the base, costs more in what it brings out than the engine takes."""
+    """The groups in place on the base cost more, by errors in later tokens, than computing them again."""
     cost, offer = PrefillCost(0.03, 0.25e-3), default_catalog()
     experiment = Experiment(offer, ReplayOptions(4.0, 0.02, 0.03, cost, mode="suffix", prefix=True))
     link = world("slow", [1e6])
@@ -178,7 +178,7 @@ GROUPS = 20
 
 
 def drawn(seed, *, layered):
-    """A catalog whose groups differ in everything; many options are useless, equal, or on one line."""
+    """A catalog of groups that differ in everything; many options are useless, equal, or on one line."""
     dice, offer = random.Random(seed), catalog(GROUPS, layered=layered)
     return replace(
         offer,

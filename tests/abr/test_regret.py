@@ -35,7 +35,7 @@ PLAYS = {
 
 
 def collapses(seed: int) -> Trace:
-    """A link of packets in bursts, whose level changes by up to four orders of magnitude."""
+    """A link of packets in bursts; its level changes by up to four orders of magnitude."""
     dice = random.Random(seed)
     times, rates, now, level = [], [], 0.0, 1.0
     while now < 60:
@@ -49,7 +49,7 @@ def collapses(seed: int) -> Trace:
 
 @cache
 def measured() -> dict[str, dict[str, dict[str, float]]]:
-    """Return the mean of what plays lose, and the share that meets the deadline, by family and policy."""
+    """Return the mean loss of plays, and the share that meets the deadline, by family and policy."""
     traces = [trace for path in sorted((ROOT / "traces").glob("*.csv")) for trace in readers.read(path)]
     traces += [collapses(seed) for seed in range(3)]
     runs: dict[tuple[str, str], list[dict]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What passes between the laboratory and its players: orders to play, and reports of what came back.
+"""Messages between the laboratory and its players: orders to play, and reports of the results.
 
 A report has facts and no judgement: the player does not know what would be right. `tests.chaos.judge` does.
 """

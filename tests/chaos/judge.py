@@ -1,4 +1,4 @@
-"""Judges what came of a play: holes, wrong bytes, lateness, crashes and hangs."""
+"""Judges the outcome of a play: holes, wrong bytes, lateness, crashes and hangs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,14 +12,14 @@ Kind = Literal["hole", "wrong", "late", "hang", "crash"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something that must not be; or a play that was late, which may be for want of a processor."""
+    """Something that must not happen, or a late play, which a busy processor may explain."""
 
     kind: Kind
     text: str
 
 
 def judge(report: Report, order: Order, library: Library) -> list[Failure]:
-    """Return what is wrong with a play; nothing, as a rule."""
+    """Return the failures of a play, usually none."""
     found = [*_ended(report), *_missing(report)]
     if report.cache is not None:
         found += _cache(report.cache, order, library)
@@ -79,7 +79,7 @@ def _cache(cache: CacheFacts, order: Order, library: Library, where: str = "") -
 
 
 def _versions(number: int, group: GroupFacts, tokens: int, order: Order, library: Library) -> set[int]:
-    """Versions of which a group is true; any at all if it was computed."""
+    """Return the versions that a group agrees with; all if it was computed."""
     if group.track == RECOMPUTED:
         right = library.recomputed(order.prompt, number * G, min(number * G + G, tokens))
         return {0} if group.sha256 == right else set()
@@ -92,9 +92,9 @@ def _versions(number: int, group: GroupFacts, tokens: int, order: Order, library
 
 
 def _base(base: tuple[CacheFacts, CacheFacts], order: Order, library: Library) -> list[Failure]:
-    """Check what an engine computed on: any mixture of what is true.
+    """Check the cache that an engine continued: any mixture of published versions.
 
-    A copy that is made while a better track is written into a group has some numbers of either, which is right too.
+    A copy that is made while a better track is written into a group has numbers of both tracks, which is right too.
     """
     found = []
     first, last = base

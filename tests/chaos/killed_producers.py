@@ -1,8 +1,8 @@
-"""Producers that are killed (kill -9) at any moment, and what players and the origin make of what they published.
+"""Producers that are killed (kill -9) at any moment, and how players and the origin handle their unfinished assets.
 
 A producer is a process of its own. It publishes the groups of a short asset at its own pace, and is killed at a random
-moment: before it has begun, in the middle of a group, between its last word and the asset's name, or not at all. It is
-played meanwhile, from the origin or through a relay. Then a late-comer plays what has become of it.
+moment: before it has begun, in the middle of a group, between its last news and the asset's name, or not at all. It is
+played meanwhile, from the origin or through a relay. Then a late player plays the result.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ HANG_S = 60.0
 
 
 class FoundError(Exception):
-    """Something that must never happen: its kind, and what it was."""
+    """Something that must never happen: its kind, and a description."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Production:
         return LiveCatalog(offer, seconds, f"{self.seed:016x}")
 
     def frame(self, group: int, track: str) -> bytes:
-        """Return a frame of the asset as one of its own prompt."""
+        """Return a frame of the asset, framed for this producer's own prompt."""
         first, end = SPEC.group_range(group, len(TOKENS))
         payload = bytes(payload_of(self.asset.frame(group, track)))
         return framed(payload, track, GroupContext(SPEC, first, end - first), self.live.catalog.chunks[group], group)
 
     def named(self, root: Path) -> bool:
-        """Return whether the store has an asset of it."""
+        """Return whether the store has this producer's asset."""
         return self.live.catalog.chunks[-1] in names_in(StoreTree(root))
 
     @property
@@ -89,7 +89,7 @@ class Production:
 
 
 def produce(root: str, asset: str, seed: int, runs: Event) -> None:
-    """Publish everything; the main function of the process, which says that it runs."""
+    """Publish everything; the main function of the process, which sets ``runs`` first."""
     runs.set()
     made, news = Production(seed, open_asset(Path(asset))), list[PublishedFrames]()
     live, dice = made.live, random.Random(f"{seed} pace")
@@ -119,7 +119,7 @@ def produce(root: str, asset: str, seed: int, runs: Event) -> None:
 
 
 async def played(client: AsyncClient, made: Production, policy: str = "anytime") -> int:
-    """Play what there is of a production; return the groups that came."""
+    """Play the existing part of a production; return the number of received groups."""
     options = PlayOptions(salt=made.salt, time_price=0.0, policy=policy)
     try:
         found = await client.play(TOKENS, deadline=HANG_S / 2, options=options)
@@ -136,7 +136,7 @@ async def played(client: AsyncClient, made: Production, policy: str = "anytime")
 
 
 async def meanwhile(client: AsyncClient, made: Production, process) -> int:
-    """Play a production as it goes on; return the groups that came."""
+    """Play a production while it goes on; return the number of received groups."""
     while await client.find(TOKENS, salt=made.salt) is None:
         if not process.is_alive():
             return 0  # killed before it began, or within a look of the origin
@@ -145,7 +145,7 @@ async def meanwhile(client: AsyncClient, made: Production, process) -> int:
 
 
 async def late(client: AsyncClient, root: Path, made: Production, groups: int) -> int:
-    """Play every track of what a late-comer finds, which has at least as many groups; return how many."""
+    """Play every track of the asset that is left, which must have at least ``groups`` groups; return their number."""
     if made.named(root):
         while await client.find(TOKENS, salt=made.salt) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # it is in the store, and the origin has not looked since
@@ -165,7 +165,7 @@ class World:
 
 
 async def one(world: World, seed: int) -> tuple[str, str]:
-    """Run one production; return what came of it, and details."""
+    """Run one production; return its outcome, and details."""
     made, client = Production(seed, world.asset), world.clients[seed % 2]
     context = multiprocessing.get_context("forkserver")
     runs = context.Event()
@@ -201,7 +201,7 @@ async def one(world: World, seed: int) -> tuple[str, str]:
 
 
 async def kill_many(root: Path, runs: int, seed: int = 1, *, at_a_time: int = 4, told=lambda _: None) -> Counter[str]:
-    """Run many productions; count what came of them, and have ``told`` hear of what must never happen."""
+    """Run many productions, and count their outcomes; call ``told`` for everything that must never happen."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
     outcomes: Counter[str] = Counter()
     seeds = iter(range(seed, seed + runs))

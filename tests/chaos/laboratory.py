@@ -193,7 +193,7 @@ class Laboratory:
         self._blame(seed)
 
     def _blame(self, seed: int) -> None:
-        """Note servers that died by themselves, and what their logs should not say."""
+        """Note servers that died by themselves, and log lines that must not appear."""
         for name, node in self._world.nodes.items():
             node.check()
             for text in node.deaths:
@@ -205,7 +205,7 @@ class Laboratory:
     # ----------------------------------------------------------------- the end
 
     def _end(self, seed: int) -> None:
-        """End all servers as an operator does, and look for what they left."""
+        """End all servers as an operator does, and look for their remains."""
         world = self._world
         for player in world.players:
             player.close()

@@ -28,7 +28,7 @@ _JUNK_BYTES = 100_000
 
 
 def mood(seed: int) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
-    """Draw how often the liar lies, and about what: groups (`tests.faults.lies.LIES`) and catalogs (`CATALOGS`)."""
+    """Draw how often the liar lies, and its subjects: groups (`tests.faults.lies.LIES`) and catalogs (`CATALOGS`)."""
     dice = random.Random(f"mood {seed}")
     groups = tuple(dice.sample(sorted(LIES), dice.choice((0, 1, 1, 2))))
     catalogs = tuple(dice.sample(sorted(CATALOGS), dice.choice((0, 0, 1, 2))))
@@ -78,7 +78,7 @@ class _State:
         return self.dice.choice(kinds) if kinds and self.dice.random() < self.share else None
 
     def group(self) -> Callable[[Answer], None] | None:
-        """The lie to tell about a group, if any."""
+        """The lie about a group, if any."""
         kind = self._lies(self.groups)
         return None if kind is None else LIES[kind]
 
@@ -108,7 +108,7 @@ class _Server(LyingServer):
 
 
 def _with(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
-    """Return what changes a catalog's JSON."""
+    """Return a function that changes a catalog's JSON."""
 
     def changed(data: bytes) -> bytes:
         value = json.loads(data)
@@ -119,7 +119,7 @@ def _with(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes
 
 
 def _each(**changes: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
-    """Return what changes fields of every track."""
+    """Return a function that changes fields of every track."""
 
     def change(value: dict[str, Any]) -> None:
         for track in value["tracks"]:

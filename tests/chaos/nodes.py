@@ -89,7 +89,7 @@ class Node:
             self._process = None
 
     def freeze(self, *, on: bool) -> None:
-        """Stop it, or let it go on."""
+        """Stop the process, or let it continue."""
         self.check()
         if self._process is not None:
             self._process.send_signal(signal.SIGSTOP if on else signal.SIGCONT)
@@ -120,7 +120,7 @@ class Node:
         return None if self._process is None else Sample.of(self._process.pid)
 
     def bugs(self) -> list[str]:
-        """What its log says since the last call that no log should: unhandled exceptions."""
+        """Log lines since the last call that must not appear: unhandled exceptions."""
         with self.log.open("rb") as log:
             log.seek(self._read)
             data = log.read()
@@ -137,7 +137,7 @@ class Node:
 
 
 def free_port() -> int:
-    """A UDP port that nobody has at the moment."""
+    """A UDP port that is free at the moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What happens in a round, from its seed alone: the links, the faults, and the plays."""
+"""The plan of a round, from its seed alone: links, faults and plays."""
 
 import random
 from dataclasses import dataclass

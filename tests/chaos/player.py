@@ -1,4 +1,4 @@
-"""The player's process: plays what it is told, many plays at a time, and reports what came back."""
+"""The player's process: carries out orders, many plays at a time, and reports the results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Player(Child):
 
     @staticmethod
     def ready(players: Iterable[Player], within_s: float) -> list[Player]:
-        """Wait for players that have something to tell."""
+        """Wait for players that have a report."""
         pipes = {player._pipe: player for player in players}
         return [pipes[pipe] for pipe in wait(list(pipes), within_s)]
 
@@ -76,7 +76,7 @@ class Player(Child):
         return self._pipe.closed or not self._process.is_alive()
 
     def told(self) -> tuple[int, Report | str]:
-        """Return a report, or what went wrong outside of any play, with the number of its round."""
+        """Return a report, or a failure outside of any play, with the number of its round."""
         try:
             return self._pipe.recv()
         except (EOFError, OSError):
@@ -296,7 +296,7 @@ def _both(first: torch.Tensor, last: torch.Tensor) -> tuple[CacheFacts, CacheFac
 
 
 def _listen(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any]) -> None:
-    """Pass on what comes through the pipe, and None at its end; in a thread."""
+    """Pass on messages from the pipe, and None at its end; in a thread."""
     with suppress(RuntimeError):  # the loop is over
         try:
             while True:

@@ -1,4 +1,4 @@
-"""What is published in the laboratory, and what is true about it.
+"""The assets that the laboratory publishes, and their true contents.
 
 Each prompt has several versions: the same tokens, another cache. The truth is computed from the frames of a version,
 without a network, a player or an assembler: every group of every track, decoded by itself.
@@ -68,7 +68,7 @@ class Prompt:
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        """What the engine computes: the cache of version 0 before it was encoded, in the model's dtype."""
+        """The computed cache: version 0 before it was encoded, in the model's dtype."""
         return _cache(self.number, 0, len(self.tokens)).to(SPEC.torch_dtype)
 
     @cached_property
@@ -176,7 +176,7 @@ def _decoded(prompt: int, version: int, path: Path) -> Truth:
 
 
 class KnownEngine:
-    """Computes a prompt's cache by looking it up, in part of the time that its cost says."""
+    """Computes a prompt's cache by looking it up, in a part of the time that its cost predicts."""
 
     spec = SPEC
 

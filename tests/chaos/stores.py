@@ -51,7 +51,7 @@ def _fault(dice: random.Random) -> Fault:
 
 @contextlib.asynccontextmanager
 async def troubled(root: Path, dice: random.Random) -> AsyncIterator[WebServer]:
-    """Yield the server of a store with both assets, whose GETs go wrong as the dice say."""
+    """Yield the server of a store with both assets; the dice decide which GETs fail."""
     url = memory_url()
     for name in LENGTHS:
         put_asset(url, open_asset(root / name))
@@ -68,7 +68,7 @@ def make_assets(folder: Path) -> None:
 
 
 def campaign(folder: Path, rounds: int, first_seed: int) -> bool:
-    """Run rounds from a seed on, print what became of their plays, and return whether nothing was found."""
+    """Run rounds from a seed on, print the outcomes of their plays, and return whether no fault was found."""
     make_assets(folder)
     good = True
     for seed in range(first_seed, first_seed + rounds):
@@ -79,7 +79,7 @@ def campaign(folder: Path, rounds: int, first_seed: int) -> bool:
 
 
 async def run(root: Path, seed: int) -> Counter[str]:
-    """Run the round of a seed over the assets in a folder; return what became of its plays, and what was found."""
+    """Run the round of a seed over the assets in a folder; return the outcomes of its plays, and the faults found."""
     dice, tally = random.Random(f"stores {seed}"), Counter[str]()
     limits = Limits(memory_bytes=0)
     async with contextlib.AsyncExitStack() as stack:
@@ -109,7 +109,7 @@ async def run(root: Path, seed: int) -> Counter[str]:
 
 
 async def _played(client: AsyncClient, name: str, peer: str, deadline_s: float, tally: Counter[str]) -> bool:
-    """Play a prompt, with its codec profile if it has one; count what became of it, and return whether it came."""
+    """Play a prompt, with its codec profile if it has one; count its outcome, and return whether it succeeded."""
     tokens = prompt(LENGTHS[name]).tokens
     track = "FP16"
     try:

@@ -1,4 +1,4 @@
-"""Counts what came of all plays, and shows it as a table."""
+"""Counts the outcomes of all plays, and shows them as a table."""
 
 import re
 import statistics
@@ -69,7 +69,7 @@ class Tally:
         return sum(self.failures[kind] for kind in BAD)
 
     def growing(self) -> list[str]:
-        """Processes whose memory, files or threads grew, over their longest life."""
+        """Processes with growing memory, files or threads, over their longest life."""
         out = []
         for name, lives in self.lives.items():
             if (pair := _ends(max(lives, key=len))) is None:

@@ -1,4 +1,4 @@
-"""The judge of the chaos laboratory notices what it is there for: it must not find nothing for want of looking."""
+"""The judge of the chaos laboratory detects every kind of failure."""
 
 import socket
 from dataclasses import replace
@@ -136,7 +136,7 @@ def test_a_seed_makes_the_same_round_each_time():
 
 @pytest.mark.process
 def test_a_play_that_does_not_end_is_noticed(library, tmp_path):
-    """Its deadline is far away, and nobody answers."""
+    """Its deadline is far away, and no peer answers."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf:
         deaf.bind(("127.0.0.1", 0))
         url = f"moqt://127.0.0.1:{deaf.getsockname()[1]}/"

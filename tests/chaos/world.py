@@ -1,4 +1,4 @@
-"""The laboratory's processes, links and files, and what each kind of fault does to them."""
+"""The laboratory's processes, links and files, and the effect of each kind of fault."""
 
 import asyncio
 import hashlib
@@ -43,7 +43,7 @@ class World:
     """Everything that runs. A context manager."""
 
     def __init__(self, folder: Path, library: Library, *, players: int, hang_s: float) -> None:
-        """Prepare folders; nothing runs before the context is entered."""
+        """Prepare folders; processes start when the context is entered."""
         self.folder, self.published = folder, library
         self._players_wanted, self._hang_s = players, hang_s
         self.root = folder / "assets"
@@ -135,7 +135,7 @@ class World:
         self._plan, self._begun_s = plan, time.monotonic()
 
     def heal(self) -> None:
-        """Open the links, and start what is down; other faults have been undone by now."""
+        """Open the links, and start stopped processes; other faults have been undone by now."""
         for shaper in self.links.values():
             shaper.open(Conditions())
         for node in self.nodes.values():
@@ -169,7 +169,7 @@ class World:
     # ---------------------------------------------------------------- faults
 
     def inflict(self, fault: Fault) -> Undo | None:
-        """Begin a fault; return what undoes it, if anything has to."""
+        """Begin a fault; return a function that undoes it, if necessary."""
         kind, _, rest = fault.kind.partition(" ")
         if kind in ("blackout", "cliff"):
             return None  # the link's trace has it
@@ -276,7 +276,7 @@ class World:
         return self.folder / f"disk-{name}"
 
     def _fill(self, name: str, _: Fault) -> Undo:
-        """Let processes write nothing into files, which fails like a full disk."""
+        """Forbid writes to files, so that they fail like on a full disk."""
         pids = [player.pid for player in self.players] if name == "player" else [self.nodes[name].pid]
 
         def limit(most: int) -> None:

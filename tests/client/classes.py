@@ -55,9 +55,9 @@ CONTINUATION = (3, 1, 4, 1, 5)
 
 
 def numbers(spec: KVSpec, tokens: list[int]) -> tuple[torch.Tensor, ...]:
-    """Return a made-up cache of some tokens: a tensor per class. What it holds depends on each token alone.
+    """Return a made-up cache of some tokens: a tensor per class. Its numbers depend on each token alone.
 
-    What a state holds depends on their number.
+    The numbers of a state depend on the number of tokens.
     """
     parts = []
     for number, part in enumerate(spec.parts):
@@ -95,7 +95,7 @@ def link(library: PublishedAssets, rate: float = 1e6, **options) -> MemoryConnec
 
 
 class Computer:
-    """An engine of such a model: it computes the made-up numbers, and checks what it is given before."""
+    """An engine of such a model: it computes the made-up numbers, and checks the cache that it continues."""
 
     mode = "suffix"
 
@@ -122,7 +122,7 @@ class Computer:
         return self.score_classes(None if kv is None else (kv,), tokens)
 
     def score_classes(self, kv, tokens):
-        """As `ScoringClassEngine`: what comes next depends on every number that can be seen, and on nothing else."""
+        """As `ScoringClassEngine`: the next token depends on every visible number, and only on these."""
         state = torch.zeros(16, dtype=torch.float64)
         for part, only in zip(kv, self.spec.classes, strict=True):
             seen = part[:, :, :, only.first_needed(part.shape[3]) :].double().flatten()

@@ -1,4 +1,4 @@
-"""Policies whose plays are handed over on a coarse track, and are then upgraded to the exact one."""
+"""Policies that deliver a coarse track first, and then upgrade it to the exact one."""
 
 from kvabr.abr.policy import Decision, Policy
 

@@ -56,7 +56,7 @@ def library_origin(library):
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
-    """Neither what this user's client keeps on disk nor a token in the environment matters."""
+    """Ignore this user's client cache on disk, and tokens in the environment."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("KVABR_TOKEN", raising=False)
 

@@ -1,6 +1,6 @@
 """Plays of a store in a process with hardly any file descriptors: run by a test, which gives it the URL of the store.
 
-Prints what became of the plays under each limit, and of those after it was lifted, one JSON object a line.
+Prints the outcomes of plays under each limit, and after it was lifted, one JSON object a line.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ PLAYS = 20
 
 
 async def plays(client):
-    """Play several prompts at once, and return what became of them."""
+    """Play several prompts at once, and return their outcomes."""
     asked = (client.play([number] * 40, deadline=5.0) for number in range(PLAYS))
     told = await asyncio.gather(*asked, return_exceptions=True)
     return Counter(

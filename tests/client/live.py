@@ -37,7 +37,7 @@ class Producer:
     """Publishes the frames of an asset, group by group, under the asset's own name."""
 
     def __init__(self, asset, *, pace_s=1.0, expected=1.1):
-        """``expected``: what sizes are expected, as a multiple of the real ones."""
+        """``expected``: the expected sizes as a multiple of the real ones."""
         self.asset, self.catalog = asset, asset.catalog
         tracks = tuple(
             replace(
@@ -74,7 +74,7 @@ class Producer:
         return found
 
     def publish(self, chunks=1, *, left_out=(), rest_s=None, spoil=None, tell=True):
-        """Publish the next groups of tokens; ``spoil`` changes what is sent of a frame, given its name and bytes."""
+        """Publish the next groups of tokens; ``spoil`` changes a frame before it is sent, given its name and bytes."""
         for _ in range(chunks):
             chunk = self.published
             frames = self.frames(chunk)
@@ -90,7 +90,7 @@ class Producer:
                 self.news.append(PublishedFrames(KEY, chunk, float(chunk), told, rest_s).dumps())
 
     def add(self, chunk, names, rest_s=None):
-        """Tell of further frames of a group of tokens."""
+        """Announce further frames of a group of tokens."""
         told = {
             name: (len(frame), hashlib.sha256(frame).hexdigest())
             for name, frame in self.frames(chunk).items()
@@ -103,7 +103,7 @@ class Producer:
         self.news.append(news.dumps())
 
     async def run(self, pace_s, chunks=None):
-        """Publish what is left at a pace, and end if that is all."""
+        """Publish the rest at a pace, and end after the last group."""
         left = len(self.catalog.chunks) - self.published
         for _ in range(left if chunks is None else chunks):
             await asyncio.sleep(pace_s)
@@ -117,7 +117,7 @@ class Producer:
             track.finish(reason)
 
     def find(self, namespace, track):
-        """What an origin serves of it."""
+        """The publication that an origin serves."""
         catalog = self.catalog
         if track == MODELS_TRACK:
             return BytesPublication(json.dumps({"models": [catalog.spec.to_json()]}).encode())

@@ -32,7 +32,7 @@ def put_asset(url, asset):
 
 @dataclass
 class Fault:
-    """What a server does to one GET."""
+    """The fault of a server at one GET."""
 
     status: int | None = None
     """Answer with it."""
@@ -52,7 +52,7 @@ class Fault:
 
 @dataclass
 class WebServer:
-    """A web server over the objects of a store in memory, which reads ranges, and counts what it is asked for."""
+    """A web server over the objects of a store in memory, which reads ranges, and counts requests."""
 
     source: str
     """URL of the store."""

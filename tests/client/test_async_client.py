@@ -1,4 +1,4 @@
-"""Many plays of one client: nothing twice over the network, the earliest deadline first, nothing left behind."""
+"""Many plays of one client: no group is fetched twice, the earliest deadline goes first, and nothing is left over."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""What the tests of faults share: a small real asset, real servers on loopback, and shaped links to them."""
+"""Shared by the tests of faults: a small real asset, real servers on loopback, and shaped links to them."""
 
 import asyncio
 import logging
@@ -127,7 +127,7 @@ class Log:
         self.more.set()
 
     async def seen(self, *names: str) -> None:
-        """Wait for an event of one of these names, past or to come."""
+        """Wait for an event of one of these names, past or future."""
         async with asyncio.timeout(LIMIT_S):
             while not any(line.name in names for line in self.lines):
                 self.more.clear()

@@ -1,4 +1,4 @@
-"""What a lying origin may do in answer to a request for a group: by name, functions of a `tests.faults.rude.Answer`."""
+"""A lying origin's answers to a request for a group: by name, functions of a `tests.faults.rude.Answer`."""
 
 import asyncio
 

@@ -28,7 +28,7 @@ GOAL = 2
 
 
 class Answer:
-    """What a liar may do in answer to one FETCH."""
+    """A liar's possible actions in answer to one FETCH."""
 
     def __init__(self, peer: LyingPeer, number: int, publication: Publication, group: int) -> None:
         self.peer, self.number, self.group = peer, number, group
@@ -141,7 +141,7 @@ async def rude_server(tls, *, greet=None, heard=None, alpn=tuple(draft.alpn for 
 
 @asynccontextmanager
 async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic", window=None):
-    """A client that says nothing but what a test has it say; one with a ``window``, bytes, never opens it further."""
+    """A client that sends only what a test makes it send; with a ``window`` in bytes, it never opens this further."""
     lib = library(name)
     configuration = lib.configure(client=True, alpn=[draft.alpn], server_name="localhost", idle_timeout=LIMIT_S)
     configuration.verify_mode = 0

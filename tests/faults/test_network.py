@@ -99,7 +99,7 @@ async def killed_and_started_again(start, fingerprint, libraries) -> None:
 
 
 async def test_an_origin_or_a_relay_killed_in_the_middle_and_started_again(origin, root, tls, fingerprint):
-    """The player connects anew and goes on from what it has; one that asks only later finds out then."""
+    """The player reconnects and keeps its groups; without open requests it notices only at the next one."""
     async with origin() as served:
         await asyncio.gather(
             killed_and_started_again(lambda port: serve_process(root, tls, port=port), fingerprint, LIBRARIES),
@@ -108,7 +108,7 @@ async def test_an_origin_or_a_relay_killed_in_the_middle_and_started_again(origi
 
 
 async def test_a_rolling_restart(root, tls, fingerprint):
-    """The old server completes what is under way, and takes nobody in; the play goes on at the new one."""
+    """The old server completes open requests and admits no client; the play continues at the new one."""
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(serve_process(root, tls))
         link = stack.enter_context(shaped(old.address, [0.1 * MB], rtt_s=0.01))

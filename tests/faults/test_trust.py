@@ -89,7 +89,7 @@ def connecting(served, quic, host="localhost", **trust):
 
 
 async def said(served, quic, **trust):
-    """What the error says that a client meets."""
+    """The message of the error that a client gets."""
     with pytest.raises(TransportError) as caught:
         async with connecting(served, quic, **trust):
             pass

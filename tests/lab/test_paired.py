@@ -19,7 +19,7 @@ def plays(traces=30, each=6):
 
 
 def noisy(names, dice, *, level, spread=0.01, trace_spread=0.02):
-    """Regrets whose noise is partly common to a trace, as a link's is."""
+    """Regrets with noise that is partly common to a trace, like a link's."""
     common = {}
     return [level + common.setdefault(name, dice.gauss(0, trace_spread)) + dice.gauss(0, spread) for name in names]
 

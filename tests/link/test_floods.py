@@ -43,7 +43,7 @@ def ends(tls):
 
 
 def all_that_comes(channel, size=1 << 14):
-    """What a channel yields until nothing is left."""
+    """Everything that a channel yields until it is empty."""
     buffer, data = memoryview(bytearray(size)), b""
     while True:
         try:

@@ -135,7 +135,7 @@ def test_filters_that_are_none(draft, data):
 
 
 def test_parameters_that_fill():
-    """Only some, and not those that fill again."""
+    """FILL may contain only some parameters, and no other FILL."""
     assert {0x0A, 0x20, 0x21, 0x22, 0x25, 0x26, 0x27, 0x28} == IN_FILL
     assert read("01 23 01 00", DRAFT_20) == Parameters(fill=Parameters())
     for data in ("01 23 04 01 23 01 00", "01 23 03 01 0405", "01 23 02 0000", "01 23 00", "01 35 02"):
@@ -228,7 +228,7 @@ def test_structure(data, token):
 
 @table("data", ["", "04", "00", "01", "0105", "02", "03", "000500", "020500", "0280"])
 def test_no_token(data):
-    """What cannot be decoded closes the session with KEY_VALUE_FORMATTING_ERROR."""
+    """A token that cannot be decoded closes the session with KEY_VALUE_FORMATTING_ERROR."""
     with pytest.raises(SessionFault) as caught:
         Token.decode(bytes.fromhex(data))
     assert caught.value.code == SessionCode.KEY_VALUE_FORMATTING_ERROR

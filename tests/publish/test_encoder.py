@@ -1,4 +1,4 @@
-"""Publishing a cache, with the toy model: what the catalog says is what the frames are, and what the model measured."""
+"""Publishing a cache with the toy model: the catalog agrees with the frames, and with the model's measurements."""
 
 import hashlib
 from dataclasses import replace

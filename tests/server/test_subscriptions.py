@@ -1,4 +1,4 @@
-"""Tracks that grow: subscriptions to them and every end of these, and requests behind the edge."""
+"""Growing tracks: subscriptions and all the ways in which they end, and requests beyond the live edge."""
 
 import pytest
 
@@ -44,7 +44,7 @@ async def test_groups_are_pushed_as_they_appear_until_the_track_ends(draft, tls)
 
 
 async def test_a_producer_that_dies(tls):
-    """Its reason is told; what it has published can be fetched."""
+    """The subscriber gets the reason, and can fetch the published groups."""
     async with serving(tls) as served:
         track = growing(served)
         number = served.subscribe()
@@ -66,7 +66,7 @@ async def test_a_producer_that_dies(tls):
 
 
 async def test_many_groups_at_once_wait_for_each_other(tls):
-    """At most some streams of a subscription are open, in the order of the groups."""
+    """A subscription has a limited number of open streams, in the order of the groups."""
     async with serving(tls) as served:
         track = growing(served)
         number = served.subscribe(priority=7)
@@ -101,7 +101,7 @@ async def test_a_filter_with_an_end(draft, tls):
 
 
 async def test_a_subscription_that_pauses(tls):
-    """FORWARD 0: what appears meanwhile is not pushed, but named as the largest object to fetch from."""
+    """With FORWARD 0 new groups are not pushed, only named as the largest object, for a FETCH."""
     async with serving(tls) as served:
         track = growing(served)
         number = served.subscribe(forward=0)
@@ -139,7 +139,7 @@ async def test_a_subscription_that_is_cancelled(tls):
 
 
 async def test_a_server_that_goes_away(tls):
-    """Subscriptions end after what is being sent."""
+    """Subscriptions end after the groups being sent."""
     async with serving(tls) as served:
         track = growing(served, data(0))
         served.subscribe()
@@ -154,7 +154,7 @@ async def test_a_server_that_goes_away(tls):
 
 
 async def test_a_stream_is_stopped_while_its_subscription_is_cancelled(tls):
-    """Both are heard before either is acted on."""
+    """Both events arrive before either is handled."""
     async with serving(tls) as served:
         track = growing(served)
         number = served.subscribe()
@@ -171,7 +171,7 @@ async def test_a_stream_is_stopped_while_its_subscription_is_cancelled(tls):
 
 
 async def test_the_transport_asks_for_more_in_the_moment_in_which_a_group_appears(tls):
-    """The head of a stream comes before its objects."""
+    """The head of a stream is sent before its objects."""
     async with serving(tls) as served:
         track = growing(served)
         number = served.subscribe()
@@ -228,7 +228,7 @@ async def test_what_may_no_longer_be_read(tls):
 
 @every
 async def test_a_fetch_behind_the_edge_is_refused(draft, tls):
-    """As the drafts have it; what there is of a range comes, and the track has not ended."""
+    """As the drafts demand; the existing part of a range is sent, and the track has not ended."""
     async with serving(tls, draft) as served:
         growing(served, data(0))
         served.fetch((1, 0), (1, 0))
@@ -243,7 +243,7 @@ async def test_a_fetch_behind_the_edge_is_refused(draft, tls):
 
 
 async def test_a_range_that_depends_on_the_largest_object(tls):
-    """The last groups of a track, in drafts that can say so."""
+    """The last groups of a track, in drafts that can express this."""
     async with serving(tls, DRAFT_20) as served:
         growing(served, *(data(group) for group in range(5)))
         number = served.fetch((0, 0), (0, 0), filter=Filter(groups_back=2))

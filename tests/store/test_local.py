@@ -48,7 +48,7 @@ def test_only_ordinary_files_are_objects(store, tmp_path, kind):
 
 
 def test_an_object_is_read_in_the_moment_in_which_it_is_named(store):
-    """A name is a link to what was written; a reader may come before the other name goes."""
+    """A name is a hard link to the written file; a reader may open it before the partial name is removed."""
     write(store, "g/x")
     path = store.path("g/x")
     path.with_name(".x.0123456789abcdef.partial").hardlink_to(path)

@@ -82,7 +82,7 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
 def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) -> None:
     """Decode groups to the blocks of a paged cache on the current stream; return when all are verified.
 
-    They may be written partly on error. Only the shape of `DecodeJob.out` counts, which may be on device ``meta``.
+    On error, blocks may be partly written. Only the shape of `DecodeJob.out` counts, which may be on device ``meta``.
     """
     for job, there in zip(jobs, blocks, strict=True):
         check_blocks(job.out.shape, there)
@@ -414,7 +414,7 @@ def _rotations(rope: RopeSpec | None, positions: int, device: torch.device) -> _
 
 
 def _read(order: _Order, reading: _Reading, depth: int, index: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """Decode streams on top of the depths below; return int32 [stream], 0 for a good one."""
+    """Decode the streams of one depth, given the depths below; return int32 [stream], 0 if the stream is valid."""
     model, device = reading.model, index.device
     tables, streams = coder_tables(model, device), len(reading.parts)
     status = torch.empty(streams, dtype=torch.int32, device=device)
@@ -452,7 +452,7 @@ def _read(order: _Order, reading: _Reading, depth: int, index: torch.Tensor, lev
 
 
 def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: WriteTarget, apart: int) -> int:
-    """Return the run length of channels, of neighbouring pairs, that are neighbours in memory."""
+    """Return how many consecutive channels, and their pairs, are also consecutive in memory."""
     rotary, interleaved = rope_shape(rope)
     if interleaved or dim % 2 or into.strides[1] != 1:
         return 1
@@ -465,7 +465,7 @@ def _wraps(device: torch.device, outputs: int) -> bool:
 
 
 def _tokens(tile: _Tile, *, wraps: bool) -> int:
-    """Return the tokens of a tile of products, doubled without wrapping sums."""
+    """Return the number of tokens in a tile of products; half as many if sums do not wrap."""
     return tile.tokens if wraps else tile.tokens // 2
 
 

@@ -1,8 +1,8 @@
 """References between tokens of a group, chosen by the encoder and sent in the payload, like a video's motion vectors.
 
 A tile of more than 64 tokens takes two steps of the coder per row. Each token of the second step refers to one of the
-first, and the referenced index in the same row selects table and sign. The places of a tile are its tokens of the first
-step, then those of the second, both ascending.
+first: that token's index in the same row selects table and sign. The places of a tile are its tokens of the first step,
+then those of the second, both ascending.
 
     for each tile of more than 64 tokens: a bit for each token, set in the second step | lane 1 of each of these
 
@@ -24,7 +24,7 @@ TILE = 128
 
 @dataclass(frozen=True, eq=False)
 class References:
-    """The references of a group."""
+    """The coding order of a group's tokens, and the token that each refers to."""
 
     place: NDArray[np.uint8]
     """[place]: token offset in the tile."""
@@ -38,15 +38,15 @@ class References:
 
 
 def tiles(tokens: int) -> list[slice]:
-    """Return a group's tiles with two steps."""
+    """Return a group's tiles that take two steps."""
     every = (slice(first, min(tokens, first + TILE)) for first in range(0, tokens, TILE))
     return [tile for tile in every if tile.stop - tile.start > LANES]
 
 
 def join_references(parts: dict[int, tuple[NDArray[np.bool_], NDArray[np.intp]]], tokens: int) -> References:
-    """Build references from parts by a tile's first token; other tiles get neutral ones.
+    """Build references from parts by the first token of their tile; other tiles get neutral ones.
 
-    A part has step and referenced token of each token in its tile.
+    A part has two arrays by token of the tile: True for the second step, and the referenced token.
     """
     place = (np.arange(tokens) % TILE).astype(np.uint8)
     lane = np.zeros(tokens, np.uint8)

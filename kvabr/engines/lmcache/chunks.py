@@ -104,7 +104,7 @@ def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -
 
 
 def object_name(settings: KeyedSettings, model: str, spec: KVSpec, workers: int) -> str:
-    """Return a daemon's model name for its objects; as `name_of`."""
+    """Return the model's name for a daemon's objects; see `name_of`."""
     only = spec.only
     latent = only.kind == "latent"
     facts = {"shape": [spec.layers, only.heads * only.k_dim] if workers > 1 or latent else None}

@@ -109,8 +109,8 @@ def whole_cache(parts: Sequence[torch.Tensor], spec: KVSpec, model: Any) -> Any:
 def windowed_cache(parts: Sequence[torch.Tensor], spans: Sequence[Span], spec: KVSpec, tokens: int, model: Any) -> Any:
     """Return a copy of the first ``tokens`` tokens of a played cache in the model's own form.
 
-    Window layers have only visible tokens. ``parts`` has one tensor per layer class with the tokens of ``spans``; a
-    state's has the snapshot after ``tokens`` tokens.
+    Window layers have only visible tokens. ``parts`` has one tensor per layer class: the tokens of its span, or for a
+    state the snapshot after ``tokens`` tokens.
     """
     shown = [
         part if is_state(one) else part[:, :, :, : max(0, tokens - span.first)]
@@ -197,7 +197,7 @@ def _number(role: str) -> int:
 
 
 def _places(model: Any) -> list[int]:
-    """Return the cache's index of each layer with content; empty if all have some."""
+    """Return the indices of layers with a cache; empty without layer types in the configuration: then all have one."""
     config = model.config.get_text_config(decoder=True)
     types, modes = getattr(config, "layer_types", None) or (), getattr(config, "kv_sharing_modes", None) or ()
     reused = {index for index, mode in enumerate(modes) if mode == "reuse"}

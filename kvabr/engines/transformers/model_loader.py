@@ -168,7 +168,7 @@ def engine_of(
     name: str | None = None,
     progress: Progress | None = None,
 ) -> TransformersEngine:
-    """Return the engine of a model loaded from a directory, with caches named as by `kvabr encode`.
+    """Return the engine of a model loaded from a directory; its caches have the names that `kvabr encode` gives.
 
     The name also covers changes since loading: active adapters (PEFT), quantisation, configuration, merged weights.
     After further changes this engine refuses to play and publish; make another.
@@ -178,7 +178,7 @@ def engine_of(
         path: the directory with config.json, tokenizer.json and the weights.
         whole_windows: see `kvabr.engines.transformers.spec_of`.
         snapshots_every: see there.
-        name: of the model, instead of that of `kvabr.engines.weights`.
+        name: the model's name, instead of the one that `kvabr.engines.weights` derives.
         progress: takes the progress of reading the weights for their digest.
 
     Raises:
@@ -205,7 +205,7 @@ def engine_of(
 
 
 def original_context(config: Any) -> int | None:
-    """Return the tokens up to which LongRoPE rotates keys as for short prompts; None for other embeddings."""
+    """Return the length up to which LongRoPE treats prompts as short, in tokens; None for other embeddings."""
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if (rope.get("rope_type") or rope.get("type")) not in ("longrope", "su"):

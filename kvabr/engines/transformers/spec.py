@@ -302,7 +302,7 @@ def _linear(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
 
 
 def _llama3(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
-    """Keep fast rotations within the original context, and slow down the others."""
+    """Keep pairs that turn often within the original context, slow down those that do not, and blend in between."""
     context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     out = []
@@ -314,7 +314,7 @@ def _llama3(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
 
 
 def _yarn(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
-    """As Llama 3, but with a ramp over pairs instead of turns, and a factor that lengthens keys."""
+    """As `_llama3`, but blend by the index of the pair instead of its turns, and multiply keys by a factor."""
     context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
     rotary = plain.rotary_dim
 
@@ -351,7 +351,7 @@ _SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, Any]], Scaled]] = {
 
 
 def _is_the_models(rope: RopeSpec, own: object, factor: float) -> bool:
-    """Compare with the model's own frequencies and factor, which keys do not fully show."""
+    """Return True if the model has the same frequencies and factor, which its keys do not fully show."""
     if not isinstance(own, torch.Tensor) or rope.frequencies is None or own.shape != (len(rope.frequencies),):
         return False
     ours = torch.tensor(rope.frequencies, dtype=torch.float64)

@@ -2,8 +2,8 @@
 
 If a play loses more than `VllmSettings.keep_loss`, its blocks and those computed after them are evicted when its
 request ends. Until then, requests with the same or a shorter deadline may share them; for any other request the blocks
-are evicted at once. The loss of a play within the limit includes that of the blocks before it; a request with a lower
-limit uses no blocks of vLLM's prefix cache.
+are evicted at once. The loss of a play includes that of the kept blocks before it. A request with a limit lower than
+that of its blocks uses none of vLLM's prefix cache.
 
 Pure: no vLLM, no clock, no threads.
 """
@@ -50,7 +50,7 @@ class _Served:
 
     @property
     def leaves(self) -> float:
-        """Loss of a request that shares its blocks."""
+        """Loss that another request takes over with its blocks."""
         return max(self.before + self.worst, self.shared)
 
 
@@ -87,7 +87,7 @@ class BlockLosses:
         served.begins = next(iter(_hashes(request)[first // self._hashed :][:1]), None)
 
     def lost(self, name: str, loss: float, worst: float) -> None:
-        """Record the expected loss of a request's play; ``worst`` if a request shares no later tokens."""
+        """Record the expected loss of a request's play; ``worst`` is that of a request that shares no later tokens."""
         served = self._served.get(name)
         if served is None:
             return

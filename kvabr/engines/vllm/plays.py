@@ -98,7 +98,7 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, slots=True)
 class GrowRequest:
-    """Publish the tokens of a request that this step completes."""
+    """Publish a running request's tokens, as computed by this step."""
 
     request: str
     tokens: Sequence[int]
@@ -155,7 +155,7 @@ class Step:
 async def find_cache(
     client: EngineClient, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
 ) -> Found | None:
-    """Return the longest cached prefix for the first spec that has one; raise as `AsyncClient.find`.
+    """Return the longest cached prefix for the first spec that has one; errors as in `AsyncClient.find`.
 
     All specs share ``within_s`` seconds; any element type fits.
     """
@@ -176,18 +176,18 @@ def cut(found: Found, last: int) -> Found:
 
 
 def usable(catalog: Catalog, only: str | None, max_loss: float) -> Sequence[Track]:
-    """Return the tracks that a play may end on: ``only`` this, else all within ``max_loss``, else all."""
+    """Return the tracks that a play may end on: ``only`` or all, and of these any within ``max_loss``, else all."""
     chosen = [track for track in catalog.tracks if track.name == only] or catalog.tracks
     return [track for track in chosen if track.total_loss <= max_loss] or chosen
 
 
 def sizes(catalog: Catalog, tracks: Sequence[Track]) -> tuple[int, ...]:
-    """Return a play's maximum bytes for each of its tracks as the largest, descending."""
+    """Return a play's maximum bytes by the largest track that it may use, descending."""
     return tuple(sorted({_with_lower(catalog, track) for track in tracks}, reverse=True))
 
 
 def within(found: Found, skip: int, limit: int) -> Found:
-    """Exclude tracks of more than ``limit`` bytes after the first ``skip`` groups."""
+    """Exclude tracks with more than ``limit`` bytes in the groups after the first ``skip``."""
     left = found.catalog.suffix(skip)
     names = frozenset(track.name for track in left.tracks if _with_lower(left, track) <= limit)
     return found if len(names) == len(left.tracks) else replace(found, only=names)
@@ -235,7 +235,7 @@ def leave_client(settings: VllmSettings) -> None:
 
 
 async def _stay_connected(client: EngineClient, *, probes: bool) -> None:
-    """Dial, and probe so that requests find the connection open; log its loss and return once."""
+    """Dial, and probe so that requests find the connection open; log once that it is lost, and that it is back."""
     with contextlib.suppress(KvabrError):  # the probe below logs the reason
         await client.known_link()  # a player process may still be starting
     within_s, away = _DIAL_S, False

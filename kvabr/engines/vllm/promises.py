@@ -48,7 +48,7 @@ requests considered, since the scheduler waits.
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Costs of a request, after vLLM's own tokens."""
+    """Costs of a request beyond the tokens that vLLM has."""
 
     sizes: Sequence[int]
     """Host memory in bytes with each of its tracks as the largest, descending."""

@@ -1,11 +1,11 @@
 """Requests of a MoQT connection: a `MoqtRequest` for each transfer, its FETCHes, and its subscriptions.
 
-Payload is read at its final place in the group, the headers in between elsewhere. Most objects of a group have the same
-size, so the next header is predictable, and one system call reads many objects without a copy. After another header,
+Payload is read directly into its group, the headers between objects elsewhere. Most objects of a group have the same
+size, so the next header is predictable, and one system call reads many objects without a copy. If a header differs,
 the pieces are joined and parsed.
 
-Each track with wanted unpublished groups has a subscription. A group arrives on its own stream when published. Groups
-published before the subscription, or requested after their stream, are fetched. It ends with its last transfer.
+Each track with wanted unpublished groups has a subscription, which ends with its last transfer. A group arrives on its
+own stream when published. Groups published before the subscription, or requested after their stream, are fetched.
 """
 
 from __future__ import annotations

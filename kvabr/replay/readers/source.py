@@ -29,7 +29,7 @@ GAP_STEPS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The user's description of a file; None: detect."""
+    """The user's description of a file; fields of None are detected."""
 
     time: str | None = None
     end: str | None = None
@@ -203,14 +203,14 @@ def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[
 
 
 def split(source: TraceFile, rows: Rows, *, least_gap_s: float = 0.0) -> list[Trace]:
-    """Make traces of rows: one, or several named ``-0001`` and so on if there are gaps.
+    """Make one trace of rows, or, if there are gaps, several that are named ``-0001`` and so on.
 
-    A row lasts until its end or the next row. A gap longer than `GAP_STEPS` and ``least_gap_s`` splits the file; in a
-    shorter one the rate holds. A row without a rate splits it too: a missing sample is not zero. Pieces with zero rates
-    are dropped if others remain.
+    A row lasts until its end or the next row. A gap longer than `GAP_STEPS` median steps and ``least_gap_s`` splits the
+    file; during a shorter gap the last rate holds. A row without a rate splits it too: a missing sample is not zero.
+    Pieces with only zero rates are dropped if others remain.
 
     Raises:
-        TraceError: no row has a rate, one ends before it starts, or the samples of a piece are not valid.
+        TraceError: no row has a rate, a row ends before it starts, or the samples of a piece are not valid.
     """
     pieces = list(_pieces(source, rows, least_gap_s))
     if not pieces:

@@ -62,7 +62,7 @@ _Step = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 @contextmanager
 def taking(path: str) -> Iterator[None]:
-    """Make all coding take a path, as `coder.taking` does, or this module's functions."""
+    """Use one code path everywhere, as `coder.taking` does; for `ORACLE`, this module's functions."""
     if path != ORACLE:
         with coder.taking(path):
             yield
@@ -278,7 +278,7 @@ def error_sums(
     quantiser: Quantiser,
     coded: NDArray[np.bool_],
 ) -> NDArray[np.int64]:
-    """Return the sum over tokens of what decoding takes from some rows, in units of step / `ERROR_UNIT`."""
+    """Return the sum over tokens of the decoding errors in some rows, in units of step / `ERROR_UNIT`."""
     exact, dead = rows[which][:, coded] / np.float32(quantiser.step), np.float32(quantiser.dead)
     exact = exact.clip(-32767, 32767)
     error = exact - gains[:, None] * np.rint(exact - exact.clip(-dead, dead))
@@ -290,7 +290,7 @@ def error_sums(
 def similarity(
     rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
 ) -> NDArray[np.int32]:
-    """Return how alike tokens are in some rows: the sums over rows of the products of each two tokens' numbers."""
+    """Return the similarity of tokens: the sums over some rows of the products of every two tokens' numbers."""
     with np.errstate(over="ignore"):
         exact = (rows[which][:, tokens] / np.float32(step)).clip(-_WHOLE, _WHOLE)
     number = np.rint(exact).clip(-most, most) if most else np.rint(16 * (exact - np.rint(exact)))

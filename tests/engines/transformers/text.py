@@ -1,4 +1,4 @@
-"""What the tests' tiny model is asked, and how it answers."""
+"""Prompts for the tests' tiny model, and its answers."""
 
 import random
 
@@ -10,7 +10,7 @@ PREFIX = IDS[:400]
 
 
 def cold(model, ids, cache=None, count=8):
-    """What ``generate()`` returns, greedy, with the logits of every step."""
+    """The result of greedy ``generate()``, with the logits of every step."""
     given = torch.tensor([ids])
     return model.generate(
         given,

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, whose caches are of every kind: for layouts, bytes and exactness."""
+"""Tiny random models of many architectures, with caches of every kind: for layouts, bytes and exactness."""
 
 from functools import partial
 
@@ -186,7 +186,7 @@ def tiny(name, *, dtype=torch.bfloat16, kept="bfloat16", **options):
 
 @torch.inference_mode()
 def prefilled(engine, ids, *, whole=False):
-    """The cache that a model makes of a prompt by itself; with ``whole``, one that keeps what leaves a window."""
+    """The cache that a model computes for a prompt by itself; with ``whole``, windows keep every token."""
     cache = new_cache(engine.model, whole=whole)
     engine.model(input_ids=torch.tensor([ids]), **{engine.cache_argument: cache}, use_cache=True)
     return cache
@@ -208,7 +208,7 @@ def published(engine, root, ids=PREFIX, *, cache=None, **how):
 
 
 async def ready_from(library, engine, ids=IDS, *, faults=None, **how):
-    """What is played of them for a prompt, over a link in memory."""
+    """The result of a play of the caches for a prompt, over a link in memory."""
     options = PlayOptions(**({"prefill_cost": SLOW} | how))
     link = MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02), faults=faults)
     async with link, AsyncClient(link, options=options) as client:

@@ -24,7 +24,7 @@ def served(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(request, tmp_path_factory):
-    """What the tests of a module share with the real vLLM: the module's `World`."""
+    """The `World` that the tests of a module share with the real vLLM."""
     world = request.module.World(tmp_path_factory.mktemp("world"))
     yield world
     world.close()
@@ -32,7 +32,7 @@ def world(request, tmp_path_factory):
 
 @pytest.fixture
 def settled(world):
-    """Whatever happened, nothing of a test's plays is left."""
+    """After every test, no state of its plays is left."""
     yield
     world.engine.settle()
     assert world.engine.worker._plays == {}

@@ -101,7 +101,7 @@ class RealEngine:
         return [one.outputs[0].token_ids for one in out]
 
     def settle(self, within_s=60.0):
-        """Step until vLLM has nothing more to clear up, and what is published is on disk."""
+        """Step until vLLM has cleaned up, and publications are on disk."""
         end_s = time.monotonic() + within_s
         while self.scheduler.has_finished_requests() or self.scheduler.has_requests():
             self.llm.llm_engine.step()
@@ -121,7 +121,7 @@ class RealEngine:
         return self.client.begin(lambda client: client.find(prompt, model=spec, any_dtype=True)).result() is not None
 
     def counted(self):
-        """What was counted since the last time, by vLLM's own metrics and not by looking into the connector."""
+        """The counts since the last call, from vLLM's own metrics instead of the connector."""
         now = {
             metric.name.removeprefix("vllm:kvabr_"): metric.value
             for metric in self.llm.get_metrics()

@@ -34,7 +34,7 @@ class Longest(CheapFirst):
 
 
 def request(name="r", tokens=TOKENS, **more):
-    """What the halves look at of vLLM's requests."""
+    """The part of vLLM's requests that the halves read."""
     return SimpleNamespace(
         **{
             "request_id": name,
@@ -51,12 +51,12 @@ def request(name="r", tokens=TOKENS, **more):
 
 
 def lora(path, name="adapter", **more):
-    """What they look at of a request's adapter."""
+    """The part of a request's adapter that the halves read."""
     return SimpleNamespace(**{"lora_name": name, "lora_path": str(path), "load_inplace": False} | more)
 
 
 def medium(first, tokens, value, **more):
-    """What they look at of a picture, here a few pixels of one value, as in vLLM's ``MultiModalFeatureSpec``."""
+    """The part of vLLM's ``MultiModalFeatureSpec`` that the halves read: a picture of a few pixels of one value."""
     data = {"pixel_values": SimpleNamespace(data=torch.full((2, 2), value))}
     place = SimpleNamespace(offset=first, length=tokens)
     told = {"data": data, "modality": "image", "identifier": f"picture {value}", "mm_position": place}
@@ -75,7 +75,7 @@ class Bench:
     def __init__(
         self, served, publish=None, *, heads=None, layers=None, spec=SPEC, caches=None, waits=False, **options
     ):
-        """``caches``: vLLM's tables, or all that it says of a model, as ``(ServedModel, tensors by layer)``."""
+        """``caches``: vLLM's tables, or its description of a model, as ``(ServedModel, tensors by layer)``."""
         constants = {name: options.pop(name) for name in ("plays", "queue", "tail") if name in options}
         self.options = type("Settings", (VllmSettings,), {"tail": 0, **constants})(
             url=served.url,
@@ -143,7 +143,7 @@ class Bench:
         paged_blocks(self.caches, list(range(8)), BlockLayout.TRANSPOSED).write(ToyModel().prefill(TOKENS[:64]))
 
     def published(self):
-        """Wait until everything that was to be published is."""
+        """Wait until all publications have ended."""
         end_s = time.monotonic() + LIMIT_S
         while self.publisher._known:
             assert time.monotonic() < end_s
@@ -156,7 +156,7 @@ class Bench:
         return ended
 
     def load(self, asked, computed=0, blocks=range(20)):
-        """Tokens that were promised, and the blocks that were not filled."""
+        """Return the promised tokens, and the blocks that were not filled."""
         count, waits = self.matched(asked, computed)
         assert waits == bool(count)  # no step is held up
         self.scheduler.allocated(asked, [list(blocks)], count)
@@ -179,7 +179,7 @@ class Bench:
 
 
 def read(bench, runs):
-    """What is in blocks, a tensor per layer class."""
+    """Return the contents of blocks, a tensor per layer class."""
     sizes = {pages.part: len(runs[pages.group]) * pages.block for pages in bench.model.caches.pages}
     out = [torch.empty(part.shape(sizes[number])) for number, part in enumerate(bench.model.shard.parts)]
     EngineBlocks(bench.model, bench.named, lambda _: BlockLayout.TRANSPOSED).read(runs, out)

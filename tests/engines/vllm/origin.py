@@ -1,4 +1,4 @@
-"""An origin in a process of its own: `kvabr serve`, at one port, so that it can die and come back."""
+"""An origin in a process of its own: `kvabr serve`, at one port, so that it can die and restart."""
 
 import atexit
 import os

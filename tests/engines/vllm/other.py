@@ -1,4 +1,4 @@
-"""Another vLLM, in a process of its own: it is told prompts on its standard input, and answers with their texts.
+"""Another vLLM, in a process of its own: it reads prompts from its standard input, and answers with their texts.
 
 As a program: ``python -m tests.engines.vllm.other MODEL EXTRA ROLE OPTIONS``, the last three in JSON.
 """
@@ -35,7 +35,7 @@ class OtherEngine:
         self._process.stdin.flush()
 
     def end(self):
-        """Return what it says of the prompt that was begun: its text, seconds to the first token, and counters."""
+        """Return the answer to the begun prompt: its text, seconds to the first token, and counters."""
         return self._answer()
 
     def generate(self, prompt, tokens=1, **params):
@@ -44,7 +44,7 @@ class OtherEngine:
         return self.end()["text"]
 
     def close(self):
-        """End it, behind what it publishes."""
+        """End it after its publications."""
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()

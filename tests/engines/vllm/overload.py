@@ -30,7 +30,7 @@ OWN = 16
 
 @dataclass
 class Asked:
-    """A request, and what becomes of it."""
+    """A request, and its outcome."""
 
     name: str
     tokens: tuple[int, ...]
@@ -71,7 +71,7 @@ def published(folder, count, tokens=64):
 
 
 def at_once(library, asked, rate, cost, *, known=True):
-    """Serve requests that come at once; ``known``: earlier plays have told how fast the link is."""
+    """Serve simultaneous requests; ``known``: earlier plays have measured the link."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(_Engine(cost, rate).serve(library, asked, known=known))
     return sum(one.met for one in asked)
@@ -138,7 +138,7 @@ class _Engine:
 
 
 def feasible(asked, rate, cost):
-    """Return how many could be in time together, by what link and engine carry until each deadline."""
+    """Return how many could be in time together, by the capacity of link and engine until each deadline."""
     classes = {}
     for one in sorted(asked, key=lambda one: one.deadline_s):
         classes.setdefault((len(one.tokens), one.deadline_s), []).append(one)

@@ -1,4 +1,4 @@
-"""Which blocks vLLM's connector tells routers of, and when it takes them back; without vLLM."""
+"""Which blocks vLLM's connector announces to routers, and when it withdraws them; without vLLM."""
 
 from contextlib import closing
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from tests.engines.vllm.halves import TOKENS, Bench, request
 
 
 def polling(name="r", tokens=range(20), salt=None):
-    """A request of vLLM, whose blocks have four tokens and names that tell what is before them."""
+    """A request of vLLM with blocks of four tokens; their names depend on all earlier tokens."""
     tokens = list(tokens)
     names = [repr(tokens[: 4 * (at + 1)]).encode() for at in range(len(tokens) // 4)]
     return SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What vLLM's prefix cache may keep of plays with losses. Needs no vLLM, no network and no clock."""
+"""Which blocks of lossy plays vLLM's prefix cache may keep. Needs no vLLM, no network and no clock."""
 
 import math
 from contextlib import closing
@@ -57,7 +57,7 @@ def test_a_play_within_the_limit_stays(engine):
 
 
 def test_what_turns_of_a_conversation_leave_adds_up(engine):
-    """Each is within the limit, the third is not, behind what the first two have left."""
+    """Each turn alone is within the limit, but the third exceeds it together with the first two."""
     for turn, (first, kept) in enumerate([(0, True), (16, True), (32, False)]):
         name, last = f"turn {turn}", first + 16
         engine.load(name, 0.4 * LIMIT, blocks=range(100, 104 + turn), first=first, last=last)

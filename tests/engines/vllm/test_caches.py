@@ -1,4 +1,4 @@
-"""What vLLM says of its cache, as layer classes and block tables; and what of it is refused. Needs no vLLM."""
+"""vLLM's description of its cache as layer classes and block tables; and refused descriptions. Needs no vLLM."""
 
 from types import SimpleNamespace
 

@@ -46,7 +46,7 @@ def config(model):
 
 
 def caches(made, *, layers=30, **fields):
-    """What vLLM would say of the model's cache."""
+    """vLLM's description of the model's cache."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     plain = {"block_size": made.cache_config.block_size, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
@@ -151,7 +151,7 @@ def test_an_fp8_cache_is_one_of_codes_with_the_scales_of_the_checkpoint(config):
 
 
 def layer_of(scale, **fields):
-    """What an attention layer of vLLM says of its cache."""
+    """An attention layer's description of its cache, as in vLLM."""
     scales = {"_k_scale": torch.tensor(scale), "_v_scale": torch.tensor(1.0), "_v_scale_float": 1.0}
     backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
     told = {"attn_backend": backend, "impl": None, "kv_cache_dtype": "fp8", "_k_scale_float": 1.0}

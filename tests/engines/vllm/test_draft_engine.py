@@ -34,7 +34,7 @@ class World(VllmWorld):
             self.engine = None
 
     def accepted(self, prompt, **params):
-        """What the engine says, what was counted of kvabr, and the share of proposed tokens that was accepted."""
+        """The engine's text, kvabr's counters, and the share of proposed tokens that was accepted."""
         before = self.drafted()
         text, counted = self.says(prompt, SAID, **params)
         proposed, accepted = (now - then for now, then in zip(self.drafted(), before, strict=True))

@@ -1,4 +1,4 @@
-"""Draft heads and models: which layers are theirs, what caches' names tell of them, and blocks that they have not."""
+"""Draft heads and models: their layers, their part in cache names, and blocks that they lack."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def folders(tmp_path_factory):
 
 
 def engine(folders, draft="draft", method="eagle", modules=1, tokens=1, ranks=(1, 1), stages=1, how=None, **more):
-    """What is looked at of vLLM's configuration."""
+    """The part of vLLM's configuration that kvabr reads."""
     told = SimpleNamespace(
         method=method,
         draft_model_config=SimpleNamespace(

@@ -35,7 +35,7 @@ def constant(mbit):
 
 
 class World(VllmWorld):
-    """One engine, one origin behind a link, and what 16 prompts say when vLLM computes all of it."""
+    """One engine, one origin behind a link, and the answers to 16 prompts when vLLM computes everything."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -127,7 +127,7 @@ def test_sixteen_requests_at_once_play_what_was_published(world):
 
 
 def test_after_a_reset_of_its_caches_nothing_from_before_is_played(world, monkeypatch):
-    """vLLM tells the connector when its weights may have changed: here they have not, so the text is the same."""
+    """vLLM notifies the connector that its weights may have changed: here they have not, so the text is the same."""
     monkeypatch.setattr(world.engine.half, "_generation", Generation())  # the other tests go on with what was published
     prompt, cold = world.prompts[7], world.cold[7]
     world.origin.wait_for_assets(16)
@@ -211,7 +211,7 @@ def test_and_is_played_from_again_once_it_is_back(world):
 
 
 def test_a_deadline_cuts_the_prefix_and_no_block_fails(world, monkeypatch):
-    """On a link that carries a part of the cache, what came is used, and nothing fails."""
+    """On a link that carries a part of the cache, the received groups are used, and no block fails."""
     failed = set()
     before = world.engine.worker.failed_blocks
 

@@ -1,4 +1,4 @@
-"""The connector tells routers what can be had from kvabr, by the real vLLM's KV events; the subscriber hears it."""
+"""The connector announces kvabr's caches to routers in the real vLLM's KV events; the subscriber receives them."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ PUBLISHED = 384
 
 
 class World(VllmWorld):
-    """An engine that plays, publishes, and tells events; and one that hears them."""
+    """An engine that plays, publishes and sends events, and a subscriber."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -63,11 +63,11 @@ class World(VllmWorld):
             time.sleep(0.01)
 
     def stored(self):
-        """Events of what can be had from kvabr."""
+        """Events of blocks that kvabr can load."""
         return [one for one in self.told if isinstance(one, KVBlocksStored) and one.medium == STORAGE]
 
     def removed(self):
-        """Events of what is gone from kvabr."""
+        """Events of blocks that kvabr can no longer load."""
         return [one for one in self.told if isinstance(one, KVBlocksRemoved) and one.medium == STORAGE]
 
     def close(self):

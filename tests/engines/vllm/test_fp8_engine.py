@@ -38,14 +38,14 @@ class World(VllmWorld):
             self.engine = None
 
     def published(self, prompt, **more):
-        """What the engine says, and the cache that it publishes meanwhile, as it was read out of its blocks."""
+        """The engine's text, and the cache that it publishes meanwhile, as read from its blocks."""
         text, counted, given = self.watched("read", prompt, publish=True, **more)
         assert counted["published"] == 1
         self.origin.wait_for_assets(len(assets_of(self.assets)))
         return text, given[0][1][0]
 
     def played(self, prompt, **more):
-        """What the engine says, what was counted, and what is in the blocks that were played."""
+        """The engine's text, its counters, and the contents of the played blocks."""
         text, counted, given = self.watched("places", prompt, **more)
         if not given:
             return text, counted, None
@@ -55,7 +55,7 @@ class World(VllmWorld):
         return text, counted, kv
 
     def watched(self, name, prompt, **more):
-        """What the engine says, what was counted, and the arguments of calls of a method of its blocks."""
+        """The engine's text, its counters, and the arguments of calls to a method of its blocks."""
         kind, given = type(self.engine.worker.blocks), []
         method = getattr(kind, name)
 

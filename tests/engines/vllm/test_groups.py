@@ -1,4 +1,4 @@
-"""The two halves of a model with windows, whose layers have several block tables; a real origin, without vLLM."""
+"""Both halves of the connector for a model with windows, which has several block tables: a real origin, no vLLM."""
 
 import pickle
 from contextlib import closing
@@ -42,7 +42,7 @@ TRACKS = ("FP16", "Int4")
 
 
 def numbers(tokens=160, seed=0):
-    """A cache of whole numbers, which every track but Int4 has exactly."""
+    """A cache of whole numbers, exact on every track but Int4."""
     out = []
     for part in SPEC.parts:
         shape = torch.Size(part.shape(tokens))
@@ -82,7 +82,7 @@ def bench(served):
 
 
 def tables_of(end, more=0):
-    """Block tables of a request as vLLM has them behind ``end`` tokens: what is out of sight is block 0."""
+    """Block tables of a request after ``end`` tokens, as in vLLM: outside the window, block 0."""
     gone, blocks = max(0, end - 39) // BLOCK, end // BLOCK
     order = [[1 + place for place in range(blocks)], [35 - place for place in range(blocks)]]
     order.append([1 + (7 * place) % 39 for place in range(blocks + more)])
@@ -90,7 +90,7 @@ def tables_of(end, more=0):
 
 
 def load(bench, asked, computed=0):
-    """Tokens that were promised, and the tables; every load ends, and none by failed blocks."""
+    """Return the promised tokens and the tables; every load must end without failed blocks."""
     count, waits = bench.matched(asked, computed)
     assert waits == (count > 0)
     tables = tables_of(computed + count)
@@ -102,7 +102,7 @@ def load(bench, asked, computed=0):
 
 
 def check(bench, tables, first, end, kv=None):
-    """Compare what is in the blocks of tokens ``first`` to ``end`` - 1; all others must be as they were."""
+    """Compare the blocks of tokens ``first`` to ``end`` - 1; all others must be unchanged."""
     kv = kv or numbers()
     for pages in CACHES.pages:
         run = tables[pages.group][first // BLOCK : end // BLOCK]
@@ -165,7 +165,7 @@ def test_whatever_is_lost_the_rest_is_computed(tmp_path, track, group):
 
 
 def prefill(bench, asked, kv, chunk=36):
-    """Compute a prompt in steps, as vLLM does: blocks fill up, and those behind the window are taken away."""
+    """Compute a prompt in steps, as vLLM does: blocks fill up, and those that leave the window are freed."""
     bench.scheduler.arrived(asked)
     length = len(asked.prompt_token_ids)
     asked.num_computed_tokens = 0

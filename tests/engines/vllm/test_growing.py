@@ -154,7 +154,7 @@ def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_path, beside):
-    """What its later steps compute, with other weights perhaps, is not added."""
+    """Groups of later steps, perhaps computed with other weights, are not added."""
     with closing(live(served, tmp_path / "out")) as bench:
         bench.worker._publications.overlapped = beside
         given_back = []

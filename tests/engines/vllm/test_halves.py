@@ -99,7 +99,7 @@ def test_nothing_is_played_of(bench):
 
 
 def test_an_asset_of_another_dtype_is_played(tmp_path):
-    """What the publisher computed in is part of an asset's name, and no obstacle."""
+    """The publisher's dtype is part of an asset's name, and no obstacle."""
     served_spec = SPEC.changed(dtype="bfloat16")
     made = Publisher(tmp_path / "assets", served_spec, prior=default_catalog(), tracks=["FP16"])
     made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)

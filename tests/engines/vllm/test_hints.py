@@ -1,4 +1,4 @@
-"""Requests that say that their session goes on: what they need stays in the node's store."""
+"""Requests of sessions that continue: their groups stay in the node's store."""
 
 import time
 from contextlib import closing

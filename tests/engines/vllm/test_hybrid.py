@@ -27,7 +27,7 @@ GEMMA = os.environ.get("KVABR_GEMMA")
 
 
 class World(VllmWorld):
-    """An engine, an origin, one published prompt, and what vLLM says when it computes everything."""
+    """An engine, an origin, one published prompt, and vLLM's text when it computes everything."""
 
     def __init__(self, folder, model, *, block, length, shared, most, exact="FP16", **options):
         from tokenizers import Tokenizer
@@ -49,7 +49,7 @@ class World(VllmWorld):
         self.last = min(self.last, self.asset.catalog.tokens)
 
     def computed(self, prompt, *, publish=False):
-        """What vLLM says without any cache."""
+        """vLLM's text without any cache."""
         text, _ = self.says(prompt, play=False, publish=publish)
         self.engine.forget()
         return text
@@ -121,7 +121,7 @@ def test_what_was_published_is_played(world):
 @with_either
 @pytest.mark.parametrize("part", [-1, -2])
 def test_the_text_depends_on_every_class(world, part, monkeypatch):
-    """What is checked here by texts would be noticed: without one class's cache the text right behind it is another.
+    """Comparing texts finds errors: without one class's cache, the text directly after it differs.
 
     That of a convolution, three tokens, changes too little of it, and further on so does a recurrent state.
     """

@@ -1,4 +1,4 @@
-"""What is played goes through AC's kernels into the engine's blocks; in Triton's interpreter, without a GPU."""
+"""Plays are decoded by AC's kernels into the engine's blocks; in Triton's interpreter, without a GPU."""
 
 from contextlib import closing
 
@@ -29,7 +29,7 @@ NUMBERS = list(range(5, 25))
 
 @pytest.fixture(autouse=True)
 def tried(monkeypatch):
-    """The kernels have been tried before the play: none is compiled beside it."""
+    """The kernels have run before the play: none is compiled during it."""
     for module in (play, remote):
         monkeypatch.setattr(module, "warm_in_background", lambda *_, **__: None)
 
@@ -46,7 +46,7 @@ def coded(tmp_path_factory):
 
 
 def played(served, layout, policy, **options):
-    """What is in the blocks of a request that was played."""
+    """The contents of the blocks of a played request."""
     keep(served.profile)
     with closing(Bench(served, policy=f"fixed:{policy}", deadline_s=200.0, **options)) as bench:
         bench.named = {name: cache.to(DEVICE) for name, cache in bench.named.items()}

@@ -1,4 +1,4 @@
-"""Latents (MLA) in the real vLLM: what it publishes comes back into its blocks bit for bit.
+"""Latents (MLA) in the real vLLM: published caches return to its blocks bit for bit.
 
 vLLM's attention for processors without AMX computes such prompts without what is cached before them, so the connector
 plays nothing there; these tests have it do so all the same, and look at the blocks.
@@ -39,7 +39,7 @@ class World(VllmWorld):
         self.engine.half.finished = lambda request, blocks: self.tables.append(blocks[0]) or finished(request, blocks)
 
     def held(self):
-        """What the engine's blocks have of the prompt's first 384 tokens, and then nothing any more."""
+        """The contents of the engine's blocks for the prompt's first 384 tokens; then the blocks are cleared."""
         shelf = self.engine.worker._blocks._shelves[0]
         found = torch.stack([layer[self.tables[-1][:BLOCKS]] for layer in shelf.layers])
         for layer in shelf.layers:

@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters: caches are shared by what an adapter does, and by nothing else."""
+"""Requests with LoRA adapters: an adapter's content alone decides whether they share caches."""
 
 import json
 import shutil

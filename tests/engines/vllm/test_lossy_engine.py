@@ -17,7 +17,7 @@ SAID = 32
 
 
 class World(VllmWorld):
-    """An engine that plays on Int4 what it has published, and what it says when it computes everything."""
+    """An engine that plays its own caches on Int4, and its text when it computes everything."""
 
     def __init__(self, folder):
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""A request's bound on its expected loss: of its play, of blocks that it shares, and of those that vLLM has kept."""
+"""A request's bound on its expected loss: of its play, of shared blocks, and of blocks that vLLM has kept."""
 
 from contextlib import closing
 

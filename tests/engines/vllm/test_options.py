@@ -1,4 +1,4 @@
-"""Options of the real vLLM: with each, what was published is played, and the text is that of computing.
+"""Options of the real vLLM: with each, published caches are played, and the text equals that of computing.
 
 What needs more has a file of its own: pipelines (test_pipeline), two engines (test_two_engines), FP8 (test_config).
 """
@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 class World(VllmWorld):
-    """What one engine has published of a prompt; the engines that play it come and go."""
+    """A cache that one engine has published; other engines start, play it and stop."""
 
     engine = None
 

@@ -1,4 +1,4 @@
-"""Pictures in the real vLLM: what was published of a prompt is played for the same picture, and for no other."""
+"""Pictures in the real vLLM: a published prompt is played for the same picture, and for no other."""
 
 import pytest
 

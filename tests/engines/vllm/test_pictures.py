@@ -1,4 +1,4 @@
-"""Requests with pictures: caches are shared by those who sent the same one at the same place, and by nobody else."""
+"""Requests with pictures: they share a cache only with the same picture at the same place."""
 
 from contextlib import closing
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ def test_a_picture_that_cannot_be_told_from_others_is_neither_played_nor_publish
 
 
 def test_lossy_blocks_are_shared_as_vllm_shares_them(seen):
-    """Its own name of a picture is what its prefix cache goes by."""
+    """vLLM's prefix cache uses its own name of a picture."""
     with closing(Bench(seen, keep_loss=0.0)) as bench:
         kept = bench.scheduler._kept
         mine = request("mine", mm_features=[medium(2, 16, 0.5)])

@@ -1,4 +1,4 @@
-"""What waiting requests have in place and are promised. Needs no vLLM, no network and no clock."""
+"""Groups in place of waiting requests, and promises to vLLM. Needs no vLLM, no network and no clock."""
 
 import random
 

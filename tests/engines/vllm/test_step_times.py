@@ -1,4 +1,4 @@
-"""What vLLM's prefills cost, by the time that its steps take."""
+"""The cost of vLLM's prefills, from the times of its steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step_times_of(folder: Path | None, device: str = "cpu", most: int = 1 << 20)
 
 
 class Card:
-    """Stands for torch.cuda: events happen when the engine is done, and nobody may wait for one."""
+    """Stands for torch.cuda: events happen when the engine is done, and waiting for one is an error."""
 
     def __init__(self) -> None:
         self.now, self.done = 0.0, 0.0

@@ -30,7 +30,7 @@ SAID = 48
 
 
 class World(VllmWorld):
-    """What one engine has published and said, and another engine that has seen nothing."""
+    """An engine's published cache and its text, and another engine without either."""
 
     def __init__(self, folder, model, *, block, length, most, tracks=("FP16", "Int8"), profile=None):
         from tokenizers import Tokenizer
@@ -49,7 +49,7 @@ class World(VllmWorld):
         self.last = min(self.last, length // 128 * 128)
 
     def played(self, track):
-        """What the other engine says behind the cache on a track, and its counters."""
+        """The other engine's text after the cache on a track, and its counters."""
         worker = self.engine.worker
         worker._settings = worker._settings.model_copy(update={"policy": POLICIES.get(track, f"fixed:{track}")})
         return self.says(self.prompt, SAID)

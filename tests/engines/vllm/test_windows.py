@@ -1,4 +1,4 @@
-"""What windows drop is kept for publishing: by steps in the scheduler, by digest in a worker. Needs no vLLM."""
+"""Groups that leave windows are kept for publishing: by steps in the scheduler, by digest in a worker. No vLLM."""
 
 from types import SimpleNamespace
 

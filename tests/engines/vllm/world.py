@@ -1,4 +1,4 @@
-"""What the tests of a module share with the real vLLM: an engine, and an origin that serves what is published."""
+"""Shared by a module's tests with the real vLLM: an engine, and an origin that serves its publications."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,11 +45,11 @@ class VllmWorld:
         } | more
 
     def publishing(self, *tracks, **more):
-        """Settings of an engine that publishes what the origin serves."""
+        """Settings of an engine that publishes to the origin's store."""
         return {"publish": str(self.assets), "tracks": list(tracks), **more}
 
     def says(self, prompt, tokens=16, *, forget=True, salt=None, lora=None, media=None, **params):
-        """What the engine says after a prompt, and what was counted meanwhile; it publishes nothing unless told to."""
+        """The engine's text after a prompt, and its counters; by default it does not publish."""
         if forget:
             self.engine.forget()
         self.engine.counted()

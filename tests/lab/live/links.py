@@ -1,4 +1,4 @@
-"""What the live tests share: sockets at both ends of a shaper, and traces that end soon."""
+"""Shared by the live tests: sockets at both ends of a shaper, and traces that end soon."""
 
 import socket
 import time

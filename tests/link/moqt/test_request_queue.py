@@ -18,7 +18,7 @@ def download(group, priority=0):
 
 
 class Plain:
-    """What the queue should do, by looking at every request each time."""
+    """A reference for the queue, which looks at every request each time."""
 
     def __init__(self):
         self.asked, self.waiting = {}, []
@@ -69,7 +69,7 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
 
 
 def all_of(count):
-    """Ask for many groups at once, cancel some, make others more urgent, and let the rest come."""
+    """Request many groups at once, cancel some, make others more urgent, and receive the rest."""
     queue, begun, ended = RequestQueue(), 0, 0
     made = [download(group, group * 64 // count) for group in range(count)]
     for one in made:

@@ -1,4 +1,4 @@
-"""The search for a prompt's pages: which objects are asked for, and in how many rounds."""
+"""The search for a prompt's pages: which objects are requested, and in how many rounds."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ def digests(*names):
 
 
 def prompt(groups, *, own_from=None):
-    """Digests of a prompt; from a group on they are not those of the other prompts."""
+    """Digests of a prompt; from group ``own_from`` on they differ from those of other prompts."""
     return digests(*(g if own_from is None or g < own_from else f"own {g}" for g in range(groups)))
 
 
@@ -34,7 +34,7 @@ def page(own, first):
 
 
 class Store:
-    """Pages as publishers leave them; counts what is asked for."""
+    """Pages as publishers leave them; records requests."""
 
     def __init__(self, *assets, states=False):
         self.objects, self.asked = {}, []
@@ -143,7 +143,7 @@ def test_what_was_not_answered_counts_as_absent():
 
 @pytest.fixture
 async def logged():
-    """What asyncio has to say of tasks."""
+    """Messages of asyncio about tasks."""
     found = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context["message"]))
     return found

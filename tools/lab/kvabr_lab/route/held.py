@@ -22,7 +22,7 @@ _ROOT = b""
 
 @dataclass(frozen=True, slots=True)
 class PrefixHolder:
-    """A publisher and one of its topics, since a publisher may serve several models."""
+    """A publisher with one of its topics: it may serve several models."""
 
     publisher: str
     topic: str = ""
