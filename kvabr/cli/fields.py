@@ -84,7 +84,7 @@ def read_fields(args: argparse.Namespace, kind: type[T], group: OptionGroup = _W
             check_writable(value)
         if shown is not None and shown.needs and value != fields[name].default and not given[shown.needs]:
             title, needed = (_title(fields[each], group.prefix) for each in (name, shown.needs))
-            raise UsageError(f"{title} has no use without {needed}: give both, or neither")
+            raise UsageError(f"{title} needs {needed}: give both, or neither")
     return made
 
 

@@ -104,7 +104,7 @@ def parse_limits(texts: Sequence[str]) -> ServerLimits:
         name = option.replace("-", "_")
         if name not in known:
             names = ", ".join(known).replace("_", "-")
-            raise UsageError(f"--limit {text}: there is no limit {option!r}; there are {names}")
+            raise UsageError(f"--limit {text}: unknown limit {option!r}; choose from {names}")
         seconds = name.endswith("_s")
         try:
             given[name] = float(value) if seconds else int(value)

@@ -139,7 +139,7 @@ def test_a_fold_never_sees_what_it_holds_out(tmp_path):
 
 @pytest.mark.slow
 def test_what_cannot_be_tuned_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="declares no parameters"):
+    with pytest.raises(UsageError, match="has no parameters"):
         search(tmp_path, "cachegen")
     calm = tuple(trace for trace in traces() if trace.family == "calm")
     with pytest.raises(UsageError, match="two families"):

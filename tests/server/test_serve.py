@@ -57,7 +57,7 @@ def pem(tmp_path):
         (("--dev", "--limit", "requests-per-s=inf"), 2, "limit requests-per-s: inf is too large"),
         (("--dev", "--limit", "connections-per-address=0"), 2, "0 is not positive"),
         (("--dev", "--limit", "connections=off"), 2, "not a whole number"),
-        (("--dev", "--expires", "3"), 2, "--expires has no use without --new-token"),
+        (("--dev", "--expires", "3"), 2, "--expires needs --new-token"),
         (("--new-token", "--expires", "0"), 2, "--expires 0: must be more than 0"),
     ],
 )

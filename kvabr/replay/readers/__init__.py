@@ -116,7 +116,7 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
         )
     if chosen is None:
         raise MissingTraceError(
-            f"{path}: is in no trace format that kvabr knows; `kvabr traces import {path} --format F --out FOLDER` "
+            f"{path}: unknown trace format; `kvabr traces import {path} --format F --out FOLDER` "
             f"converts it: F is one of {', '.join(FORMATS)}, and for CSV its options name the columns"
         )
     traces = _FORMATS[chosen].parse(source)

@@ -116,7 +116,7 @@ class Crowd:
 
     def __post_init__(self) -> None:
         if not 1 <= self.players <= 10**9:
-            raise UsageError(f"players must be 1 to a thousand million, got {self.players}")
+            raise UsageError(f"players must be 1 to 1,000,000,000, got {self.players}")
         check_rtt(self.rtt_s)
         most = {"deadline": MAX_DEADLINE_S, "within": _MAX_DEADLINES * self.deadline_s, "access": _MAX_ACCESS}
         for name, limit in most.items():

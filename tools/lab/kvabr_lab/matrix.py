@@ -189,8 +189,9 @@ class LabMatrix:
             if len(set(values)) != len(values):
                 twice = next(value for value in values if list(values).count(value) > 1)
                 raise UsageError(f"the matrix names {twice!r} twice in its {name}")
-        if self.starts < 1 or (self.per_family is not None and self.per_family < 1):
-            raise UsageError(f"starts must be at least 1, got {min(self.starts, self.per_family or 1)}")
+        for name, value in (("starts", self.starts), ("plays per family", self.per_family)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}")
         if self.plays > _MAX_PLAYS:
             raise UsageError(
                 f"the matrix has {self.plays:,} plays; at most {_MAX_PLAYS:,} are allowed: take fewer starts"

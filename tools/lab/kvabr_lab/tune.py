@@ -182,7 +182,7 @@ def tune(
     search = search or Search()
     parameters = declared(policy_class(policy))
     if not parameters:
-        raise UsageError(f"{policy} declares no parameters to tune; see `kvabr tune --help` for how a policy does")
+        raise UsageError(f"{policy} has no parameters to tune; `kvabr tune --help` shows how to declare them")
     scores = _Scores(matrix, store, jobs, progress)
     families = scores.families
     if len(families) < 2:

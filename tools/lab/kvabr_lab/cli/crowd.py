@@ -179,7 +179,7 @@ def _check_tree(args: argparse.Namespace) -> None:
     for kind in (args.edge, args.middle):
         if kind is not None and kind not in MACHINES:
             raise UsageError(
-                f"no kind of cache {kind!r}{did_you_mean(kind, MACHINES)}; there are {', '.join(MACHINES)}"
+                f"unknown cache {kind!r}{did_you_mean(kind, MACHINES)}; choose from {', '.join(MACHINES)}"
             )
     if any(number < 1 for number in args.edges or ()):
         raise UsageError("--edges: give 1 or more")

@@ -178,9 +178,9 @@ def _read_events(args: argparse.Namespace) -> None:
     if not sites and args.prompt is None:
         return
     if args.prompt is None or not sites:
-        raise UsageError("--prompt has no use without --local-events or --remote-events: give both, or neither")
+        raise UsageError("--prompt needs --local-events or --remote-events")
     if not 0 < args.listen <= 3600:
-        raise UsageError(f"--listen {args.listen:g}: give up to 3600 seconds")
+        raise UsageError(f"--listen {args.listen:g}: must be more than 0 and at most 3,600 seconds")
     tokens = read_tokens(args.prompt, "--prompt")
     if args.tokens not in (None, len(tokens)):
         raise UsageError(f"--tokens {args.tokens}: the prompt in {args.prompt} has {len(tokens)}")
