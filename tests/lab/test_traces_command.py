@@ -99,7 +99,7 @@ def test_columns_can_be_named(tmp_path, capsys):
     source = tmp_path / "log"
     source.write_text("at,dl\n0,8\n500,8\n")
     assert run("info", source) == 2
-    assert "no trace format" in capsys.readouterr().err
+    assert "unknown trace format" in capsys.readouterr().err
     named = ["--time-column", "at", "--rate-column", "dl", "--unit", "kbit/s", "--time-unit", "ms"]
     assert run("import", source, *named, "--out", tmp_path / "out") == 0
     assert dumps(read(next((tmp_path / "out").rglob("*.csv")))[0]).endswith("0,8000\n0.5,8000\n1,end\n")
