@@ -178,9 +178,7 @@ def _check_tree(args: argparse.Namespace) -> None:
 
     for kind in (args.edge, args.middle):
         if kind is not None and kind not in MACHINES:
-            raise UsageError(
-                f"unknown cache {kind!r}{did_you_mean(kind, MACHINES)}; choose from {', '.join(MACHINES)}"
-            )
+            raise UsageError(f"unknown cache {kind!r}{did_you_mean(kind, MACHINES)}; choose from {', '.join(MACHINES)}")
     if any(number < 1 for number in args.edges or ()):
         raise UsageError("--edges: give 1 or more")
     if args.store_gbit <= 0 or args.store_gets <= 0:
