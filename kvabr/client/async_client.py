@@ -159,11 +159,6 @@ class AsyncClient:
             self._peers[url, how] = ClientPeer(url, dialling(url, how), self.store, self.metrics, own=True)
         return self._peers[url, how]
 
-    @property
-    def origins(self) -> Sequence[ClientPeer]:
-        """The client's default peers."""
-        return self._origins
-
     async def connect(self, peer: PeersLike = None) -> Connection:
         """Connect before the first play, and return the shared connection.
 

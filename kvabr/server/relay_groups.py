@@ -16,7 +16,7 @@ from kvabr.server.publication import ArrivingGroup
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.downloads import Download, Downloads
-from kvabr.transfer.interface import PeerConnection
+from kvabr.transfer.interface import PeerConnection, TaskSet
 from kvabr.transfer.transfer import GroupRequest, TransferListener
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
@@ -100,7 +100,7 @@ class RelayGroups(Downloads):
         self._expected: dict[_Place, Download] = {}
         """Unpublished groups that the origin will send by subscription."""
         self._watching: asyncio.Task[None] | None = None
-        self._deleting: set[asyncio.Task[None]] = set()
+        self._deleting = TaskSet()
 
     def open(
         self, request: GroupRequest, objects: tuple[ObjectSpan, ...], priority: int, on_more: Callable[[], None]
@@ -151,9 +151,7 @@ class RelayGroups(Downloads):
         """Fail all transfers, and delete all stored groups."""
         for download in list(self._under_way.values()):
             download.end(error)
-        task = asyncio.get_running_loop().create_task(self._delete(list(self.store)))
-        self._deleting.add(task)
-        task.add_done_callback(self._deleting.discard)
+        self._deleting.start(self._delete(list(self.store)))
 
     async def close(self) -> None:
         """End all transfers, and finish deleting."""

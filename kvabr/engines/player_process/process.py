@@ -29,7 +29,7 @@ from kvabr.engines.player_process.messages import (
 )
 from kvabr.engines.player_process.regions import Regions, laid_out
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import cancel_all
+from kvabr.transfer.interface import TaskSet, cancel_all
 from kvabr.transfer.work import decoders
 from kvabr.types.errors import ConnectionLostError, FormatError, PlayError, UsageError
 
@@ -54,7 +54,7 @@ class PlayerProcess:
     def __init__(self, listener: socket.socket, log: FilteringBoundLogger, metrics: ClientMetrics) -> None:
         self._listener, self._log, self._metrics = listener, log, metrics
         self._clients: dict[ClientArguments, _Shared] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet()
         self._engines: set[_Engine] = set()
         self._changed = asyncio.Event()
 
@@ -120,9 +120,7 @@ class PlayerProcess:
 
     def _drop(self, arguments: ClientArguments, shared: _Shared) -> None:
         del self._clients[arguments]
-        closing = asyncio.get_running_loop().create_task(shared.client.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._closing.start(shared.client.close())
 
 
 class _Shared:
