@@ -10,11 +10,11 @@ late even then.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from kvabr.abr.time_planner import MAX_PARTS
 from kvabr.abr.view import GroupSet, View
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
@@ -85,38 +85,18 @@ class Rest:
             comes_s = max(comes_s, view.ready_s(last) + view.ttfb_s / 2 + self._sizes[last] / self._rate)
         return comes_s + self._last_decode_s
 
-    def _run(self, absent: Sequence[int], sums: Sequence[int], begin: int) -> _Candidate | None:
-        """Return the shortest run of groups from ``absent[begin]`` on that meets the deadline, or else the soonest.
-
-        A longer run makes the engine later and the network sooner, so binary search suffices. None: no group is left.
-        """
+    def _runs(self, absent: Sequence[int], sums: Sequence[int], begin: int) -> Iterator[_Candidate]:
+        """Yield ever longer runs of groups from ``absent[begin]`` on."""
         if begin == len(absent):
-            return None
-        catalog, first, end, deadline_s = self._view.catalog, absent[begin], absent[-1], self._view.deadline_s
-        before = absent[begin - 1] if begin else None
+            return
+        catalog, first, before = self._view.catalog, absent[begin], absent[begin - 1] if begin else None
         begins_s, tokens = max(self._start_s, self._network_s(sums[begin], before)), catalog.tokens_before(first)
-
-        def computed_s(count: int) -> float:
-            return begins_s + self._cost.seconds(tokens, catalog.tokens_before(first + count) - tokens)
-
-        def fetched_s(count: int) -> float:
-            last = end if first + count <= end else before
-            return self._network_s(self._total - sums[begin + count] + sums[begin], last)
-
-        def soonest(when_s: float) -> int:
-            """Return the shortest run that lets the network finish by a time, or one too long."""
-            return 1 + bisect_left(counts, True, key=lambda count: fetched_s(count) <= when_s)
-
-        # A longer run would recompute a group in place.
-        counts = range(1, 1 + self._absent.gap(first) - first)
-        if (count := soonest(deadline_s)) > counts[-1] or computed_s(count) > deadline_s:
-            meet = 1 + bisect_left(counts, True, key=lambda count: computed_s(count) >= fetched_s(count))
-            sooner = meet - 1
-            if meet > counts[-1] or (sooner and fetched_s(sooner) <= computed_s(meet)):
-                count = soonest(fetched_s(sooner))
-            else:
-                count = meet
-        return _Candidate(max(computed_s(count), fetched_s(count)), first, first + count)
+        longest = self._absent.gap(first) - first  # a longer run would recompute a group in place
+        for count in (*range(1, longest, max(1, longest // MAX_PARTS)), longest):
+            computed_s = begins_s + self._cost.seconds(tokens, catalog.tokens_before(first + count) - tokens)
+            last = absent[-1] if first + count <= absent[-1] else before
+            fetched_s = self._network_s(self._total - sums[begin + count] + sums[begin], last)
+            yield _Candidate(max(computed_s, fetched_s), first, first + count)
 
     def _tails(self, absent: Sequence[int], sums: Sequence[int]) -> Iterator[_Candidate]:
         """Yield ever longer tails to the end, each starting where an engine can begin."""
@@ -157,9 +137,9 @@ class Rest:
             other_s = view.decode_backlog_s
         else:
             after_flying = next((i for i, group in enumerate(absent) if group not in flying), len(absent))
-            best = self._run(absent, sums, after_flying)
+            best = _soonest(self._runs(absent, sums, after_flying), deadline_s)
             if best is None or (best.finish > deadline_s and after_flying):
-                stalled = self._run(absent, sums, 0)
+                stalled = _soonest(self._runs(absent, sums, 0), deadline_s)
                 if stalled is not None and (best is None or stalled.finish < best.finish):
                     best = stalled
             other_s = self._wait_s + self._last_decode_s

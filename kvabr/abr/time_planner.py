@@ -39,8 +39,8 @@ MAX_PARTS = 64
 """Maximum number of parts of a long prompt in a division, each on one track; likewise of engine stops."""
 _LATE_SECOND_COST = 1e3
 """Price of a second after the deadline, nats per token; prefers plans that end in time."""
-_EQUAL_GAIN_FACTOR = 16.0
-"""Factor within which the gains of upgrades count as equal."""
+_SIMILAR_GAIN_FACTORS = 16.0, 1.25
+"""Factors within which the gains of upgrades count as similar, and as equal."""
 _NEGLIGIBLE_PRICE = 1e-18
 """Price that is practically zero, nats; avoids division by zero."""
 UNAVAILABLE_LOSS = 1e9
@@ -310,14 +310,12 @@ class TimePlanner:
         apart = np.array([view.ladder.cheapest not in self._stacks[name] for name in self.names])
         gains = np.where(apart[picks] & coming[groups], 0.0, worth[picks, columns])
         worthy = np.flatnonzero(gains > max(_NEGLIGIBLE_PRICE, least))
-        # Of upgrades with about the same gain, tracks that decode slower than they arrive go first, to keep decoders
-        # busy until the end.
-        level = np.floor(np.log(gains[worthy]) / math.log(_EQUAL_GAIN_FACTOR))
-        spare = (
-            nbytes[picks, columns][worthy] / max(view.rate, _NEGLIGIBLE_PRICE)
-            - decode[picks, columns][worthy] / view.decoders
-        )
-        order = np.lexsort((-gains[worthy], np.minimum(0.0, spare), -level))[::-1]
+        # Of upgrades with a similar gain, tracks that decode slower than they arrive go first, to keep decoders busy
+        # until the end. At about equal gains, neighbours follow each other: they share a range of an object store.
+        similar, equal = (np.floor(np.log(gains[worthy]) / math.log(factor)) for factor in _SIMILAR_GAIN_FACTORS)
+        arrives_s = nbytes[picks, columns][worthy] / max(view.rate, _NEGLIGIBLE_PRICE)
+        faster = arrives_s >= decode[picks, columns][worthy] / view.decoders
+        order = np.lexsort((groups[worthy], -equal, faster, -similar))[::-1]
         return [(float(gains[column]), int(groups[column]), int(picks[column])) for column in worthy[order]]
 
     @staticmethod

@@ -68,6 +68,7 @@ class Anytime(Policy):
         self._ranked: list[tuple[float, int, int]] = []
         """Upgrades as (saving per price, group, track); the first to request is last."""
         self._over = False
+        self._filling = True
         self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > view.deadline_s
         losses = self._base.loss
         self._order = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
@@ -158,9 +159,14 @@ class Anytime(Policy):
         """Return whether the bytes in flight last until a new request begins to arrive."""
         if view.rate <= 0:
             return len(view.in_flight) >= first
-        round_trips = self._ahead_ttfb * (GROWTH if view.growing else 1.0)
-        ahead_s = round_trips * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
-        return len(view.in_flight) >= _MIN_IN_FLIGHT and view.outstanding_bytes > view.rate * ahead_s
+        # Requests leave in bursts, so that neighbouring groups can share a range of an object store.
+        in_flight_s = view.outstanding_bytes / view.rate
+        ahead_s = self._ahead_ttfb * (GROWTH if view.growing else 1.0) * view.ttfb_s
+        if in_flight_s <= ahead_s:
+            self._filling = True
+        elif in_flight_s > ahead_s + _AHEAD_SHARE * view.deadline_s:
+            self._filling = False
+        return len(view.in_flight) >= _MIN_IN_FLIGHT and not self._filling
 
     # ---------------------------------------------------------------- the base
 
@@ -183,7 +189,7 @@ class Anytime(Policy):
             return None
         if not self._link_is_safe(view, plan):
             return None
-        group = self._next_group(view, least=True)
+        group = next(iter(view.missing_groups))  # neighbours share a range of an object store
         track = self._times.names[plan.targets[group]]
         if self._enough(view):
             return Decision.wait("enough is in flight")
@@ -196,25 +202,18 @@ class Anytime(Policy):
         near_prior = view.prior_own and 0.5 * view.prior_rate <= view.rate <= 2.0 * view.prior_rate
         return near_prior and _MIN_SPARE_FACTOR * plan.ends_s < view.time_left
 
-    def _next_group(self, view: View, *, least: bool = False) -> int:
-        """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.
-
-        ``least``: the smallest loss; its group is small and is decoded while the others arrive.
-        """
+    def _next_group(self, view: View) -> int:
+        """Return the missing group to request: the largest loss, or the front if an engine needs or computes it."""
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
         if view.front_first or view.in_order or late:
             return next(iter(missing))  # only groups before the first missing one are usable at the deadline
         if self._planner is not None and self._planner.advances:
             return next(reversed(missing))  # the engine computes from the front
-        order = self._order
-        while order:
-            if order[-1 if least else 0] in missing:
-                return order[-1 if least else 0]
-            if least:
-                order.pop()
-            else:
-                order.popleft()
+        while self._order:
+            if (group := self._order[0]) in missing:
+                return group
+            self._order.popleft()
         return next(iter(missing))  # requested before, but lost
 
     def _follow(self, group: int, track: str) -> None:
