@@ -23,7 +23,7 @@ from typing import Self
 
 import torch
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators import Prior
 from kvabr.abr.tail import TailOffer
 from kvabr.client.compute import compute
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from kvabr.abr.estimator import Estimator, Prior
+from kvabr.abr.estimators import Estimator, Prior
 from kvabr.client.lookup import Found, Unplayable, fetch_catalog, fetch_models, find_prefix
 from kvabr.client.shared_bandwidth import PeerHistory, link_of
 from kvabr.store.group_cache import GroupCache

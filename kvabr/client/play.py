@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators import Prior
 from kvabr.abr.plugins import load_policy
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_hook import EngineHook

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from kvabr.abr.estimator import Estimator, Prior
+from kvabr.abr.estimators import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.planner import computed_before_a_lookup
 from kvabr.abr.plugins import policy_class

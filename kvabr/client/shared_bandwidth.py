@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvabr.abr.estimator import Estimator, Prior
+from kvabr.abr.estimators import Estimator, Prior
 from kvabr.client.machine_file import MachineFile, this_host
 from kvabr.transfer.interface import Connection
 from kvabr.types.errors import FormatError, PolicyError

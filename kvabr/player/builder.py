@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvabr.abr.cache_first import CachedGroups, cache_first
-from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimators import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.tail import TailOffer

@@ -22,7 +22,7 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import chain, groupby
 
-from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimators import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View

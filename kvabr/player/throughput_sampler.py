@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimators import Estimator
 from kvabr.abr.plugins import where
 from kvabr.abr.view import InFlight
 from kvabr.types.errors import PolicyError

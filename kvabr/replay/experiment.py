@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
-from kvabr.abr.estimator import Estimator, Prior
+from kvabr.abr.estimators import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import policy_class
 from kvabr.abr.tail import DEFAULT_MAX_TAIL, MAX_TAIL, TailOffer, tail_costs, tail_offers

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators import Prior
 from kvabr.abr.plugins import estimators
 from kvabr.player.throughput_sampler import ThroughputSampler
 

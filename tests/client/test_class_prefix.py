@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators import Prior
 from kvabr.abr.policy import Decision, Policy
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found

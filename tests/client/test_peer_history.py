@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators import Prior
 from kvabr.client.machine_file import MAX_BYTES, SCHEMA, digest, this_host
 from kvabr.client.shared_bandwidth import MAX_PEERS, PeerHistory
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimators import Estimator
 from kvabr.client.runner import EdfScheduler, wire_priority
 from kvabr.client.shared_bandwidth import SharedLink
 from kvabr.player.session import Session
