@@ -53,7 +53,7 @@ from kvabr.client.sources import PlaySources, first_found, first_reached
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
-from kvabr.player.builder import choose_tail
+from kvabr.player.play_policy import choose_tail
 from kvabr.store.files import sweep
 from kvabr.store.group_cache import GroupCache, StoreTier
 from kvabr.telemetry.client_metrics import ClientMetrics

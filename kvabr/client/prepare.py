@@ -30,7 +30,7 @@ from kvabr.client.shared_bandwidth import PeerHistory, combined
 from kvabr.client.sources import PlaySources
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
-from kvabr.player.builder import choose_tail, new_estimator
+from kvabr.player.play_policy import choose_tail, new_estimator
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost

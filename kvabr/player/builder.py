@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvabr.abr.cache_first import CachedGroups, cache_first
 from kvabr.abr.estimators import Estimator
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_estimator, load_policy
-from kvabr.abr.tail import TailOffer
+from kvabr.abr.plugins import load_policy
 from kvabr.abr.view import Future
 from kvabr.player.decode_queue import DecodeRates, SharedDecodeRate
-from kvabr.player.policy_guard import PolicyCalls
+from kvabr.player.play_policy import CachedGroups, cache_first
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
 from kvabr.player.sources import Offer
@@ -20,11 +18,6 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayStarted
-
-
-def new_estimator(policy: str, estimator: str | None = None) -> Estimator:
-    """Return a fresh estimator, named or preferred by the policy; see `load_estimator`."""
-    return load_estimator(estimator or load_policy(policy)().estimator)()
 
 
 def opening(
@@ -62,16 +55,6 @@ def opening(
         tail=catalog.tail,
         tail_s=tail_s,
     )
-
-
-def choose_tail(policy: str, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
-    """Return the offer that a separate instance of a policy takes before the play, given the `tail_costs`.
-
-    Raises `PolicyError` if there is no such policy, or it raises, or takes none of them.
-    """
-    if len(offers) == 1:
-        return offers[0]
-    return PolicyCalls(load_policy(policy)()).choose_tail(offers, costs)
 
 
 def new_session(

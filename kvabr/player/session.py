@@ -34,7 +34,7 @@ from kvabr.player.goals.prefix import PrefixAim
 from kvabr.player.goals.upgrade import UpgradeAim
 from kvabr.player.goals.whole import WholeAim
 from kvabr.player.groups import Groups
-from kvabr.player.policy_guard import PolicyGuard
+from kvabr.player.play_policy import PolicyGuard
 from kvabr.player.requests import (
     MIN_SILENCE_S,
     RequestPriorities,
