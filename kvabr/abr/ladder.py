@@ -59,7 +59,7 @@ class Ladder:
         self.names: tuple[str, ...] = tuple(track.name for track in tracks)
         self.cheapest: str = self.names[0]
         self.stacks: dict[str, tuple[str, ...]] = {
-            track.name: tuple(layer.name for layer in _stack(catalog, track)) for track in catalog.tracks
+            track.name: tuple(layer.name for layer in stack(catalog, track)) for track in catalog.tracks
         }
         """Names of the layers that each track needs, base first, itself last."""
         above: dict[str, list[Track]] = {}
@@ -161,7 +161,7 @@ def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int]
     return tracks
 
 
-def _stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
+def stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
     """Return the layers that ``track`` needs, base first, itself last."""
     layers = [track]
     while layers[-1].refines is not None:
@@ -170,7 +170,7 @@ def _stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
 
 
 def _hulls(catalog: Catalog, tracks: Sequence[Track]) -> Options:
-    stacks = [(track, _stack(catalog, track)) for track in tracks]
+    stacks = [(track, stack(catalog, track)) for track in tracks]
     return tuple(_options(group, stacks) for group in range(catalog.groups))
 
 

@@ -28,9 +28,9 @@ from kvabr.client.warming import receive_pinned, warm_in_background
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
-from kvabr.player.builder import new_session, opening
 from kvabr.player.decode_queue import SharedDecodeRate
-from kvabr.player.session_types import BlendGoal, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal
+from kvabr.player.session import Session
+from kvabr.player.session_types import BlendGoal, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal, opening
 from kvabr.store.buffers import CACHES
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import PlayError, UsageError
@@ -132,7 +132,7 @@ async def _run(
         )
     with ExitStack() as links:
         history = call.memory.history
-        session = new_session(
+        session = Session(
             ladder,
             wanted_s,
             options.policy,
@@ -145,7 +145,7 @@ async def _run(
                 gpu_price=options.gpu_price,
                 time_price=options.time_price,
                 # A joined prompt's goal has its own limit.
-                max_loss=math.inf if isinstance(goal, BlendGoal) else options.loss_limit,
+                max_loss=math.inf if isinstance(goal, BlendGoal) or options.max_loss is None else options.max_loss,
                 decoders=call.decoders,
                 together=assembler.together,
                 decodes_last=assembler.coded,
@@ -234,7 +234,7 @@ def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
         own = call.estimator()
         own.prime(Prior(rate / len(connection.peers), view.ttfb_s))
         estimators.append(shared.enter_context(peer.link.joined(own)))
-    upgrading = new_session(
+    upgrading = Session(
         ladder,
         call.clock.deadline_s,
         options.policy,

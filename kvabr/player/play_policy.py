@@ -17,7 +17,7 @@ from kvabr.abr.policy import Decision, Division, Kind, Policy
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED, Catalog
-from kvabr.types.errors import PolicyError
+from kvabr.types.errors import PolicyError, UsageError
 from kvabr.types.naming import TrackNamespace
 
 T = TypeVar("T")
@@ -153,6 +153,19 @@ def _is_table(value: Any) -> bool:
 
 CachedGroups = Callable[[TrackNamespace, str], Collection[int]]
 """Returns the stored groups of a track, numbered as published (see `Catalog.offset`)."""
+
+
+def policy_of(
+    policy: Policy | str, catalog: Catalog, stored: CachedGroups | None = None, *, prefix: bool = False
+) -> Policy:
+    """Return the policy of a play, by its name or itself, which may first take ``stored`` groups; see `Session`."""
+    made = load_policy(policy)() if isinstance(policy, str) else policy
+    if prefix and made.computes:
+        raise UsageError(
+            f"policy {policy if isinstance(policy, str) else made.name} needs an engine that computes from the front, "
+            "and this one cannot; name another"
+        )
+    return made if stored is None else cache_first(made, catalog, stored)
 
 
 def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Policy:
