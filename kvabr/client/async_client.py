@@ -26,9 +26,9 @@ import torch
 from kvabr.abr.estimators import Prior
 from kvabr.abr.tail import TailOffer
 from kvabr.client.compute import compute
-from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
-from kvabr.client.engine_work import COSTS_FILE, costs_at, measure_prefill, on_engine
+from kvabr.client.engine_work import measure_prefill, on_engine
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
+from kvabr.client.memory import COSTS_FILE, PROFILES, SPEEDS_FILE, Memory, ProfileCache, costs_at, history_at, speeds_at
 from kvabr.client.options import (
     Limits,
     PlayOptions,
@@ -41,14 +41,12 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeersLike, Query
+from kvabr.client.peers import ClientPeer, PeersLike, Query, combined
 from kvabr.client.play import play_coded, play_prefix, play_whole
-from kvabr.client.prepare import Memory, computes_at_once, lookup_time, prepare, tail_choices
-from kvabr.client.profiles import PROFILES, ProfileCache
+from kvabr.client.prepare import computes_at_once, lookup_time, prepare, tail_choices
 from kvabr.client.report import report_coded, report_prefix, report_whole
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
-from kvabr.client.shared_bandwidth import combined, history_at
 from kvabr.client.sources import PlaySources, first_found, first_reached
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers

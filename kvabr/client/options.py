@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvabr.blend.selectors import load_selector
-from kvabr.client.engine_work import EngineCosts
+from kvabr.client.memory import EngineCosts
 from kvabr.client.snapshot import Watch
 from kvabr.player.decode_queue import SharedDecodeRate
 from kvabr.player.play_choices import DEFAULT_SELECTOR, PlayChoices

@@ -20,13 +20,11 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.planner import computed_before_a_lookup
 from kvabr.abr.plugins import policy_class
 from kvabr.abr.tail import MAX_TAIL, TailOffer, tail_costs, tail_offers
-from kvabr.client.decode_speeds import DecodeSpeeds
-from kvabr.client.engine_work import EngineCosts
 from kvabr.client.lookup import Found, most_frame_bytes, playable
+from kvabr.client.memory import Memory
 from kvabr.client.options import PlayOptions, check_deadline, guard_s
-from kvabr.client.profiles import ProfileCache
+from kvabr.client.peers import combined
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
-from kvabr.client.shared_bandwidth import PeerHistory, combined
 from kvabr.client.sources import PlaySources
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
@@ -45,16 +43,6 @@ T = TypeVar("T")
 
 _FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
 """Longest wait for an engine without timings, in seconds and multiples of its estimate: it may load and compile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """State that a client keeps between plays."""
-
-    profiles: ProfileCache
-    history: PeerHistory
-    speeds: DecodeSpeeds
-    costs: EngineCosts
 
 
 class Clock:

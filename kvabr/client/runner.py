@@ -20,9 +20,10 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+from kvabr.client.memory import Memory
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
-from kvabr.client.prepare import Clock, Memory, PlayCall
+from kvabr.client.prepare import Clock, PlayCall
 from kvabr.client.result import NothingCached, Played
 from kvabr.client.sources import PlaySources
 from kvabr.client.upgrades import Upgrades

@@ -23,8 +23,8 @@ import torch
 
 from kvabr import __version__
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found
+from kvabr.client.memory import SPEEDS_FILE, speeds_at
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
 from kvabr.client.warming import warm_engine, warm_in_background
