@@ -29,24 +29,26 @@ from kvabr.client.compute import compute
 from kvabr.client.engine_work import measure_prefill, on_engine
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
 from kvabr.client.memory import COSTS_FILE, PROFILES, SPEEDS_FILE, Memory, ProfileCache, costs_at, history_at, speeds_at
-from kvabr.client.options import (
-    Limits,
-    PlayOptions,
-    check_deadline,
-    check_engine,
-    check_prompt,
-    engine_of,
-    model_of,
-    warn_not_stored,
-)
+from kvabr.client.options import Limits, PlayOptions, warn_not_stored
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peers import ClientPeer, PeersLike, Query, combined
-from kvabr.client.play import play_coded, play_prefix, play_whole
-from kvabr.client.prepare import computes_at_once, lookup_time, prepare, tail_choices
+from kvabr.client.play import (
+    check_engine,
+    check_prompt,
+    computes_at_once,
+    engine_of,
+    lookup_time,
+    model_of,
+    play_coded,
+    play_prefix,
+    play_whole,
+    prepare,
+    tail_choices,
+)
 from kvabr.client.report import report_coded, report_prefix, report_whole
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
-from kvabr.client.runner import PlayRunner
+from kvabr.client.runner import PlayRunner, check_deadline
 from kvabr.client.sources import PlaySources, first_found, first_reached
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
