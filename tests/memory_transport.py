@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from kvabr.moqt.codes import RequestCode, reason_of
 from kvabr.server.live_tracks import GrowingPublication
 from kvabr.server.publication import LevelPublication, Publication
-from kvabr.transfer.interface import ConnectionStats, PeerConnection
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.interface import ConnectionStats, GroupTransfer, PeerConnection
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
@@ -386,7 +385,7 @@ class MemoryConnection(PeerConnection):
 
 
 class Dials:
-    """A `kvabr.transfer.lane.Dialler` of connections that a test makes."""
+    """A `kvabr.transfer.peer.Dialler` of connections that a test makes."""
 
     names = ("peer:1",)
 

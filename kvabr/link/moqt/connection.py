@@ -30,8 +30,7 @@ from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
-from kvabr.transfer.interface import ConnectionStats, LimitWatch, PeerConnection
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.interface import ConnectionStats, GroupTransfer, LimitWatch, PeerConnection
 from kvabr.types.errors import (
     ConnectionLostError,
     RequestError,

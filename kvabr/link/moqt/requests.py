@@ -22,7 +22,7 @@ from kvabr.moqt.objects import Item, ObjectHeader, RangeEnd
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.requester import NextPayload
 from kvabr.moqt.session import MoqtSession
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.interface import GroupTransfer
 from kvabr.types.errors import NotFoundError, Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, MAX_RATE_KBPS, PROPERTY_GROUP_BYTES, PROPERTY_RATE

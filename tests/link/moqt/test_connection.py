@@ -11,8 +11,7 @@ from kvabr.link.moqt import connect as quic
 from kvabr.link.moqt.requests import MAX_IN_FLIGHT, MoqtRequest
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS
-from kvabr.transfer.interface import read_all
-from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
+from kvabr.transfer.interface import Carrier, GroupReader, GroupRequest, GroupTransfer, read_all
 from kvabr.types.errors import ConnectionLostError, NoAnswerError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.assets import make_asset
