@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvabr.moqt.codes import RequestCode, reason_of
+from kvabr.moqt.codes import REASONS, RequestCode
 from kvabr.server.live_tracks import GrowingPublication
 from kvabr.server.publication import LevelPublication, Publication
 from kvabr.transfer.interface import ConnectionStats, GroupTransfer, PeerConnection
@@ -155,7 +155,9 @@ class _Sending:
             if fault.refuse is not None:
                 code, after = fault.refuse, fault.retry_after_s
                 kind = NotFoundError if code == RequestCode.DOES_NOT_EXIST else RequestError
-                raise kind(f"{what}: refused, code {code:#x}", reason=reason_of(code), retry_after_s=after)
+                raise kind(
+                    f"{what}: refused, code {code:#x}", reason=REASONS.get(code, Reason.OTHER), retry_after_s=after
+                )
             self._data = tampered(self._published(what), fault)
         except RequestError as error:
             self.fail(error)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from kvabr.link.moqt import connect as quic
-from kvabr.link.moqt.requests import MAX_IN_FLIGHT, MoqtRequest
+from kvabr.link.moqt.connection import MAX_IN_FLIGHT, MoqtRequest
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS
 from kvabr.transfer.interface import Carrier, GroupReader, GroupRequest, GroupTransfer, read_all

@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.link.moqt.requests import filled, place
+from kvabr.link.moqt.connection import filled, place
 from kvabr.moqt.objects import FetchWriter, ObjectHeader, ObjectParser
 from kvabr.moqt.requester import NextPayload
 from kvabr.moqt.wire import write_varint
