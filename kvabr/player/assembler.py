@@ -57,7 +57,8 @@ class Tensors:
         else:
             self.parts = (out,)
         for made, part in zip(self.parts, spec.parts, strict=True):
-            check_wanted(made.dtype, part)
+            if made.dtype != part.torch_dtype:
+                check_wanted(made.dtype, part)
         self.begins = tuple(span.first for span in spans)
         self._spec, self._rooms = spec, tuple(map(CacheTensor, self.parts))
 
@@ -158,8 +159,9 @@ class Assembler:
         if not catalog.every_token and catalog.chosen is None:
             raise UsageError(f"{catalog.spec.model}: the catalog has groups that no play needs; pass its to_play")
         self._catalog, self._profile = catalog, profile
-        for part in catalog.spec.parts:
-            check_wanted(dtype or part.torch_dtype, part)
+        if dtype is not None:
+            for part in catalog.spec.parts:
+                check_wanted(dtype, part)
         self.coded = coded
         self._to: Destination | None = None
         if not coded:
