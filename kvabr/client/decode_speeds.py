@@ -20,7 +20,7 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.sample_frames import SampleFrames
 from kvabr.codec.threads import CORES
-from kvabr.player.decode_queue import family
+from kvabr.player.groups import family
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import digest_of, has_digest
 from kvabr.types.errors import KvabrError

@@ -36,7 +36,7 @@ from kvabr.codec.native.coder import active_path
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
 from kvabr.data.profiles import shipped_bytes
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.player.groups import DecodeRates
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_text, write_file, write_text
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.work import decoders

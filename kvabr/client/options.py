@@ -10,7 +10,7 @@ import torch
 
 from kvabr.blend.selectors import load_selector
 from kvabr.client.snapshot import Watch
-from kvabr.player.decode_queue import SharedDecodeRate
+from kvabr.player.groups import SharedDecodeRate
 from kvabr.player.play_choices import DEFAULT_SELECTOR, PlayChoices
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.telemetry.hub import Telemetry

@@ -37,7 +37,7 @@ from kvabr.client.warming import receive_pinned, warm_in_background
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
-from kvabr.player.decode_queue import SharedDecodeRate
+from kvabr.player.groups import SharedDecodeRate
 from kvabr.player.play_policy import choose_tail
 from kvabr.player.session import Session
 from kvabr.player.session_types import BlendGoal, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal, opening

@@ -28,13 +28,12 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View
 from kvabr.player.compute_queue import ComputeQueue
-from kvabr.player.decode_queue import DecodeQueue, DecodeRates, SharedDecodeRate
 from kvabr.player.goals.blend import BlendAim
 from kvabr.player.goals.live import NO_CHANGES, EdgeChanges, LivePlay
 from kvabr.player.goals.prefix import PrefixAim
 from kvabr.player.goals.upgrade import UpgradeAim
 from kvabr.player.goals.whole import WholeAim
-from kvabr.player.groups import Groups
+from kvabr.player.groups import DecodeQueue, DecodeRates, Groups, SharedDecodeRate
 from kvabr.player.play_policy import CachedGroups, PolicyGuard, policy_of
 from kvabr.player.requests import (
     MIN_SILENCE_S,

@@ -13,7 +13,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import policy_class
 from kvabr.abr.tail import DEFAULT_MAX_TAIL, MAX_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
-from kvabr.player.decode_queue import DecodeRates, family
+from kvabr.player.groups import DecodeRates, family
 from kvabr.player.play_policy import choose_tail, new_estimator
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, PrefixGoal, check_decoders, opening

@@ -15,7 +15,7 @@ from kvabr.client import memory
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.decode_speeds import complete, measure
 from kvabr.client.memory import MAX_MODELS, SCHEMA, DecodeSpeeds, digest, speeds_key, this_machine
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.player.groups import DecodeRates
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
 from tests.client.playing import play

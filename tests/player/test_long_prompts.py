@@ -11,7 +11,7 @@ import pytest
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.plugins import policies
 from kvabr.client.live_feed import LiveFeed
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.player.groups import DecodeRates
 from kvabr.player.play_policy import new_estimator
 from kvabr.player.session import Session
 from kvabr.player.session_types import FetchGroup, PlayerConfig, UpgradeGoal

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import HarmonicMean
-from kvabr.player.decode_queue import DecodeRates, SharedDecodeRate, family
+from kvabr.player.groups import DecodeRates, SharedDecodeRate, family
 from kvabr.player.session import Session
 from kvabr.player.sources import ChunkedThroughputSampler, ThroughputSampler
 from kvabr.replay.link import Capacity

@@ -44,7 +44,7 @@ from kvabr.engines.player_process.messages import (
 )
 from kvabr.engines.player_process.sockets import own_socket, private_folder
 from kvabr.engines.settings import INSIDE, OWN
-from kvabr.player.decode_queue import SharedDecodeRate
+from kvabr.player.groups import SharedDecodeRate
 from kvabr.store.buffers import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
