@@ -64,6 +64,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
 from kvabr.types.errors import (
     FormatError,
+    HomeProcess,
     ModelError,
     PlayError,
     TransportError,
@@ -71,7 +72,6 @@ from kvabr.types.errors import (
     exhaustion_as_error,
 )
 from kvabr.types.events import LookupFailed
-from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part

@@ -48,8 +48,7 @@ from kvabr.player.groups import SharedDecodeRate
 from kvabr.store.buffers import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
-from kvabr.types.errors import ConnectionLostError, TransportError, UsageError, exhaustion_as_error
-from kvabr.types.home import HomeProcess
+from kvabr.types.errors import ConnectionLostError, HomeProcess, TransportError, UsageError, exhaustion_as_error
 from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("kvabr.engines")
