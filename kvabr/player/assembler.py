@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -60,7 +61,11 @@ class Tensors:
             if made.dtype != part.torch_dtype:
                 check_wanted(made.dtype, part)
         self.begins = tuple(span.first for span in spans)
-        self._spec, self._rooms = spec, tuple(map(CacheTensor, self.parts))
+        self._spec = spec
+
+    @cached_property
+    def _rooms(self) -> tuple[CacheTensor, ...]:
+        return tuple(map(CacheTensor, self.parts))
 
     @property
     def device(self) -> torch.device:
