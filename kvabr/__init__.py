@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvabr.abr.estimator import Estimator
+    from kvabr.abr.estimators import Estimator
     from kvabr.abr.policy import Decision, Policy
     from kvabr.abr.view import View
     from kvabr.client.async_client import AsyncClient
@@ -127,7 +127,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "kvabr.abr.estimator": "Estimator",
+    "kvabr.abr.estimators": "Estimator",
     "kvabr.abr.policy": "Decision Policy",
     "kvabr.abr.view": "View",
     "kvabr.client.async_client": "AsyncClient",

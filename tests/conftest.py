@@ -110,8 +110,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True)
 def _no_profiles() -> None:
     """Forget the codec profiles that other tests fetched: with one at hand, a play has more tracks to choose from."""
-    if (profiles := sys.modules.get("kvabr.client.profiles")) is not None:
-        profiles._profiles.clear()
+    if (memory := sys.modules.get("kvabr.client.memory")) is not None:
+        memory._profiles.clear()
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvabr.moqt.codes import RequestCode, reason_of
+from kvabr.moqt.codes import REASONS, RequestCode
 from kvabr.server.live_tracks import GrowingPublication
 from kvabr.server.publication import LevelPublication, Publication
-from kvabr.transfer.interface import ConnectionStats, PeerConnection
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.interface import ConnectionStats, GroupTransfer, PeerConnection
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
@@ -156,7 +155,9 @@ class _Sending:
             if fault.refuse is not None:
                 code, after = fault.refuse, fault.retry_after_s
                 kind = NotFoundError if code == RequestCode.DOES_NOT_EXIST else RequestError
-                raise kind(f"{what}: refused, code {code:#x}", reason=reason_of(code), retry_after_s=after)
+                raise kind(
+                    f"{what}: refused, code {code:#x}", reason=REASONS.get(code, Reason.OTHER), retry_after_s=after
+                )
             self._data = tampered(self._published(what), fault)
         except RequestError as error:
             self.fail(error)
@@ -386,7 +387,7 @@ class MemoryConnection(PeerConnection):
 
 
 class Dials:
-    """A `kvabr.transfer.lane.Dialler` of connections that a test makes."""
+    """A `kvabr.transfer.peer.Dialler` of connections that a test makes."""
 
     names = ("peer:1",)
 

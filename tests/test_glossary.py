@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = (
-    "abr/estimator.py",
+    "abr/estimators.py",
     "abr/policy.py",
     "abr/view.py",
     "client/options.py",

@@ -4,7 +4,7 @@ Both are plug-ins: by name, by entry point (``kvabr.policies``, ``kvabr.estimato
 numbers and estimates, never tensors, sockets or clocks.
 """
 
-from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimators import Estimator
 from kvabr.abr.ladder import Ladder, Option
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Transfer, View

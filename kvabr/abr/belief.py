@@ -15,7 +15,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from kvabr.abr.estimator import SLOT_SHARE, WINDOW
+from kvabr.abr.estimators import SLOT_SHARE, WINDOW
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 

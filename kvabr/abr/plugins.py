@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import BUILTIN as ESTIMATORS
+from kvabr.abr.estimators import Estimator
 from kvabr.abr.policies import BUILTIN as POLICIES
 from kvabr.abr.policy import Policy, declared, parse
 from kvabr.types.errors import PolicyError, UnknownPolicyError, did_you_mean

@@ -14,13 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.view import View
+from kvabr.abr.view import View, excess
 from kvabr.types.cost import MISS_PENALTY
 
 Array = npt.NDArray[np.float64]
 
-_EXCESS_LOSS_PRICE = 10.0
-"""Cost of exceeding `View.max_loss`, nats per token; more than a play without a cache costs."""
 _EQUAL_TIME_S = 1e-9
 """Lateness that still counts as in time, seconds."""
 
@@ -126,14 +124,6 @@ class SharedWork:
         lost = lost + self._inherited
         paid = self._view.time_price * ends_s + missed + excess(lost, self._view)
         return Divisions(lost + paid, network_s, late)
-
-
-def excess(lost: Array | float, view: View) -> Array:
-    """Return the cost of exceeding `View.max_loss`; it outweighs all other costs."""
-    if math.isinf(view.max_loss):
-        return np.zeros(np.shape(lost))
-    over: Array = np.asarray(lost) - view.max_loss
-    return np.where(over > 0.0, _EXCESS_LOSS_PRICE * (1.0 + over / max(view.max_loss, _EXCESS_LOSS_PRICE**-1)), 0.0)
 
 
 def better(one: Divisions, other: Divisions) -> Divisions:

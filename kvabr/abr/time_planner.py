@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvabr.abr.belief import Belief
-from kvabr.abr.shared_work import Divisions, SharedWork, better, excess, with_mixtures
-from kvabr.abr.view import Transfer, View
+from kvabr.abr.shared_work import Divisions, SharedWork, better, with_mixtures
+from kvabr.abr.view import Transfer, View, excess
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.loss import factors_if_rest_computed, inherited_if_rest_computed
 

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.cost import PrefillCost
+
+_EXCESS_LOSS_PRICE = 10.0
+"""Cost of exceeding `View.max_loss`, nats per token; more than a play without a cache costs."""
 
 
 class GroupSet(MutableSet[int]):
@@ -505,3 +508,11 @@ class View:
     def missing_bytes(self, track: Track) -> int:
         """Return the bytes of all missing groups on one track."""
         return self.missing_groups.total(track.name, track.bytes)
+
+
+def excess(lost: Any, view: View) -> Any:
+    """Return the cost of exceeding `View.max_loss` by a loss or an array of them; it outweighs all other costs."""
+    if view.max_loss == float("inf"):
+        return 0.0
+    over = lost - view.max_loss
+    return (over > 0.0) * _EXCESS_LOSS_PRICE * (1.0 + over / max(view.max_loss, _EXCESS_LOSS_PRICE**-1))

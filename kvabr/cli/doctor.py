@@ -248,7 +248,7 @@ async def _transports(url: str, how: PeerOptions) -> list[Finding]:
     """Report how fast each transport connects, and its rate in earlier plays, unless one was chosen."""
     from platformdirs import user_cache_path
 
-    from kvabr.client.shared_bandwidth import history_at
+    from kvabr.client.memory import history_at
     from kvabr.link.moqt.connect import connect
 
     found: list[Finding] = []

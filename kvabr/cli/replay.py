@@ -293,7 +293,7 @@ def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
         config=PlayerConfig(
             gpu_price=args.play.gpu_price,
             time_price=args.play.time_price,
-            max_loss=math.inf if args.passages else args.play.loss_limit,
+            max_loss=math.inf if args.passages or args.play.max_loss is None else args.play.max_loss,
             give_up_after=args.play.patience,
         ),
         sharing=_sharing(args),

@@ -23,37 +23,37 @@ from typing import Self
 
 import torch
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators import Prior
 from kvabr.abr.tail import TailOffer
 from kvabr.client.compute import compute
-from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
-from kvabr.client.engine_work import COSTS_FILE, costs_at, measure_prefill, on_engine
+from kvabr.client.engine_work import measure_prefill, on_engine
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
-from kvabr.client.options import (
-    Limits,
-    PlayOptions,
-    check_deadline,
-    check_engine,
-    check_prompt,
-    engine_of,
-    model_of,
-    warn_not_stored,
-)
+from kvabr.client.memory import COSTS_FILE, PROFILES, SPEEDS_FILE, Memory, ProfileCache, costs_at, history_at, speeds_at
+from kvabr.client.options import Limits, PlayOptions, warn_not_stored
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeersLike, Query
-from kvabr.client.play import play_coded, play_prefix, play_whole
-from kvabr.client.prepare import Memory, computes_at_once, lookup_time, prepare, tail_choices
-from kvabr.client.profiles import PROFILES, ProfileCache
+from kvabr.client.peers import ClientPeer, PeersLike, Query, combined
+from kvabr.client.play import (
+    check_engine,
+    check_prompt,
+    computes_at_once,
+    engine_of,
+    lookup_time,
+    model_of,
+    play_coded,
+    play_prefix,
+    play_whole,
+    prepare,
+    tail_choices,
+)
 from kvabr.client.report import report_coded, report_prefix, report_whole
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
-from kvabr.client.runner import PlayRunner
-from kvabr.client.shared_bandwidth import combined, history_at
+from kvabr.client.runner import PlayRunner, check_deadline
 from kvabr.client.sources import PlaySources, first_found, first_reached
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
-from kvabr.player.builder import choose_tail
+from kvabr.player.play_policy import choose_tail
 from kvabr.store.files import sweep
 from kvabr.store.group_cache import GroupCache, StoreTier
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -64,6 +64,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
 from kvabr.types.errors import (
     FormatError,
+    HomeProcess,
     ModelError,
     PlayError,
     TransportError,
@@ -71,7 +72,6 @@ from kvabr.types.errors import (
     exhaustion_as_error,
 )
 from kvabr.types.events import LookupFailed
-from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part

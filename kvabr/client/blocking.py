@@ -21,8 +21,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.result import NothingCached, Played
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, exhaustion_as_error
-from kvabr.types.home import HomeProcess
+from kvabr.types.errors import ConnectionLostError, HomeProcess, PlayError, UsageError, exhaustion_as_error
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from kvabr.client.engine_work import on_engine, timed
-from kvabr.client.prepare import PlayCall
 from kvabr.client.result import Played
+from kvabr.client.runner import PlayCall
 from kvabr.codec.quantised import all_finite, as_type, check_wanted, convert
 from kvabr.player.session_types import ENGINE_PATIENCE, GroupRecord, PlayRecord
 from kvabr.types.catalog import RECOMPUTED

@@ -1,7 +1,4 @@
-"""Decode speeds of this machine, measured once per model and device in the background, and kept in a file.
-
-Unmeasured, plays start with the catalog's times, and correct them.
-"""
+"""Measures the decode speeds of this machine, on synthetic frames; see `kvabr.client.memory.DecodeSpeeds`."""
 
 from __future__ import annotations
 
@@ -11,36 +8,27 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-from cachetools import LRUCache
 
-from kvabr.client.machine_file import MAX_MODELS, MachineFile
 from kvabr.codec.base import GroupContext
 from kvabr.codec.block_slots import TensorPlace
 from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.group import payload_of
-from kvabr.codec.native.coder import active_path
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.sample_frames import SampleFrames
 from kvabr.codec.threads import CORES
-from kvabr.player.decode_queue import DecodeRates, family
+from kvabr.player.groups import family
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import digest_of, has_digest
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
-from kvabr.types.once import once
 
-SPEEDS_FILE = "decode-rates.json"
-_MAX_TRACKS = 64
 _MAX_S = 10.0
 BATCH = "batch "
 """Key prefix of a family's seconds per batch."""
-_GPU_GUESS = 32.0
 _BATCHED = 8
 _ELEMENTS = 3 << 19
 """Most elements to decode on the processor: enough for codecs with a cost per 128 tokens."""
@@ -81,7 +69,7 @@ def measure(
     time, on a GPU the time that passes.
     """
     on_one_core()
-    gpu, spec, found = _is_gpu(device), catalog.spec.largest, dict[str, float]()
+    gpu, spec, found = is_gpu(device), catalog.spec.largest, dict[str, float]()
     clock = clock or (time.perf_counter if gpu else time.thread_time)
     tokens = spec.rows if gpu else min(spec.rows, max(16, _ELEMENTS // spec.elements_per_token))
     sample = new_sample(spec, profile, tokens)
@@ -98,7 +86,7 @@ def measure(
                 each_s = one_s
                 if gpu:
                     each_s = max(_timed(group, places, clock) - one_s, one_s / 1024) / (_BATCHED - 1)
-                if _sound(each_s / tokens):
+                if sound_speed(each_s / tokens):
                     found[track.name] = each_s / tokens
                     if one_s > each_s:
                         found[BATCH + family(track.name)] = one_s - each_s
@@ -157,70 +145,11 @@ def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
     return {name: seconds for name, seconds in scaled.items() if 0 < seconds < math.inf} | found  # untrusted catalogs
 
 
-def speeds_key(catalog: Catalog, device: torch.device | None = None) -> str:
-    """Return the key of a catalog's decode times on this machine: digests of spec and profile, and code path or GPU."""
-    path = "none"
-    with contextlib.suppress(KvabrError):  # KVABR_CODER is wrong; decoding AC reports it
-        path = f"gpu {torch.cuda.get_device_name(device)}" if _is_gpu(device) else active_path()
-    return f"{catalog.spec.digest().hex()}:{catalog.profile or ''}:{path}"
-
-
-class DecodeSpeeds:
-    """The file of measured speeds, and rates that plays correct. Thread-safe."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        """Read the file if there is one; never raises."""
-        self._file = MachineFile(path, "decode_rates", _tracks)
-        self._lock = threading.Lock()
-        self._tried: set[str] = set()
-        self._rates: LRUCache[tuple[object, ...], DecodeRates] = LRUCache(MAX_MODELS)
-
-    def rates(self, catalog: Catalog, device: torch.device | None = None) -> DecodeRates:
-        """Return decode rates; plays of one model share and correct them."""
-        key = speeds_key(catalog, device)
-        times = tuple((track.name, track.decode_s) for track in catalog.tracks)
-        known = self._file.get(key)
-        with self._lock:
-            found: DecodeRates | None = self._rates.get((key, times, known is None))
-            if found is None:
-                latencies = {name.removeprefix(BATCH): s for name, s in (known or {}).items() if name.startswith(BATCH)}
-                measured = complete(catalog, known) if known is not None else None
-                if measured is None and _is_gpu(device):
-                    measured = {one.name: one.decode_s / _GPU_GUESS for one in catalog.tracks if one.decode_s > 0}
-                found = DecodeRates(catalog, measured, latencies)
-                self._rates[key, times, known is None] = found
-        return found
-
-    def lacks(self, catalog: Catalog, device: torch.device | None = None) -> bool:
-        """Return whether `measure` is useful: there is no entry, but a file or a GPU."""
-        key = speeds_key(catalog, device)
-        wanted = self._file.path is not None or _is_gpu(device)  # a catalog has no GPU times
-        return wanted and key not in self._tried and self._file.get(key) is None
-
-    def measure(self, catalog: Catalog, profile: Profile | None, device: torch.device | None = None) -> None:
-        """Measure a model, and update the file; never raises."""
-        key = speeds_key(catalog, device)
-        with self._lock:
-            if key in self._tried:
-                return
-            self._tried.add(key)
-        per_token = measure(catalog, profile, device=device)
-        if per_token:
-            self._file.put(key, per_token)
-
-
-speeds_at = once(DecodeSpeeds)
-"""Returns this process's `DecodeSpeeds` for a file."""
-
-
-def _is_gpu(device: torch.device | None) -> bool:
+def is_gpu(device: torch.device | None) -> bool:
+    """Return whether a cache is on a GPU."""
     return device is not None and device.type == "cuda"
 
 
-def _sound(seconds: object) -> bool:
+def sound_speed(seconds: object) -> bool:
+    """Return whether seconds per token are plausible."""
     return type(seconds) is float and 0 < seconds <= _MAX_S  # NaN compares false
-
-
-def _tracks(found: Any) -> dict[str, float] | None:
-    tracks = dict(found)
-    return tracks if 0 < len(tracks) <= _MAX_TRACKS and all(map(_sound, tracks.values())) else None

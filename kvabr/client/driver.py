@@ -34,8 +34,7 @@ from kvabr.player.session_types import (
     Recompute,
     RecomputeTokens,
 )
-from kvabr.transfer.interface import Connection, TaskSet, cancel_all
-from kvabr.transfer.transfer import GroupReader
+from kvabr.transfer.interface import Connection, GroupReader, TaskSet, cancel_all
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.engine import Engine, ResidentCache, ResidentEngine, prefill_classes

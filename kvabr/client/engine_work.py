@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import os
 import threading
 import time
@@ -16,18 +15,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import Queue
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-
-from kvabr.client.machine_file import MachineFile
-from kvabr.client.prefill_timings import PrefillTimings, Timing, guess_of, read_rows
+from kvabr.client.prefill_timings import PrefillTimings, Timing, guess_of
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import SHORT, Engine, time_prefills
 from kvabr.types.errors import ModelError
-from kvabr.types.once import once
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,7 +32,6 @@ _ANY_TOKENS = range(64)
 _EXIT_S = 10.0
 """Seconds that process exit waits for engines: up to Python 3.13, a thread that then requests the interpreter's lock is
 unwound, which aborts C++ code."""
-COSTS_FILE = "prefill-costs.json"
 
 
 def timed(clock: Callable[[], float], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
@@ -160,53 +153,3 @@ def _of(engine: Engine) -> _OfEngine:
             found = _ENGINES[engine] = _OfEngine(PrefillTimings(guess_of(engine)))
             weakref.finalize(engine, found.thread.close)
         return found
-
-
-class EngineCosts:
-    """The file of timings. Thread-safe."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        """Read the file if there is one; never raises."""
-        self._file: MachineFile[list[Timing]] = MachineFile(path, "prefill_costs", read_rows)
-
-    def of(self, engine: Engine) -> PrefillTimings:
-        """Return the engine's prefill timings, of this process or earlier ones."""
-        timings = timings_of(engine)
-        return self.restored(timings, engine_key(engine)) if timings.empty else timings
-
-    def restored(self, timings: PrefillTimings, key: str) -> PrefillTimings:
-        """Return timings; if empty, restored from the file."""
-        if timings.empty and (rows := self._file.get(key)):
-            timings.restore(rows)
-        return timings
-
-    def save(self, timings: PrefillTimings, key: str) -> None:
-        """Save new timings if there is a file; never raises."""
-        if self._file.path is not None and timings.news:
-            self._file.put(key, timings.rows())
-
-    def save_engine(self, engine: Engine) -> None:
-        """Save an engine's timings, and fit its cost, which is slow."""
-        timings = timings_of(engine)
-        self.save(timings, engine_key(engine))
-        timings.cost()
-
-
-costs_at = once(EngineCosts)
-"""Returns this process's `EngineCosts` for a file."""
-
-
-def engine_key(engine: Engine) -> str:
-    """Return an engine's key: model, device and kind."""
-    kind, device = type(engine), getattr(engine, "device", None)
-    own = f"{getattr(engine, 'dtype', '')} {getattr(engine, 'weights', '')}"
-    return cost_key(engine.spec.digest().hex(), f"{kind.__module__}.{kind.__qualname__} {own}", device)
-
-
-def cost_key(model: str, engine: str, device: torch.device | None) -> str:
-    """Return the key of a model on an engine and a device; None: the processor."""
-    where = f"{'cpu' if device is None else device.type} {torch.get_num_threads()}"
-    if device is not None and device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # the device is gone
-            where = torch.cuda.get_device_name(device)
-    return f"{model}:{engine}:{where}"

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from kvabr.client.lookup import fetch_catalog
 from kvabr.player.goals.live import EdgeChanges
 from kvabr.player.requests import DEARER_PRIORITY
-from kvabr.transfer.interface import Connection
+from kvabr.transfer.interface import Connection, GroupReader, GroupRequest
 from kvabr.transfer.news import News, Retries
-from kvabr.transfer.transfer import GroupReader, GroupRequest
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, TransportError
 from kvabr.types.live import (

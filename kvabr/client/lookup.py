@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -262,7 +262,7 @@ class _Lookup:
             found = await _read(self.origin, namespace, track, catalog_limit(len(self.digests)))
         except NotFoundError:
             return None
-        wanted = with_snapshots_of(spec, found.catalog.spec)
+        wanted = spec if found.catalog.every_token else with_snapshots_of(spec, found.catalog.spec)
         wanted = wanted.with_dtypes(found.catalog.spec) if self.any_dtype else wanted
         if found.catalog.spec.digest() != wanted.digest():
             raise ForeignError(
@@ -313,10 +313,10 @@ def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
     tracks: set[str] = set()
     for track in catalog.tracks:
         try:
-            known = codec(track.name)
+            needs_profile = _needs_profile(track.name)
         except FormatError:
             continue
-        if (profile or not known.needs_profile) and (track.refines is None or track.refines in tracks):
+        if (profile or not needs_profile) and (track.refines is None or track.refines in tracks):
             tracks.add(track.name)
     if not tracks:
         have = ", ".join(catalog.by_name)
@@ -325,6 +325,11 @@ def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
         reason = f": {why}" if why else ""
         raise FormatError(f"none of the asset's tracks ({have}) can be decoded here without its codec profile{reason}")
     return catalog.with_tracks(tracks)
+
+
+@cache
+def _needs_profile(track: str) -> bool:
+    return codec(track).needs_profile
 
 
 async def _read(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> Found:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvabr.blend.selectors import load_selector
-from kvabr.client.engine_work import EngineCosts
 from kvabr.client.snapshot import Watch
-from kvabr.player.decode_queue import SharedDecodeRate
+from kvabr.player.groups import SharedDecodeRate
 from kvabr.player.play_choices import DEFAULT_SELECTOR, PlayChoices
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.telemetry.hub import Telemetry
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine, EngineMode
+from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayEvent
-from kvabr.types.kv import KVSpec
-from kvabr.types.media import MediaTokens
-
-_GUARD_SHARE, _MAX_GUARD_S = 0.02, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,67 +83,7 @@ class Limits:
                 raise UsageError(f"{name} must be at least {least}, got {value}")
 
 
-def check_deadline(deadline_s: float) -> None:
-    """Raise `UsageError` unless a deadline is a positive, finite number of seconds."""
-    if not 0 < deadline_s < math.inf:
-        raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
-
-
 def warn_not_stored(metrics: ClientMetrics, what: str, why: str) -> None:
     """Warn, and count, that received groups or a profile cannot be saved to disk."""
     metrics.failed_writes_total.labels(what).inc()
     warnings.warn(f"{what} not stored on disk: {why}", RuntimeWarning, stacklevel=2)
-
-
-def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
-    """Raise `UsageError` unless a prompt has one dimension and at least one token; `chain` checks the ids.
-
-    A prompt with media cannot be played with an ``engine``, which receives only token ids.
-    """
-    if not hasattr(tokens, "__getitem__") or isinstance(tokens, str | bytes | Mapping):
-        raise UsageError(
-            f"a prompt is a sequence of token ids, not {type(tokens).__name__}; tokenize text first, and take `tokens` "
-            "of a file with them"
-        )
-    shape = getattr(tokens, "shape", None)
-    if shape is not None and len(shape) != 1:
-        raise UsageError(f"a prompt has one dimension; this one has the shape {tuple(shape)}")
-    if not len(tokens):
-        raise UsageError("a prompt has at least one token; this one is empty")
-    if engine is not None and isinstance(tokens, MediaTokens):
-        raise UsageError(
-            "an engine computes from token ids alone, and some of these stand for media: play them with "
-            "PlayOptions(recompute=False), and have the model compute the rest"
-        )
-
-
-def guard_s(deadline_s: float) -> float:
-    """Return the reserve before the deadline, seconds: event loops are sometimes late."""
-    return min(_MAX_GUARD_S, _GUARD_SHARE * deadline_s)
-
-
-def engine_of(
-    engine: Engine | None, options: PlayOptions, costs: EngineCosts
-) -> tuple[Engine | None, PrefillCost | None]:
-    """Return the engine of a play and its prefill cost; both None if it may not compute."""
-    if engine is None or not options.recompute:
-        return None, None
-    return engine, options.prefill_cost or costs.of(engine).cost()
-
-
-def model_of(model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:
-    """Return the model of a play for `ClientPeer.find`, and whether any group size is accepted."""
-    if engine is None:
-        return model, False
-    if isinstance(model, KVSpec):
-        check_engine(engine, model)
-        return model, False
-    if model not in (None, engine.spec.model):
-        raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {model}")
-    return engine.spec, True
-
-
-def check_engine(engine: Engine, spec: KVSpec) -> None:
-    """Raise `UsageError` unless an engine computes caches of a spec."""
-    if not engine.spec.same_cache(spec):  # the publisher chooses the group size
-        raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {spec.model}")

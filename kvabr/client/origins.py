@@ -59,7 +59,7 @@ def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -
 
 
 class StoreDialler:
-    """Opens a store; a `kvabr.transfer.lane.Dialler`."""
+    """Opens a store; a `kvabr.transfer.peer.Dialler`."""
 
     most_lanes = 1
 

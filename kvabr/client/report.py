@@ -10,8 +10,8 @@ import torch
 
 from kvabr.client.compute import compute
 from kvabr.client.play import EndedPlay, upgrade
-from kvabr.client.prepare import PlayCall
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed
+from kvabr.client.runner import PlayCall
 from kvabr.player.blend_plan import delivered_loss
 from kvabr.player.prefixes import PlacedPrefix, prefix_loss
 from kvabr.player.session_types import PlayRecord

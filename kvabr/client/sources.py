@@ -18,8 +18,17 @@ from typing import Any
 from kvabr.client.lookup import Found
 from kvabr.client.peers import MIN_OTHER_SIZES_S, OTHER_SIZES_FACTOR, Answered, ClientPeer, tokens_of
 from kvabr.player.sources import NOT_KNOWN, Offer
-from kvabr.transfer.interface import Connection, ConnectionStats, PrefixFinder, TaskSet, cancel_all, read_view
-from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer
+from kvabr.transfer.interface import (
+    Connection,
+    ConnectionStats,
+    GroupReader,
+    GroupRequest,
+    GroupTransfer,
+    PrefixFinder,
+    TaskSet,
+    cancel_all,
+    read_view,
+)
 from kvabr.types.errors import NotFoundError, TransportError
 from kvabr.types.kv import MAX_MODELS_BYTES
 from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace

@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvabr.client.decode_speeds import DecodeSpeeds, new_sample, sample_group
-from kvabr.client.profiles import keep
+from kvabr.client.decode_speeds import new_sample, sample_group
+from kvabr.client.memory import DecodeSpeeds, keep
 from kvabr.codec import gpu
 from kvabr.codec.block_slots import BlockLayers, BlockSlots, Place, TensorPlace
 from kvabr.codec.builtin import BUILTIN

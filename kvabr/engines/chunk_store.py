@@ -22,8 +22,8 @@ import torch
 from pydantic import Field
 
 from kvabr.client.lookup import Found
+from kvabr.client.memory import keep
 from kvabr.client.options import PlayOptions
-from kvabr.client.profiles import keep
 from kvabr.client.result import PlayedPrefix
 from kvabr.codec.base import codec
 from kvabr.codec.block_slots import CacheTensor, Place

@@ -180,12 +180,20 @@ _CODES = {
     Reason.MISSING: RequestCode.DOES_NOT_EXIST,
     Reason.WRONG: RequestCode.MALFORMED_TRACK,
 }
-_REASONS = {int(code): reason for reason, code in _CODES.items()} | {int(RequestCode.INVALID_RANGE): Reason.MISSING}
-
-
-def reason_of(code: int) -> Reason:
-    """Return the meaning of a refused request's code."""
-    return _REASONS.get(code, Reason.OTHER)
+REASONS: dict[int, Reason] = {int(code): reason for reason, code in _CODES.items()} | {
+    int(RequestCode.INVALID_RANGE): Reason.MISSING
+}
+"""The meanings of refused requests' codes; of others, `Reason.OTHER`."""
+RESET_REASONS = REASONS | {
+    ResetCode.CANCELLED: Reason.INTERNAL,
+    ResetCode.DELIVERY_TIMEOUT: Reason.TIMEOUT,
+    ResetCode.SESSION_CLOSED: Reason.AWAY,
+    ResetCode.GOING_AWAY: Reason.AWAY,
+    ResetCode.TOO_FAR_BEHIND: Reason.TIMEOUT,
+    ResetCode.UNKNOWN_OBJECT_STATUS: Reason.INTERNAL,
+    ResetCode.EXPIRED_AUTH_TOKEN: Reason.EXPIRED_TOKEN,
+}
+"""The meanings of the codes of reset streams, likewise."""
 
 
 def code_of(reason: Reason) -> RequestCode:

@@ -1,20 +1,12 @@
-"""Events for the owner of a session, and commands for it to carry out on streams.
-
-A `Channel` collects them, and allocates stream and request IDs.
-"""
+"""Events for the owner of a session, and commands for it to carry out on streams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
 
-from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.messages import FetchOk, Goaway, Message, PublishDone, Request, RequestErrorMessage, SubscribeOk, encode
+from kvabr.moqt.messages import FetchOk, PublishDone, Request, RequestErrorMessage, SubscribeOk
 from kvabr.moqt.objects import Item
 from kvabr.moqt.parameters import Parameters, SetupOptions
-from kvabr.moqt.wire import Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +174,6 @@ class Close:
 Command = Write | Reset | Stop | Close
 
 
-_ID_WINDOW = 1 << 16
-"""Recent request IDs tracked individually; older ones count as used."""
-
-
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One open request, of either end."""
@@ -198,89 +186,3 @@ class RequestState:
     """Unanswered REQUEST_UPDATEs."""
     going_away: bool = False
     """A GOAWAY has arrived on the request's stream."""
-
-
-class Channel:
-    """Allocates stream and request IDs, and collects commands and events."""
-
-    def __init__(self, draft: Draft, *, client: bool) -> None:
-        self.draft, self.client = draft, client
-        self.events: list[Event] = []
-        self.commands: list[Command] = []
-        self.control_stream: int | None = None
-        self.open_bidi: Callable[[], int] = partial(next, count(0 if client else 1, 4))
-        self.open_uni: Callable[[], int] = partial(next, count(2 if client else 3, 4))
-        self.next_id = 0 if client else 1
-
-    def take_id(self) -> int:
-        """Return a new request ID."""
-        self.next_id += 2
-        return self.next_id - 2
-
-    def made(self, number: int) -> bool:
-        """Return whether this end has used a request ID."""
-        return 0 <= number < self.next_id and number % 2 == (not self.client)
-
-    def retract(self, request_id: int) -> bool:
-        """Remove a peer's request from the pending events; return False if already reported."""
-        if not any(isinstance(event, Requested) and event.request_id == request_id for event in self.events):
-            return False
-        over = (Requested, Updated)
-        self.events = [event for event in self.events if not isinstance(event, over) or event.request_id != request_id]
-        return True
-
-    def write(self, stream: int, message: Message, *, fin: bool = False) -> None:
-        """Send a message on a stream."""
-        self.commands.append(Write(stream, encode(message, self.draft), fin))
-
-    def control(self, message: Message) -> None:
-        """Send a message on the control stream."""
-        assert self.control_stream is not None  # noqa: S101  # nothing is sent before SETUP
-        self.write(self.control_stream, message)
-
-    def check_goaway(self, message: Goaway, *, repeated: bool) -> None:
-        """Raise SessionFault for a second GOAWAY, or a URI from a client (draft 18, section 10.4)."""
-        if repeated:
-            raise SessionFault("second GOAWAY on the same stream")
-        self.check_uri(message.uri, message)
-
-    def check_uri(self, uri: bytes, message: Message) -> None:
-        """Raise SessionFault if a client sends a URI."""
-        if uri and not self.client:
-            raise SessionFault(f"{type(message).__name__} from a client carries a URI")
-
-
-class PeerIds:
-    """The peer's request IDs; each must be new and have its parity (draft 18, section 10.1).
-
-    Gaps are accepted: streams overtake each other, and a request cancelled early may never arrive.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._parity = int(channel.client)
-        self.next = self._parity
-        """Smallest ID above all used ones."""
-        self._used = 0
-        """A bit for each ID below `next`; the largest has the lowest."""
-
-    def take(self, number: int) -> None:
-        """Record an ID, or raise SessionFault."""
-        code = SessionCode.INVALID_REQUEST_ID
-        if number % 2 != self._parity:
-            raise SessionFault(f"request ID {number} has the wrong parity", code)
-        if self.used(number):
-            raise SessionFault(f"request ID {number} was used before", code)
-        if number < self.next:
-            self._used |= 1 << (self.next - number) // 2 - 1
-        else:
-            ahead = (number - self.next) // 2 + 1
-            known = self._used << ahead & ((1 << _ID_WINDOW) - 1) if ahead < _ID_WINDOW else 0
-            self._used = known | 1
-            self.next = number + 2
-
-    def used(self, number: int) -> bool:
-        """Return whether the peer has used an ID."""
-        if not 0 <= number < self.next or number % 2 != self._parity:
-            return False
-        behind = (self.next - number) // 2 - 1
-        return behind >= _ID_WINDOW or bool(self._used >> behind & 1)

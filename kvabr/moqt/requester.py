@@ -1,28 +1,34 @@
-"""The requests of this end, FETCH and SUBSCRIBE: answers and objects."""
+"""The requests of this end, FETCH and SUBSCRIBE: answers and objects. Both ends' requests use a `Channel`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import Param, Property, RequestCode, ResetCode, SessionCode, SessionFault
 from kvabr.moqt.events import (
     Answered,
-    Channel,
+    Command,
     Ended,
+    Event,
     Received,
     Refused,
+    Requested,
     RequestState,
     Reset,
     Stop,
     SubscriptionDone,
     SubscriptionEnding,
+    Updated,
     Write,
 )
-from kvabr.moqt.messages import MessageParser, decode, ends_before
+from kvabr.moqt.messages import MessageParser, decode, encode, ends_before
 from kvabr.moqt.objects import DEFAULT_PRIORITY, Item, ObjectBudget, ObjectParser, SubgroupHeader
 from kvabr.moqt.parameters import MalformedTrack, Parameters, present, unfold, unusable
+from kvabr.moqt.wire import Draft
 
 _IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.MAX_OBJECT})
 """Parameters of a REQUEST_OK that answers a REQUEST_UPDATE (draft 18, sections 10.2.10 and 10.2.11)."""
@@ -30,6 +36,56 @@ MAX_EARLY_OBJECTS_BYTES = 1 << 20
 """Limit of buffered streams before their SUBSCRIBE_OK; further streams are stopped."""
 MAX_PARTIAL_BYTES = 1 << 20
 """Limit of incomplete object headers on all streams."""
+
+
+class Channel:
+    """Allocates stream and request IDs, and collects commands and events."""
+
+    def __init__(self, draft: Draft, *, client: bool) -> None:
+        self.draft, self.client = draft, client
+        self.events: list[Event] = []
+        self.commands: list[Command] = []
+        self.control_stream: int | None = None
+        self.open_bidi: Callable[[], int] = partial(next, count(0 if client else 1, 4))
+        self.open_uni: Callable[[], int] = partial(next, count(2 if client else 3, 4))
+        self.next_id = 0 if client else 1
+
+    def take_id(self) -> int:
+        """Return a new request ID."""
+        self.next_id += 2
+        return self.next_id - 2
+
+    def made(self, number: int) -> bool:
+        """Return whether this end has used a request ID."""
+        return 0 <= number < self.next_id and number % 2 == (not self.client)
+
+    def retract(self, request_id: int) -> bool:
+        """Remove a peer's request from the pending events; return False if already reported."""
+        if not any(isinstance(event, Requested) and event.request_id == request_id for event in self.events):
+            return False
+        over = (Requested, Updated)
+        self.events = [event for event in self.events if not isinstance(event, over) or event.request_id != request_id]
+        return True
+
+    def write(self, stream: int, message: m.Message, *, fin: bool = False) -> None:
+        """Send a message on a stream."""
+        self.commands.append(Write(stream, encode(message, self.draft), fin))
+
+    def control(self, message: m.Message) -> None:
+        """Send a message on the control stream."""
+        assert self.control_stream is not None  # noqa: S101  # nothing is sent before SETUP
+        self.write(self.control_stream, message)
+
+    def check_goaway(self, message: m.Goaway, *, repeated: bool) -> None:
+        """Raise SessionFault for a second GOAWAY, or a URI from a client (draft 18, section 10.4)."""
+        if repeated:
+            raise SessionFault("second GOAWAY on the same stream")
+        self.check_uri(message.uri, message)
+
+    def check_uri(self, uri: bytes, message: m.Message) -> None:
+        """Raise SessionFault if a client sends a URI."""
+        if uri and not self.client:
+            raise SessionFault(f"{type(message).__name__} from a client carries a URI")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

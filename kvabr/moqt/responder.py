@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvabr.moqt import messages as m
-from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionFault
-from kvabr.moqt.events import Cancelled, Channel, PeerIds, Requested, RequestState, Reset, Stop, Stopped, Updated, Write
+from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionCode, SessionFault
+from kvabr.moqt.events import Cancelled, Requested, RequestState, Reset, Stop, Stopped, Updated, Write
 from kvabr.moqt.messages import ends_before
 from kvabr.moqt.objects import FETCH_HEADER, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Parameters, present, token_values, unusable
+from kvabr.moqt.requester import Channel
 from kvabr.moqt.wire import Location, write_varint
 
 _OF_SUBSCRIPTIONS = m.RequestUpdate.allowed - {Param.TRACK_NAMESPACE_PREFIX, Param.TRACK_PROPERTY_FILTER}
@@ -243,3 +244,43 @@ def _first_field(message: m.Request) -> bytes | None:
     prefix: tuple[bytes, ...] = getattr(message, "prefix", ())
     namespace: tuple[bytes, ...] = getattr(message, "namespace", prefix)
     return namespace[0] if namespace else None
+
+
+_ID_WINDOW = 1 << 16
+"""Recent request IDs tracked individually; older ones count as used."""
+
+
+class PeerIds:
+    """The peer's request IDs; each must be new and have its parity (draft 18, section 10.1).
+
+    Gaps are accepted: streams overtake each other, and a request cancelled early may never arrive.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._parity = int(channel.client)
+        self.next = self._parity
+        """Smallest ID above all used ones."""
+        self._used = 0
+        """A bit for each ID below `next`; the largest has the lowest."""
+
+    def take(self, number: int) -> None:
+        """Record an ID, or raise SessionFault."""
+        code = SessionCode.INVALID_REQUEST_ID
+        if number % 2 != self._parity:
+            raise SessionFault(f"request ID {number} has the wrong parity", code)
+        if self.used(number):
+            raise SessionFault(f"request ID {number} was used before", code)
+        if number < self.next:
+            self._used |= 1 << (self.next - number) // 2 - 1
+        else:
+            ahead = (number - self.next) // 2 + 1
+            known = self._used << ahead & ((1 << _ID_WINDOW) - 1) if ahead < _ID_WINDOW else 0
+            self._used = known | 1
+            self.next = number + 2
+
+    def used(self, number: int) -> bool:
+        """Return whether the peer has used an ID."""
+        if not 0 <= number < self.next or number % 2 != self._parity:
+            return False
+        behind = (self.next - number) // 2 - 1
+        return behind >= _ID_WINDOW or bool(self._used >> behind & 1)

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import ResetCode, SessionCode, SessionFault
-from kvabr.moqt.events import Channel, Close, Closed, Command, Event, GoingAway, Ready, Reset
+from kvabr.moqt.events import Close, Closed, Command, Event, GoingAway, Ready, Reset
 from kvabr.moqt.messages import MessageParser, decode
 from kvabr.moqt.objects import PADDING_STREAM, SETUP_STREAM, read_stream_header
 from kvabr.moqt.parameters import Parameters, SetupOptions, check_target, token_values
-from kvabr.moqt.requester import Requester
+from kvabr.moqt.requester import Channel, Requester
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.wire import Draft, Location
 

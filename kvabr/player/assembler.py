@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -57,9 +58,14 @@ class Tensors:
         else:
             self.parts = (out,)
         for made, part in zip(self.parts, spec.parts, strict=True):
-            check_wanted(made.dtype, part)
+            if made.dtype != part.torch_dtype:
+                check_wanted(made.dtype, part)
         self.begins = tuple(span.first for span in spans)
-        self._spec, self._rooms = spec, tuple(map(CacheTensor, self.parts))
+        self._spec = spec
+
+    @cached_property
+    def _rooms(self) -> tuple[CacheTensor, ...]:
+        return tuple(map(CacheTensor, self.parts))
 
     @property
     def device(self) -> torch.device:
@@ -158,8 +164,9 @@ class Assembler:
         if not catalog.every_token and catalog.chosen is None:
             raise UsageError(f"{catalog.spec.model}: the catalog has groups that no play needs; pass its to_play")
         self._catalog, self._profile = catalog, profile
-        for part in catalog.spec.parts:
-            check_wanted(dtype or part.torch_dtype, part)
+        if dtype is not None:
+            for part in catalog.spec.parts:
+                check_wanted(dtype, part)
         self.coded = coded
         self._to: Destination | None = None
         if not coded:

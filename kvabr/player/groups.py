@@ -1,18 +1,31 @@
-"""The stage of each group in a play, and the policy's view of it.
+"""The groups of a play: their stages, the policy's view of them, and the order and time of decoding.
 
 A group's `Stage` follows from its layers, the track in place, and the engine's queue. `Groups.restage` updates it, and
 the sets that policies and planners read.
+
+In the `DecodeQueue`, missing groups are decoded first, groups that the policy will replace last. A group with more
+layers in flight waits briefly so that all are decoded together, unless time is short or an engine needs everything
+before its own groups.
+
+Decoding time (`DecodeRates`) is a latency per batch plus seconds per group. A CPU decodes groups one by one without
+latency; a GPU decodes all received groups together. Every decoded group corrects the seconds for all tracks of its
+family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import IntEnum
+from heapq import heappop, heappush
+from statistics import median
 
 from kvabr.abr.view import GroupSet, Transfer, View
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.session_types import GroupRecords
-from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.catalog import RECOMPUTED, Catalog
+from kvabr.types.errors import UsageError
 
 
 class Stage(IntEnum):
@@ -224,3 +237,296 @@ class Groups(dict[int, GroupProgress]):
                     view.in_flight.require(transfer)
         elif top is not None:
             self.settle(group)
+
+
+_WINDOW = 9
+"""Decoded groups per correction; the median tolerates four delayed ones."""
+_MAX_LOG = math.log(1024)
+"""Larger ratios indicate a clock that jumped or a process that slept."""
+
+
+def family(track: str) -> str:
+    """Return a track's family, which shares a decoder: the part before the first hyphen."""
+    return track.partition("-")[0]
+
+
+class DecodeRates:
+    """Seconds to decode a full group of each track. Not thread-safe."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        measured: Mapping[str, float] | None = None,
+        latencies: Mapping[str, float] | None = None,
+    ) -> None:
+        """Start with the catalog's default times.
+
+        ``measured``: seconds to check and decode each further full group of a batch, by track; ``latencies``:
+        additional seconds per batch, by family. Raises `UsageError` for impossible times.
+        """
+        self._latencies = dict(latencies or {})
+        for name, seconds in self._latencies.items():
+            if not 0 <= seconds < math.inf:
+                raise UsageError(
+                    f"the latency of a {name} batch must be 0 or more seconds and finite, got {seconds}; measure again"
+                )
+        self._table = {track.name: track.decode_s for track in catalog.tracks}
+        for track, seconds in (measured or {}).items():
+            if not 0 < seconds < math.inf:
+                raise UsageError(
+                    f"the decode time of {track} must be positive and finite, got {seconds} s; measure again"
+                )
+            if track in self._table:
+                self._table[track] = float(seconds)
+        self._observed: dict[str, deque[float]] = {}
+        """Logarithms of observed over expected seconds, by family."""
+        self._known: dict[str, float] = {}
+
+    def seconds(self, track: str) -> float:
+        """Return the seconds to decode a full group; 0.0 if unknown."""
+        if (known := self._known.get(track)) is None:
+            known = self._known[track] = self._table[track] * self.correction(track)
+        return known
+
+    def latency(self, track: str) -> float:
+        """Return the additional seconds per batch."""
+        return self._latencies.get(family(track), 0.0)
+
+    def correction(self, track: str) -> float:
+        """Return the ratio of actual decoding time to the table's."""
+        observed = self._observed.get(family(track))
+        if observed is None:
+            # A machine that is slow for one family is likely slow for all.
+            others = [median(other) for other in self._observed.values()]
+            return math.exp(median(others)) if others else 1.0
+        return math.exp(median(observed))
+
+    def observe(self, track: str, share: float, seconds: float) -> None:
+        """Record a decoding time, with the layers below ``track``; ignore nonsense, as after a clock was set back.
+
+        ``share``: the group's tokens over a full group's; ``seconds``: of one thread, without batch latency.
+        """
+        if not (0 < seconds < math.inf and share > 0):
+            return
+        self._known.clear()
+        expected = self._table[track] * share
+        if expected <= 0:
+            self._table[track] = seconds / share / self.correction(track)
+            return
+        log = min(_MAX_LOG, max(-_MAX_LOG, math.log(seconds / expected)))
+        self._observed.setdefault(family(track), deque([0.0], maxlen=_WINDOW)).append(log)
+
+
+class SharedDecodeRate:
+    """Decode rates of a play that shares the decoders equally with others."""
+
+    def __init__(self, rates: DecodeRates, plays: Callable[[], int]) -> None:
+        """``plays`` returns the number of plays, including this one."""
+        self._rates, self._plays = rates, plays
+
+    def seconds(self, track: str) -> float:
+        """Return the seconds with this play's share of the decoders."""
+        return self._rates.seconds(track) * self._plays()
+
+    def latency(self, track: str) -> float:
+        """See `DecodeRates.latency`."""
+        return self._rates.latency(track)
+
+    def observe(self, track: str, share: float, seconds: float) -> None:
+        """``seconds`` excludes waits for other plays."""
+        self._rates.observe(track, share, seconds)
+
+
+_WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
+"""Longest wait for a group's other layers: share of the deadline, and seconds."""
+_MAX_WAIT_FACTOR = 4.0
+"""Multiple of that wait after which later requests no longer extend it."""
+_MAX_INSPECTED = 64
+
+_MAX_HANDED = 32
+_MAX_DIRECT_SHARE = 0.2
+"""Share of a decoder's queue; quicker groups are decoded at once, even if they may be replaced."""
+_RECHECK_SHARE = 0.125
+"""Share of the longest wait until deferred groups are inspected again."""
+
+Kind = tuple[bool, bool]
+"""True if a group is in place, and if more of it is in flight."""
+
+
+class DecodeQueue:
+    """The decodable groups of one play."""
+
+    def __init__(
+        self, view: View, progress: Mapping[int, GroupProgress], ahead_s: float = 0.0, *, together: bool = False
+    ) -> None:
+        """See `PlayerConfig` for ``ahead_s`` and ``together``."""
+        self._view, self._progress, self._ahead_s, self._together = view, progress, ahead_s, together
+        self._waiting: dict[int, int] = {}
+        self._placed = bytearray(view.groups)
+        self._heaps: dict[Kind, list[tuple[int, int, int]]] = {
+            (placed, flying): [] for placed in (False, True) for flying in (False, True)
+        }
+        """Heaps of (place, group, arrival number); entries become stale when the group changes."""
+        self._aside: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in self._heaps}
+        self._aside_for, self._aside_s = 0, 0.0
+        """Remaining calls (`View.keeps`), and time, until deferred entries are inspected again."""
+        self._arrivals = 0
+        self._counted: list[tuple[str, ...]] = [()] * view.groups
+        self._tracks: dict[str, int] = {}
+        """Undecoded batches by top track, which includes all below it; with groups in place if decoding is last."""
+        self._handed: dict[int, float] = {}
+        self._handed_s = 0.0
+        self.decoding: dict[int, Transfer] = {}
+        view.undecoded = self._waiting
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def update(self, group: int, placed: str | None) -> None:
+        """Update after a change in a group's received or decoding layers."""
+        progress = self._progress[group]
+        stacked = progress.decodable(placed)
+        tops = tuple(batch[-1].track for batch in (progress.decoding, stacked) if batch)
+        if self._view.decodes_last and placed is not None:
+            tops = (placed,)
+        if tops != self._counted[group]:
+            for tracks, by in ((self._counted[group], -1), (tops, 1)):
+                for track in tracks:
+                    self._tracks[track] = self._tracks.get(track, 0) + by
+            self._counted[group] = tops
+        self._placed[group] = placed is not None
+        if not stacked:
+            self._waiting.pop(group, None)
+        else:
+            if group not in self._waiting:
+                self._arrivals += 1
+                self._waiting[group] = self._arrivals
+            self.moved(group)
+        self.reckon()
+
+    def moved(self, group: int) -> None:
+        """Requeue a waiting group after a change in flight."""
+        if (number := self._waiting.get(group)) is not None and not self._progress[group].decoding:
+            place = group if self._view.front_first else number
+            heappush(self._heaps[self._kind(group)], (place, group, number))
+
+    @property
+    def busy(self) -> bool:
+        """True if the decoders have enough work."""
+        jobs, decoders = len(self._handed), self._view.decoders
+        return (
+            not self._together
+            and jobs >= decoders
+            and (jobs >= _MAX_HANDED * decoders or self._handed_s >= self._ahead_s * decoders)
+        )
+
+    def begin(self, group: int, placed: str | None) -> tuple[Transfer, ...]:
+        """Start decoding a group, and return its layers, lowest first."""
+        batch = self._progress[group].begin_decoding(placed)
+        top = batch[-1]
+        del self._waiting[group]
+        self._handed[top.request] = self._view.decode_s(top.track)
+        self._handed_s += self._handed[top.request]
+        self.decoding.update((transfer.request, transfer) for transfer in batch)
+        return batch
+
+    def end(self, request: int) -> tuple[Transfer, ...]:
+        """Return a request's batch after decoding or a failure."""
+        if (transfer := self.decoding.get(request)) is None:
+            return ()
+        batch = self._progress[transfer.group].end_decoding()
+        for one in batch:
+            del self.decoding[one.request]
+        self._handed_s = max(0.0, self._handed_s - self._handed.pop(batch[-1].request))
+        return batch
+
+    def reckon(self) -> None:
+        """Recompute the decode backlog in the view."""
+        view = self._view
+        if view.decodes_last:
+            least_s = view.decode_s(view.ladder.cheapest)
+            more = ((view.decode_s(track) - least_s, count) for track, count in self._tracks.items())
+            view.decode_backlog_s = sum(max(0.0, each) * count for each, count in more) / view.decoders
+            return
+        waiting = [(track, count) for track, count in self._tracks.items() if count]
+        seconds = sum(count * view.decode_s(track) for track, count in waiting)
+        batch_s = max((view.decode_latency_s(track) for track, _ in waiting), default=0.0)
+        view.decode_backlog_s = seconds / view.decoders + batch_s
+
+    def next(self, now: float, *, urgent: bool, engine: bool, will_replace: Callable[[int], bool]) -> int | None:
+        """Return the group to decode next, or None.
+
+        ``urgent``: start now to be in time; ``engine``: an engine needs everything before its groups.
+        """
+        if urgent or self._aside_for == 0 or now >= self._aside_s:
+            self._look_again(now)
+        else:
+            self._aside_for -= 1
+        for placed in (False, True):
+            at_once = urgent or (engine and not placed)
+
+            def settled(group: int, first: bool = not placed) -> bool:
+                return urgent or (first and self._decodes_at_once(group)) or not will_replace(group)
+
+            def waited(group: int, first: bool = not placed, at_once: bool = at_once) -> bool:
+                if not urgent and any(transfer.local for transfer in self._progress[group].flying):
+                    return False  # the local store delivers the layers above shortly
+                return at_once or (first and self._decodes_at_once(group)) or self._waited(group, now)
+
+            for flying, suits in ((False, settled), (True, waited)):
+                if (found := self._first((placed, flying), suits)) is not None:
+                    return found
+        later = (self._replaced(placed) for placed in (False, True))
+        return next((group for group in later if group is not None), None)
+
+    def _look_again(self, now: float) -> None:
+        for kind, entries in self._aside.items():
+            for entry in entries:
+                heappush(self._heaps[kind], entry)
+            entries.clear()
+        self._aside_for, self._aside_s = self._view.keeps, now + _RECHECK_SHARE * self._longest_s
+
+    def _first(self, kind: Kind, suits: Callable[[int], bool]) -> int | None:
+        heap, aside = self._heaps[kind], self._aside[kind]
+        for _ in range(_MAX_INSPECTED):
+            while heap and not self._counts(heap[0], kind):
+                heappop(heap)
+            if not heap:
+                break
+            if suits(heap[0][1]):
+                return heap[0][1]
+            aside.append(heappop(heap))
+        return None
+
+    def _replaced(self, placed: bool) -> int | None:
+        kind = placed, False
+        return next((entry[1] for entry in self._aside[kind] if self._counts(entry, kind)), None)
+
+    def _counts(self, entry: tuple[int, int, int], kind: Kind) -> bool:
+        _, group, number = entry
+        here = self._waiting.get(group) == number and self._kind(group) == kind
+        return here and not self._progress[group].decoding and self._view.track_of[group] != RECOMPUTED
+
+    def _kind(self, group: int) -> Kind:
+        return bool(self._placed[group]), bool(self._progress[group].flying)
+
+    def _decodes_at_once(self, group: int) -> bool:
+        limit_s = _MAX_DIRECT_SHARE * self._ahead_s
+        return limit_s > 0 and self._view.decode_s(self._progress[group].arrived[-1].track) <= limit_s
+
+    @property
+    def _longest_s(self) -> float:
+        return min(_WAIT_SHARE * self._view.deadline_s, _MAX_WAIT_S)
+
+    def _waited(self, group: int, now: float) -> bool:
+        longest_s, progress = self._longest_s, self._progress[group]
+        received_s = min(one.done_s or 0.0 for one in progress.arrived)
+        if progress.arrived[-1].track not in self._view.ladder.stacks[progress.flying[-1].track]:
+            return (
+                now - received_s >= _MAX_WAIT_FACTOR * longest_s
+            )  # layers in flight replace it, so decoding it would be wasted
+        requested_s = max(one.requested_s for one in progress.flying)
+        return now - max(received_s, min(requested_s, received_s + _MAX_WAIT_FACTOR * longest_s)) >= longest_s

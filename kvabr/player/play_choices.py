@@ -60,11 +60,6 @@ class PlayChoices:
     on their best track; None: no upgrades."""
 
     @property
-    def loss_limit(self) -> float:
-        """Maximum expected loss of a prompt's own cache."""
-        return math.inf if self.max_loss is None else self.max_loss
-
-    @property
     def joined_loss_limit(self) -> float:
         """Maximum expected loss of a prompt in parts; by default the price of a missed deadline."""
         return MISS_PENALTY if self.max_loss is None else self.max_loss

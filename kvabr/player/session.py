@@ -20,21 +20,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import chain, groupby
 
-from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimators import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View
 from kvabr.player.compute_queue import ComputeQueue
-from kvabr.player.decode_queue import DecodeQueue, DecodeRates, SharedDecodeRate
 from kvabr.player.goals.blend import BlendAim
 from kvabr.player.goals.live import NO_CHANGES, EdgeChanges, LivePlay
 from kvabr.player.goals.prefix import PrefixAim
 from kvabr.player.goals.upgrade import UpgradeAim
 from kvabr.player.goals.whole import WholeAim
-from kvabr.player.groups import Groups
-from kvabr.player.policy_guard import PolicyGuard
+from kvabr.player.groups import DecodeQueue, DecodeRates, Groups, SharedDecodeRate
+from kvabr.player.play_policy import CachedGroups, PolicyGuard, policy_of
 from kvabr.player.requests import (
     MIN_SILENCE_S,
     RequestPriorities,
@@ -64,8 +64,7 @@ from kvabr.player.session_types import (
     Recompute,
     UpgradeGoal,
 )
-from kvabr.player.sources import Offer, Sources
-from kvabr.player.throughput_sampler import SourceSamplers
+from kvabr.player.sources import Offer, Sources, SourceSamplers
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
@@ -106,13 +105,15 @@ class Session:
         self,
         ladder: Ladder,
         deadline_s: float,
-        policy: Policy,
+        policy: Policy | str,
         estimator: Estimator | Sequence[Estimator],
         *,
         goal: Goal = WHOLE,
         cost: PrefillCost | None = None,
         mode: EngineMode = "hole",
         config: PlayerConfig | None = None,
+        patience_s: float | None = None,
+        cached_groups: CachedGroups | None = None,
         oracle: Future | None = None,
         decode_rates: DecodeRates | SharedDecodeRate | None = None,
         expected_s: Sequence[float] | None = None,
@@ -120,10 +121,43 @@ class Session:
         offers: Sequence[Offer] | None = None,
         round_trips: Sequence[float | None] = (),
     ) -> None:
-        """See `kvabr.player.builder.new_session`."""
+        """Prepare a play.
+
+        The catalog of the ``ladder`` may be a suffix of a published asset (`Catalog.suffix`). ``round_trips`` are in
+        seconds.
+
+        Args:
+            ladder: the tracks.
+            deadline_s: seconds from `Session.start`; for upgrades, the planning horizon.
+            policy: a name, see `load_policy`, or a fresh one.
+            estimator: a fresh one, see `new_estimator`, or one per source.
+            goal: purpose of the play.
+            cost: of the engine's prefill, counted from the prompt's first token; None for no engine.
+            mode: groups that the engine can recompute. Always ``suffix`` for prefix plays, several layer classes or
+                windows, since their groups cannot be computed one by one.
+            config: limits and timeouts.
+            patience_s: seconds from `Session.start` until an incomplete play is given up; None: see ``config``.
+            cached_groups: returns a track's groups, as published, that need not cross the network.
+            oracle: the future of a simulated link, for policies that use it.
+            decode_rates: corrected by the session; None: from the catalog, uncorrected.
+            expected_s: when each group of a live asset should be published, see `LiveEdge`.
+            log: receives every event.
+            offers: each source's tracks; more may be added during the play.
+            round_trips: to each source, if known.
+
+        Raises:
+            PolicyError: there is no such policy.
+            UsageError: invalid arguments, or a policy that does not fit the goal.
+        """
         if not 0 < deadline_s < math.inf:
             raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
-        self.config = config = config or PlayerConfig()
+        self.catalog = catalog = ladder.catalog
+        config = config or PlayerConfig()
+        patience = config.give_up_after if patience_s is None else max(1.0, patience_s / deadline_s)
+        self.config = config = replace(config, give_up_after=patience)
+        prefix = isinstance(goal, PrefixGoal)
+        mode = "suffix" if prefix or not catalog.every_token else mode
+        cost = None if cost is None or isinstance(goal, UpgradeGoal) else cost.after(catalog.first_token)
         self.retries = RetryTracker(ladder, config.attempts)
         self.view = View(
             ladder,
@@ -140,15 +174,14 @@ class Session:
             decodes_last=config.decodes_last,
             unavailable=self.retries.unavailable,
         )
-        self.catalog = ladder.catalog
-        records = GroupRecords(self.catalog.groups)
+        records = GroupRecords(catalog.groups)
         self.record = PlayRecord(records)
         self.groups = Groups(self.view, records)
         self.events = EventLog(log, self.view)
-        self.guard = PolicyGuard(policy, self.view)
+        self.guard = PolicyGuard(policy_of(policy, catalog, cached_groups, prefix=prefix), self.view)
         horizon_s = deadline_s
         if cost is not None and config.time_price > 0:  # such plays end well before a long deadline
-            horizon_s = min(deadline_s, _MAX_PLAY * cost.seconds(0, ladder.catalog.tokens))
+            horizon_s = min(deadline_s, _MAX_PLAY * cost.seconds(0, catalog.tokens))
         self.tick_s = self.next_tick_s = min(horizon_s / config.ticks, MAX_TICK_S)
         self.view.margin_s = _MARGIN_TICKS * self.tick_s
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
@@ -167,13 +200,12 @@ class Session:
         self._actions: list[Action] = []
         self.last_received_s = self._store_s = 0.0
         """Time of the last received bytes: any, and from the local store."""
-        self._requests = 0
+        self._requests = self._computed_on = 0
         self._pushed: set[int] = set()
         self._priorities = RequestPriorities(self.catalog.groups)
         self.content = False
         """True if the policy needs no request for now."""
         self._engine_due = True
-        self._computed_on = 0
         self._more_s = math.inf
         """When `_MAX_DECISIONS` cut decisions short, else infinite."""
         self.over = self.closed = False
@@ -187,6 +219,8 @@ class Session:
                 self.view.prefix = True
                 return PrefixAim(self, mode)
             case UpgradeGoal():
+                if self._live is not None:
+                    raise UsageError("upgrades need a complete cache; this one is still being prefilled")
                 return UpgradeAim(self, goal)
             case BlendGoal():
                 return BlendAim(self, goal)

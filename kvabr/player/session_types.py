@@ -7,10 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, overload
 
+from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Division
 from kvabr.abr.view import View
+from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
-from kvabr.types.events import DecisionMade, Limit, Log, PlayEvent, ProgressMade, SampleLimited, WorkDivided
+from kvabr.types.events import (
+    DecisionMade,
+    Limit,
+    Log,
+    PlayEvent,
+    PlayStarted,
+    ProgressMade,
+    SampleLimited,
+    WorkDivided,
+)
 
 # ---------------------------------------------------------------------------- goals
 
@@ -446,3 +457,40 @@ class EventLog:
     def _slack(self) -> float | None:
         slack = self._view.slack_s()
         return None if slack == float("-inf") else slack
+
+
+def opening(
+    ladder: Ladder,
+    *,
+    trace: str,
+    policy: str,
+    estimator: str,
+    deadline_s: float,
+    mode: EngineMode,
+    rtt_s: float | None,
+    start_s: float = 0.0,
+    lookup_s: float | None = None,
+    tail_s: float = 0.0,
+) -> PlayStarted:
+    """Return the first event of a play's log; see `PlayStarted` for the fields."""
+    catalog = ladder.catalog
+    tracks = sorted(catalog.tracks, key=lambda track: track.total_bytes)
+    return PlayStarted(
+        0.0,
+        trace=trace,
+        start_s=start_s,
+        policy=policy,
+        estimator=estimator,
+        deadline_s=deadline_s,
+        engine_mode=mode,
+        groups=catalog.groups,
+        asset=f"{catalog.namespace.model}/{catalog.namespace.prompt}",
+        tracks=tuple(track.name for track in tracks),
+        track_bytes=tuple(track.total_bytes for track in tracks),
+        worth_playing=ladder.names,
+        fp16_bytes=catalog.fp16_bytes,
+        rtt_s=rtt_s,
+        lookup_s=lookup_s,
+        tail=catalog.tail,
+        tail_s=tail_s,
+    )

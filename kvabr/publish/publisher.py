@@ -29,8 +29,7 @@ from kvabr.store.prompt import Prompt
 from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
-from kvabr.types.errors import AssetError, FormatError, UsageError, may_pass
-from kvabr.types.home import HomeProcess
+from kvabr.types.errors import AssetError, FormatError, HomeProcess, UsageError, may_pass
 from kvabr.types.kv import KVSpec
 from kvabr.types.media import MediaTokens
 from kvabr.types.naming import chain

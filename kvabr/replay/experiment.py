@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
-from kvabr.abr.estimator import Estimator, Prior
+from kvabr.abr.estimators import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import policy_class
 from kvabr.abr.tail import DEFAULT_MAX_TAIL, MAX_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
-from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
-from kvabr.player.decode_queue import DecodeRates, family
+from kvabr.player.groups import DecodeRates, family
+from kvabr.player.play_policy import choose_tail, new_estimator
 from kvabr.player.session import Session
-from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, PrefixGoal, check_decoders
+from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, PrefixGoal, check_decoders, opening
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.frontier import Frontier
 from kvabr.replay.link import (
@@ -460,7 +460,7 @@ class Experiment:
     ) -> Session:
         options = self.options
         # Patience is measured in whole deadlines, including the lookup.
-        return new_session(
+        return Session(
             self.ladder,
             self.time_for(lookup_s),
             policy,

@@ -21,8 +21,7 @@ from kvabr.server.relay_live import REMOVED, LiveRelay
 from kvabr.store.group_cache import GroupCache, StoreTier
 from kvabr.store.locations import Location
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import PeerConnection
-from kvabr.transfer.transfer import GroupRequest
+from kvabr.transfer.interface import GroupRequest, PeerConnection
 from kvabr.transfer.work import decoders
 from kvabr.types.errors import (
     AssetError,

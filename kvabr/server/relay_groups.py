@@ -16,8 +16,7 @@ from kvabr.server.publication import ArrivingGroup
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.downloads import Download, Downloads
-from kvabr.transfer.interface import PeerConnection, TaskSet
-from kvabr.transfer.transfer import GroupRequest, TransferListener
+from kvabr.transfer.interface import GroupRequest, PeerConnection, TaskSet, TransferListener
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
 

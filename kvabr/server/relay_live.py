@@ -15,9 +15,8 @@ from kvabr.server.live_tracks import GrowingAsset, LiveLevel
 from kvabr.server.publication import ArrivingGroup, BytesPublication
 from kvabr.server.relay_catalogs import Catalogs, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
-from kvabr.transfer.interface import Connection, cancel_all
+from kvabr.transfer.interface import Connection, GroupRequest, cancel_all
 from kvabr.transfer.news import News
-from kvabr.transfer.transfer import GroupRequest
 from kvabr.transfer.work import decoders
 from kvabr.types.errors import AssetError, NotFoundError, Reason, RequestError
 from kvabr.types.live import EdgeMessage, LiveCatalog

@@ -21,8 +21,7 @@ from kvabr.store.lru import ByteLru
 from kvabr.store.names import GROUPS, group_name
 from kvabr.store.store import Store, listing
 from kvabr.types.digests import has_digest, is_digest
-from kvabr.types.errors import AssetError, NotFoundError, TransportError, UsageError
-from kvabr.types.home import HomeProcess
+from kvabr.types.errors import AssetError, HomeProcess, NotFoundError, TransportError, UsageError
 
 Tier = Literal["memory", "disk"]
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvabr.telemetry.listener import EventRecord, Listener
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import HomeProcess, UsageError
 from kvabr.types.events import Log, PlayCalled, PlayEnded, PlayEvent
-from kvabr.types.home import HomeProcess
 
 _QUEUE_LIMIT = 8192
 _ENDS_RESERVE = 1024

@@ -17,8 +17,7 @@ from prometheus_client.registry import Collector
 
 from kvabr.telemetry.listener import EventRecord, Listener, PlayStates
 from kvabr.types import events
-from kvabr.types.errors import TransportError
-from kvabr.types.home import HomeProcess
+from kvabr.types.errors import HomeProcess, TransportError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment

@@ -2,7 +2,7 @@
 
 A group is taken from a store or the peer, and stored once checked. A download has the priority of its most urgent
 reader, ends with its last one, and accepts no readers once damaged. It fails if its peer is lost, unless its owner
-tries again; `kvabr.transfer.lane` handles lost connections.
+tries again; `kvabr.transfer.peer` handles lost connections.
 """
 
 from __future__ import annotations
@@ -12,8 +12,15 @@ import threading
 
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import CLOSED, PeerConnection, TaskSet, cancel_all
-from kvabr.transfer.transfer import GroupRequest, GroupTransfer, TransferListener
+from kvabr.transfer.interface import (
+    CLOSED,
+    GroupRequest,
+    GroupTransfer,
+    PeerConnection,
+    TaskSet,
+    TransferListener,
+    cancel_all,
+)
 from kvabr.transfer.work import SMALL_BYTES, decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvabr.transfer.interface import Connection, read_all
-from kvabr.transfer.transfer import GroupReader, GroupRequest
+from kvabr.transfer.interface import Connection, GroupReader, GroupRequest, read_all
 from kvabr.transfer.work import decoders
 from kvabr.types.backoff import Backoff
 from kvabr.types.errors import FormatError, NotFoundError, Reason, RequestError, TransportError

@@ -1,20 +1,458 @@
-"""A peer (an origin, a relay or an object store) on one or several connections, which are dialled when needed.
+"""A peer (an origin, a relay or an object store) on one or several connections, dialled for requests and redialled.
 
-Several connections, called lanes, help if one connection or core cannot fill the path. Plays see one source and one
-link: a request uses the lane with the fewest bytes left. Another lane is opened while enough bytes are wanted, and
+Several connections at once, called lanes, help if one connection or core cannot fill the path. Plays see one source and
+one link: a request uses the lane with the fewest bytes left. Another lane is opened while enough bytes are wanted, and
 stays only if the total rate then clearly rises.
+
+A lane has one connection after the other. Requests without a connection wait for the next one. Transfers on a lost
+connection fail. After GOAWAY new requests use a new connection, and the old one is kept until its transfers have ended.
+
+While requests are in flight and no bytes arrive, the lane probes the connection with a PING, since a killed peer is
+silent:
+
+- `Health.GOOD`: the peer answers, or no bytes are missing.
+- `Health.SILENT`: a probe was not answered. The lane dials in parallel. During an outage of the path that dial fails
+  too, and the old connection continues afterwards. Only a peer that answers the dial, but not the old connection in as
+  much time again, has forgotten it.
+- `Health.STUCK`: probes are answered, but requests are not: the peer or its QUIC library may have forgotten them. The
+  new connection replaces the old one.
+
+A connection is stuck after seconds, but after an outage at once: a QUIC sender with a window full of lost packets is
+silent until its next retransmission, which may take as long again as the outage (RFC 9002, section 6.2).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol, Self
 
-from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection, PrefixFinder, cancel_all
-from kvabr.transfer.lane import Dialler, PeerLane
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.interface import (
+    CLOSED,
+    Carrier,
+    ConnectionStats,
+    GroupTransfer,
+    PeerConnection,
+    PrefixFinder,
+    TaskSet,
+    cancel_all,
+)
+from kvabr.types.backoff import Backoff, scattered
 from kvabr.types.errors import ConnectionLostError, NoAnswerError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.words import ordinal
+
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
+"""Pauses between dials: doubled each time, and multiplied by a random factor from 0.5 to 1.5."""
+_UNREACHABLE = 2
+"""Failed dials in a row until a peer is presumed dead."""
+_SHORT_LIFE_S = 1.0
+"""A shorter connection that delivers no data, or ends in GOAWAY, does not reset the back-off."""
+_CHECK_S, _MAX_CHECK_S = 0.1, 1.0
+"""Seconds between checks for received bytes; doubled after each check with only an answered probe, so that a busy peer
+is probed less."""
+_PROBE_S, _PROBE_RTT, _MAX_PROBE_S = 0.25, 4.0, 4.0
+"""Seconds, and multiples of the round trip or the last answer's time, for the answer to a probe, which may be lost and
+sent again; and the maximum. Each request answered sooner halves the expected time."""
+_STUCK_S, _STUCK_PROBES = 3.0, 4.0
+"""Seconds, and multiples of a probe's time, after which a peer that answers only probes is redialled; the seconds
+double each time. It may just be slow, such as a relay that waits for its origin."""
+_OUTAGE_S = 1.0
+"""Seconds since an unanswered probe, without a byte, that count as an outage."""
+_ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
+"""Seconds, and round trips, of the first of a series of dials; doubled each time. QUIC backs off while it retries, so a
+fresh dial reaches a restarted peer sooner."""
+_REPLACED = "the connection was replaced by another"
+_SENT_AWAY = "the peer ends each connection at once"
+_FORGOTTEN = "the peer fell silent; it answers a new connection"
+
+
+class Dialler(Protocol):
+    """Dials one peer."""
+
+    names: tuple[str, ...]
+    """Possible names of its connections (`Connection.peer`)."""
+    most_lanes: int
+    """Most simultaneous connections."""
+
+    async def dial(self) -> PeerConnection:
+        """Return a new connection, or raise `TransportError`; called sequentially for a lane."""
+
+
+class Health(Enum):
+    """How the peer of a lane answers."""
+
+    GOOD = ""
+    SILENT = "the peer has fallen silent"
+    STUCK = "the peer answers probes, but no request"
+
+
+class PeerLane(Carrier):
+    """One connection at a time to a peer."""
+
+    def __init__(
+        self,
+        dialler: Dialler,
+        *,
+        patience_s: float,
+        persistent: bool = False,
+        released: Callable[[], None] = lambda: None,
+        dialled: Callable[[BaseException | None], None] = lambda _: None,
+    ) -> None:
+        """Prepare to dial.
+
+        After ``patience_s`` seconds of redialling waiting transfers fail; the next request starts again. Before the
+        first connection the first failed dial fails them, unless ``persistent``. ``released`` is called after each
+        transfer, ``dialled`` with None after the first connection, and with the error whenever dialling ends without
+        one.
+        """
+        self.connection: PeerConnection | None = None
+        self.health = Health.GOOD
+        self.closed = False
+        self.unreachable = False
+        """Whether the peer is presumed dead: two dials in a row have failed, or the only one."""
+        self.dials = self._failed_dials = 0
+        """Number of reconnections, and of failed dials since the last success."""
+        self._dialler, self._patience_s, self._persistent = dialler, patience_s, persistent
+        self._released, self._dialled_first = released, dialled
+        self._trouble: str | None = None
+        self._leaving: list[PeerConnection] = []
+        self._using: dict[GroupTransfer, tuple[PeerConnection, float]] = {}
+        self._waiting: dict[GroupTransfer, None] = {}
+        self._dialling: asyncio.Task[None] | None = None
+        self._closing = TaskSet()
+        self._earlier_bytes = 0
+        self._pauses = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
+        self._adopted_s = float("-inf")
+        self._watching: asyncio.Task[None] | None = None
+        self._check_s = _CHECK_S
+        self._requested = asyncio.Event()
+        self._checked_bytes = 0
+        self._quiet_s = 0.0
+        """Seconds that requests have waited since the last bytes, while the peer answered probes."""
+        self._outage_s: float | None = None
+        """Time of the first unanswered probe since the last bytes."""
+        self._stuck_s = _STUCK_S
+        self._answer_s = 0.0
+        """Seconds of the last answer to a probe or a dial, or to requests since."""
+
+    # ------------------------------------------------------------------ for the peer
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the peer is currently out of reach, if known."""
+        if self._trouble is not None or self.connection is None:
+            return self._trouble
+        return self.connection.trouble
+
+    @property
+    def dialling(self) -> bool:
+        """Whether a dial is running."""
+        return self._dialling is not None
+
+    @property
+    def left_bytes(self) -> int:
+        """Missing bytes of its transfers, without live groups."""
+        every = (*self._using, *self._waiting)
+        return sum(one.request.limit - one.received for one in every if not one.request.live)
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload bytes of all its connections."""
+        open_ones = [*self._leaving] if self.connection is None else [*self._leaving, self.connection]
+        return self._earlier_bytes + sum(connection.stats().bytes_received for connection in open_ones)
+
+    async def connected(self) -> None:
+        """Wait for a connection; see `Connection.connected`."""
+        while self.closed or self.connection is None:
+            if self.closed:
+                raise ConnectionLostError(CLOSED)
+            # A cancelled caller must not cancel the dial of the others.
+            await asyncio.wait({dial := self._redial(once=True)})
+            if dial.cancelled():  # by `close`, not by the caller's cancellation
+                raise ConnectionLostError(CLOSED)
+            dial.result()
+
+    async def renew(self) -> None:
+        if self._dialling is not None:
+            await asyncio.wait({self._dialling})
+        if self._usable():  # otherwise the next dial uses the new token
+            made = await self._dialler.dial()
+            if self._usable():
+                self._adopt(made)
+            else:
+                await made.close()
+
+    async def close(self) -> None:
+        """Close all connections, and fail waiting transfers. Idempotent."""
+        self.closed = True
+        if tasks := [task for task in (self._dialling, self._watching) if task is not None]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        self._fail_waiting(ConnectionLostError(CLOSED))
+        for connection in (*self._leaving, *([] if self.connection is None else [self.connection])):
+            await connection.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    # ------------------------------------------------------------------ Carrier
+
+    def carry(self, transfer: GroupTransfer) -> None:
+        """Request a group on the current connection, or on the next one."""
+        transfer.carrier = transfer.source = self
+        if self.closed:
+            transfer.fail(ConnectionLostError(CLOSED))
+        elif self._usable():
+            self._start(transfer)
+        else:
+            self._waiting[transfer] = None
+            self._redial(once=self.connection is None and not self._persistent)
+
+    def answered(self, transfer: GroupTransfer) -> None:
+        used, begun_s = self._using.get(transfer, (None, 0.0))
+        if used is not None and used is self.connection:
+            took_s = asyncio.get_running_loop().time() - begun_s
+            self._answer_s = min(self._answer_s, max(took_s, self._answer_s / 2))
+
+    def explain(self, transfer: GroupTransfer, error: Exception) -> Exception:
+        """A refusal on a replaced connection need not apply to the new one; see `Carrier.explain`."""
+        used, _ = self._using.get(transfer, (None, 0.0))
+        if isinstance(error, UnauthorizedError) and used in self._leaving:
+            return ConnectionLostError(f"{transfer.request}: {_REPLACED}")
+        return error
+
+    def released(self, transfer: GroupTransfer) -> None:
+        """Close a replaced connection after its last transfer; see `Carrier.released`."""
+        self._waiting.pop(transfer, None)
+        used, _ = self._using.pop(transfer, (None, 0.0))
+        if used is not None and used in self._leaving and not self._carries(used):
+            self._retire(used)
+        self._released()
+
+    # ------------------------------------------------------------------ requests
+
+    def _usable(self) -> bool:
+        connection = self.connection
+        return not (self.closed or connection is None or connection.closed or connection.going_away)
+
+    def _carries(self, connection: PeerConnection) -> bool:
+        return any(used is connection for used, _ in self._using.values())
+
+    def _start(self, transfer: GroupTransfer) -> None:
+        connection = self.connection
+        assert connection is not None  # noqa: S101  # it is usable
+        self._using[transfer] = connection, asyncio.get_running_loop().time()
+        transfer.source = connection
+        connection.carry(transfer)
+        if not transfer.request.live:
+            self._check_s = _CHECK_S
+            self._requested.set()
+        if self._watching is None and not connection.heals:
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    def _start_waiting(self) -> None:
+        while self._waiting and self._usable():
+            transfer = next(iter(self._waiting))
+            del self._waiting[transfer]
+            self._start(transfer)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        for transfer in list(self._waiting):
+            transfer.fail(error)
+
+    # ------------------------------------------------------------------ health
+
+    def _recover(self) -> None:
+        self.health, self._trouble, self._failed_dials, self.unreachable = Health.GOOD, None, 0, False
+
+    def _suspect(self, health: Health) -> None:
+        if self.health is not Health.STUCK:  # a stuck connection is replaced anyway
+            self.health = health
+        self._trouble = self._trouble or self.health.value
+        self._redial()
+
+    async def _watch(self) -> None:
+        """Probe the peer while transfers are in flight and no bytes arrive."""
+        try:
+            while self._using:
+                connection = self.connection
+                assert connection is not None  # noqa: S101  # it has requests
+                before, since_s = self._checked_bytes, asyncio.get_running_loop().time()
+                self._requested.clear()
+                requested = False
+                with contextlib.suppress(TimeoutError):
+                    if self._check_s > _CHECK_S:
+                        requested = await asyncio.wait_for(self._requested.wait(), self._check_s)
+                    else:
+                        await asyncio.sleep(self._check_s)
+                if connection is not self.connection:
+                    self._check_s = _CHECK_S
+                elif (received := connection.stats().bytes_received) != before:
+                    self._check_s, self._checked_bytes = _CHECK_S, received
+                    self._quiet_s, self._outage_s, self._stuck_s = 0.0, None, _STUCK_S
+                    self._recover()
+                elif not requested and self._usable() and self._carries(connection):
+                    await self._check(connection, since_s)
+        finally:
+            self._watching = None
+
+    async def _check(self, connection: PeerConnection, since_s: float) -> None:
+        dialling = self._dialling
+        if await self._probe(connection):
+            if connection.stats().bytes_received != self._checked_bytes:
+                return  # payload arrived meanwhile
+            self._check_s = min(_MAX_CHECK_S, 2 * self._check_s)
+            if any(used is connection and not one.subscribed for one, (used, _) in self._using.items()):
+                self._quiet_s += asyncio.get_running_loop().time() - since_s
+            if self._quiet_s < self._patient_s(connection):
+                self._recover()
+            elif connection is self.connection and self._usable():
+                self._suspect(Health.STUCK)
+        elif connection is self.connection and self._usable() and dialling is self._dialling:
+            # Not if a dial has ended meanwhile, which is better evidence.
+            self._outage_s = self._outage_s or asyncio.get_running_loop().time()
+            self._suspect(Health.SILENT)
+
+    def _patient_s(self, connection: PeerConnection) -> float:
+        """Return how long a peer that answers probes may leave requests unanswered."""
+        probe_s, outage_s = self._probe_timeout_s(connection), self._outage_s
+        lost = outage_s is not None and asyncio.get_running_loop().time() - outage_s > _OUTAGE_S
+        quick = self._answer_s < _PROBE_S  # a busy peer is late with probes, too
+        if lost and quick and self._stuck_s == _STUCK_S:  # not if the previous connection was stuck as well
+            return probe_s
+        return max(self._stuck_s, _STUCK_PROBES * probe_s)
+
+    def _probe_timeout_s(self, connection: PeerConnection) -> float:
+        late_s = min(_MAX_PROBE_S, _PROBE_RTT * self._answer_s)
+        return max(_PROBE_S, _PROBE_RTT * (connection.stats().rtt_s or 0.0), late_s)
+
+    async def _probe(self, connection: PeerConnection, least_s: float = 0.0) -> bool:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        alive = await connection.answers(max(least_s, self._probe_timeout_s(connection)))
+        if alive:
+            self._answer_s = loop.time() - begun_s
+        return alive
+
+    # ------------------------------------------------------------------ dialling
+
+    def _redial(self, *, once: bool = False) -> asyncio.Task[None]:
+        if self._dialling is None:
+            if self.connection is None:
+                self._trouble = self._trouble or f"{self._dialler.names[0]} is not connected yet"
+            work = self._dial_once() if once else self._dial_until_connected()
+            self._dialling = asyncio.get_running_loop().create_task(work)
+            self._dialling.add_done_callback(partial(self._dialled, once=once))
+        return self._dialling
+
+    def _dialled(self, task: asyncio.Task[None], *, once: bool) -> None:
+        self._dialling = None
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            if self.connection is None:
+                self._trouble, self.unreachable = str(error), True
+                self._dialled_first(error)
+                if once and self._persistent and self._waiting and not isinstance(error, UnauthorizedError):
+                    self._redial()  # a request arrived during the dial of `connected`
+                    return
+            else:
+                kind = UnauthorizedError if isinstance(error, UnauthorizedError) else ConnectionLostError
+                error = kind(f"the connection was lost, and dialling again failed: {error}")
+            self._fail_waiting(error if isinstance(error, Exception) else ConnectionLostError(repr(error)))
+        elif self._waiting and not (self.closed or self._usable()):
+            self._redial()  # a request arrived as the last dial ended
+
+    async def _dial_once(self) -> None:
+        self._adopt(await self._dialler.dial())
+
+    async def _dial_until_connected(self) -> None:
+        loop, old = asyncio.get_running_loop(), self.connection
+        stats = ConnectionStats() if old is None else old.stats()
+        start_s, tries = loop.time(), 1
+        delivered = old is not None and not old.going_away and stats.bytes_received > 0
+        if delivered or start_s - self._adopted_s > _SHORT_LIFE_S:
+            self._pauses.reset()
+        attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * max(stats.rtt_s or 0.0, self._answer_s))
+        while True:
+            await asyncio.sleep(scattered(self._pauses.pause_s))
+            pause_s = self._pauses.longer()
+            begun_s = loop.time()
+            try:
+                await self._choose(await self._dial_within(attempt_s), begun_s)
+            except UnauthorizedError:
+                raise  # redialling would not help
+            except TransportError as error:
+                failure = error
+            else:
+                if self._usable():
+                    return
+                failure = ConnectionLostError(_SENT_AWAY)
+            tries += 1
+            self._trouble = f"connection lost, dialling again ({ordinal(tries)} try): {failure}"
+            self._failed_dials += 1
+            self.unreachable = self._failed_dials >= _UNREACHABLE
+            if loop.time() - start_s + pause_s > self._patience_s:
+                raise failure
+            if not self._waiting:
+                return  # the next request redials
+            attempt_s *= 2
+
+    async def _dial_within(self, seconds: float) -> PeerConnection:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._dialler.dial()
+        except TimeoutError as error:
+            raise TransportError(f"no answer within {seconds:.3g} s") from error
+
+    async def _choose(self, made: PeerConnection, begun_s: float) -> None:
+        """Switch to a connection dialled since ``begun_s``, unless the silent one proves to be alive."""
+        old, took_s = self.connection, asyncio.get_running_loop().time() - begun_s
+        if old is not None and self._usable():
+            alive = True
+            try:
+                if self.health is not Health.GOOD:
+                    alive = self.health is Health.SILENT and await self._probe(old, took_s)
+            finally:
+                if alive:  # also if this was cancelled
+                    with contextlib.suppress(TransportError):
+                        await made.close()
+            if alive:
+                self._recover()
+                self._answer_s = max(self._answer_s, took_s)
+                return
+        self._adopt(made)
+
+    def _adopt(self, made: PeerConnection) -> None:
+        self._adopted_s = asyncio.get_running_loop().time()
+        old, self.connection = self.connection, made
+        self._checked_bytes = made.stats().bytes_received
+        forgotten = self.health is not Health.GOOD
+        if old is not None:
+            self.dials += 1
+            self._leaving.append(old)
+            for transfer in [one for one, (used, _) in self._using.items() if used is old]:
+                if forgotten or transfer.subscribed:
+                    why = _FORGOTTEN if forgotten else _REPLACED
+                    transfer.reject(ConnectionLostError(f"{transfer.request}: {why}"))
+            if old in self._leaving and (old.closed or not self._carries(old)):
+                self._retire(old)
+        else:
+            self._dialled_first(None)
+        if self.health is Health.STUCK:
+            self._stuck_s *= 2
+        self._quiet_s, self._outage_s = 0.0, None
+        self._recover()
+        self._start_waiting()
+
+    def _retire(self, connection: PeerConnection) -> None:
+        self._leaving.remove(connection)
+        self._earlier_bytes += connection.stats().bytes_received
+        self._closing.start(connection.close())
+
 
 _WAITS_BYTES = 1 << 20
 """Wanted bytes per lane for a meaningful measurement."""

@@ -480,6 +480,8 @@ class Catalog(CommonFacts):
 
     def playable(self, groups: int) -> tuple[int, str | None]:
         """Return the longest playable prefix of at most ``groups`` groups, and the limiting class; see `units.hit`."""
+        if self.every_token:
+            return min(groups, len(self.chunks)), None
         asset = self.whole or self
         found, limit = hit(self.spec, self.offset + min(groups, len(self.chunks)), asset.first_token + asset.tokens)
         return max(0, found - self.offset), limit

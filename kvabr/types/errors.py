@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -217,3 +218,34 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), names, n=1)
     return f" (did you mean {names[close[0]]!r}?)" if close else ""
+
+
+class HomeProcess:
+    """The process that created an object, which raises `ForkedError` in a forked child.
+
+    The child inherits the object but not its threads: queued work is lost, waits never end, and writes to a shared
+    socket reach the parent's peer. Closing the object there has no effect.
+    """
+
+    __slots__ = ("_made_in", "_what")
+
+    def __init__(self, what: str) -> None:
+        """Record this process; ``what`` starts the error message: ``the publisher``."""
+        self._what, self._made_in = what, os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """True in the creating process."""
+        return os.getpid() == self._made_in
+
+    def check(self) -> None:
+        """Raise `ForkedError` in any other process."""
+        if not self.here:
+            made_in, used_in = self._made_in, os.getpid()
+            raise ForkedError(
+                f"{self._what} was made in process {made_in} and is used in its forked child {used_in}, which has none "
+                "of its threads: make another one in the child, or start the child with "
+                'multiprocessing.get_context("spawn")',
+                made_in=made_in,
+                used_in=used_in,
+            )

@@ -99,7 +99,6 @@ def _whole(value: object) -> bool:
     return hasattr(value, "__index__")
 
 
-def media_bytes(tokens: Sequence[int]) -> bytes:
+def media_bytes(tokens: MediaTokens) -> bytes:
     """Return positions and digests of media for a group's name."""
-    media = getattr(tokens, "media", ())
-    return b"".join(struct.pack("<qQ", each.first, each.tokens) + bytes.fromhex(each.digest) for each in media)
+    return b"".join(struct.pack("<qQ", each.first, each.tokens) + bytes.fromhex(each.digest) for each in tokens.media)

@@ -23,7 +23,7 @@ from typing import Any
 
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import GROUP_TOKENS
-from kvabr.types.media import media_bytes
+from kvabr.types.media import MediaTokens, media_bytes
 
 ROOT = "moq://kvcache.moq.arpa/v1/"
 """First field of every track namespace."""
@@ -168,7 +168,8 @@ def _link(state: bytes, tokens: Sequence[int]) -> bytes:
         packed = struct.pack(f"<I{len(tokens)}I", len(tokens), *tokens)
     except (struct.error, TypeError, ValueError) as error:
         raise UsageError(f"token ids are whole numbers from 0 to 2**32 - 1 ({error})") from error
-    return hashlib.sha256(state + packed + media_bytes(tokens)).digest()
+    media = media_bytes(tokens) if isinstance(tokens, MediaTokens) else b""
+    return hashlib.sha256(state + packed + media).digest()
 
 
 def prefix_key(digest: str) -> bytes:

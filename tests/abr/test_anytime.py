@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimator import Prior
-from kvabr.abr.estimators import HarmonicMean
+from kvabr.abr.estimators import HarmonicMean, Prior
 from kvabr.abr.plugins import load_policy
 from kvabr.data import default_catalog
 from kvabr.player.session import Session

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators import Prior
 from kvabr.abr.plugins import estimators
-from kvabr.player.throughput_sampler import ThroughputSampler
+from kvabr.player.sources import ThroughputSampler
 
 samples = st.lists(st.tuples(st.floats(0, 1e8), st.floats(1e-4, 2.0)), min_size=1, max_size=60)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvabr.abr import Ladder, View
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators import Prior
 from kvabr.abr.time_planner import TimePlanner
 from kvabr.data import default_catalog
 from kvabr.player.session_types import PlayerConfig

@@ -8,7 +8,7 @@ import pytest
 from kvabr.abr.policies.anytime import Anytime
 from kvabr.abr.tail import TailOffer, tail_costs, tail_offers
 from kvabr.data import default_catalog
-from kvabr.player.builder import choose_tail
+from kvabr.player.play_policy import choose_tail
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError
@@ -95,7 +95,7 @@ def test_a_policy_chooses_for_itself(catalog, answer, monkeypatch):
     monkeypatch.setattr(Longest, "answer", answer)
     offers = tail_offers(catalog, SLOW, following=20)
     name = f"{__file__}:Longest"
-    monkeypatch.setattr("kvabr.player.builder.load_policy", lambda _name: Longest)
+    monkeypatch.setattr("kvabr.player.play_policy.load_policy", lambda _name: Longest)
     if answer is None:
         assert choose_tail(name, offers, tail_costs(offers, 2.0, **prices())) is offers[-1]
         return

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from kvabr.client import profiles
+from kvabr.client import memory
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.result import Played
@@ -91,7 +91,7 @@ async def run(root: Path, seed: int) -> Counter[str]:
 
         async def one() -> None:
             await asyncio.sleep(dice.uniform(0.0, 2.0))
-            profiles._profiles.clear()
+            memory._profiles.clear()
             await _played(client, dice.choice(list(LENGTHS)), server.url, dice.choice((0.5, 1.0, 2.0)), tally)
 
         await asyncio.gather(*(one() for _ in range(PLAYS)))

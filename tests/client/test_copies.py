@@ -17,7 +17,7 @@ from kvabr.client.options import Limits, PlayOptions
 from kvabr.codec import paged
 from kvabr.player.assembler import Assembler
 from kvabr.store import buffers
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.interface import GroupTransfer
 from kvabr.types.peer import PeerOptions
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close

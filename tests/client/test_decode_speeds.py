@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvabr.client import decode_speeds
+from kvabr.client import memory
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.decode_speeds import DecodeSpeeds, complete, measure, speeds_key
-from kvabr.client.machine_file import MAX_MODELS, SCHEMA, digest, this_machine
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.client.decode_speeds import complete, measure
+from kvabr.client.memory import MAX_MODELS, SCHEMA, DecodeSpeeds, digest, speeds_key, this_machine
+from kvabr.player.groups import DecodeRates
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
 from tests.client.playing import play
@@ -146,7 +146,7 @@ def test_a_gpu_is_measured_without_a_file_and_until_then_taken_for_much_faster(m
     assert not speeds.lacks(offer)
     assert speeds.lacks(offer, device)
     assert speeds.rates(offer, device).seconds("Int8") == pytest.approx(0.002 / 32)
-    monkeypatch.setattr(decode_speeds, "measure", lambda *_, **__: {"Int8": 1e-6, "batch Int8": 0.003})
+    monkeypatch.setattr(memory, "measure", lambda *_, **__: {"Int8": 1e-6, "batch Int8": 0.003})
     speeds.measure(offer, None, device)
     assert not speeds.lacks(offer, device)
     rates = speeds.rates(offer, device)

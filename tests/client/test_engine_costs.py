@@ -16,16 +16,8 @@ import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.engine_work import (
-    COSTS_FILE,
-    EngineCosts,
-    WorkThread,
-    costs_at,
-    engine_key,
-    measure_prefill,
-    on_engine,
-)
-from kvabr.client.machine_file import SCHEMA, digest, this_machine
+from kvabr.client.engine_work import WorkThread, measure_prefill, on_engine
+from kvabr.client.memory import COSTS_FILE, SCHEMA, EngineCosts, costs_at, digest, engine_key, this_machine
 from kvabr.client.play import allocate
 from kvabr.client.prefill_timings import MOST, PrefillTimings, guess_of
 from kvabr.types import engine as engines

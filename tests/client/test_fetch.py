@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from kvabr.cli.main import main
 from kvabr.cli.overlay import Overlay
-from kvabr.client import profiles
+from kvabr.client import memory
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.snapshot import Snapshot, TransferProgress
 from kvabr.data import default_catalog
@@ -404,8 +404,8 @@ def test_a_disk_that_takes_nothing_is_told_in_words_and_by_the_exit_status(serve
 
 
 async def test_a_profile_that_cannot_be_kept_is_told_and_counted(origin, long, tmp_path):
-    profiles._profiles.clear()
-    (tmp_path / profiles.PROFILES).write_text("no folder")
+    memory._profiles.clear()
+    (tmp_path / memory.PROFILES).write_text("no folder")
     async with origin(folder="long", rate=1e9) as link, AsyncClient(link, cache=tmp_path) as client:
         with pytest.warns(RuntimeWarning, match="profile not stored on disk: "):
             await client.fetch_profile(long)

@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 
-from kvabr.client import profiles
+from kvabr.client import memory
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import catalog_limit, fetch_catalog, find_prefix, playable
-from kvabr.client.profiles import ProfileCache
+from kvabr.client.memory import ProfileCache
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.live import LiveWriter, new_key
@@ -125,7 +125,7 @@ def test_only_what_can_be_decoded_is_played(long, short):
 
 @pytest.fixture
 def forgotten(monkeypatch):
-    profiles._profiles.clear()
+    memory._profiles.clear()
 
 
 @virtual
@@ -137,13 +137,13 @@ async def test_a_profile_is_fetched_once_and_kept(origin, long, forgotten, tmp_p
         assert first.digest == long.profile
         assert link.requests == 1
         assert await ProfileCache(folder).fetch(link, long) is first
-        profiles._profiles.clear()
+        memory._profiles.clear()
         assert ProfileCache(folder).has(long)
         again = await ProfileCache(folder).fetch(link, long)
         assert again.digest == long.profile
         assert link.requests == 1
         # A damaged file is as good as none.
-        profiles._profiles.clear()
+        memory._profiles.clear()
         (file,) = folder.iterdir()
         file.write_bytes(file.read_bytes()[:-1])
         assert (await ProfileCache(folder).fetch(link, long)).digest == long.profile
@@ -154,7 +154,7 @@ async def test_a_profile_is_fetched_once_and_kept(origin, long, forgotten, tmp_p
 async def test_plays_that_want_the_same_profile_fetch_it_once(origin, long, forgotten):
     async with origin(folder="long") as link, AsyncClient(link) as client:
         await asyncio.gather(*(client.fetch_profile(long) for _ in range(10)))
-        assert profiles._profiles[long.profile].digest == long.profile
+        assert memory._profiles[long.profile].digest == long.profile
         assert link.requests == 1
 
 
@@ -192,7 +192,7 @@ async def test_a_profile_that_is_not_the_one_named_is_refused(origin, long, shor
         with pytest.raises(FormatError, match="profile of"):
             await ProfileCache().fetch(link, replace(long, profile_bytes=0))
         assert await ProfileCache().fetch(link, short) is None
-        assert not profiles._profiles
+        assert not memory._profiles
 
 
 @virtual

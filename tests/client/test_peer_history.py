@@ -8,9 +8,8 @@ import warnings
 
 import pytest
 
-from kvabr.abr.estimator import Prior
-from kvabr.client.machine_file import MAX_BYTES, SCHEMA, digest, this_host
-from kvabr.client.shared_bandwidth import MAX_PEERS, PeerHistory
+from kvabr.abr.estimators import Prior
+from kvabr.client.memory import MAX_BYTES, MAX_PEERS, SCHEMA, PeerHistory, digest, this_host
 
 NOW = 1.8e9
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kvabr import AsyncClient, PlayOptions
-from kvabr.client import profiles
-from kvabr.client.profiles import ProfileCache
-from kvabr.client.shared_bandwidth import PeerHistory
+from kvabr.client import memory
+from kvabr.client.memory import PeerHistory, ProfileCache
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PlayError, PolicyError, UsageError
 from kvabr.types.events import PlayStarted
@@ -130,7 +129,7 @@ async def test_arguments_that_make_no_sense(origin):
 
 @virtual
 async def test_a_profile_that_does_not_come_leaves_the_tracks_that_need_none(origin, long):
-    profiles._profiles.clear()
+    memory._profiles.clear()
     tokens, lines = prompt(160).tokens, []
 
     def stall(ask):

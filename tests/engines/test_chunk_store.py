@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvabr.client import profiles
+from kvabr.client import memory
 from kvabr.client.blocking import LoopThread
 from kvabr.engines import origin_pause
 from kvabr.engines.chunk_store import ChunkStore, KeyedOrigin, KeyedSettings, profile_for, spec_of
@@ -131,7 +131,7 @@ def test_what_has_a_position_has_layers_and_is_refused_elsewhere(origin, profile
         [track.name for track in each.tracks] == ["FP16", "Int8", "Int4", *AC_TRACKS] for each in catalogs.values()
     )
     # Who reads needs no profile, and need not know the position.
-    profiles._profiles.clear()  # those of this process
+    memory._profiles.clear()  # those of this process
     other = store(loop, policy="fixed:AC-L0", **reach)
     loop.call(has_profile(other, "later"))
     for key, first in (("later", 512), ("first", 0)):
@@ -205,7 +205,7 @@ def test_a_profile_that_does_not_come_leaves_the_plain_tracks(origin, profile, l
     (path,) = origin.root.glob("p/*")
     origin.look(1)
     path.unlink()
-    profiles._profiles.clear()
+    memory._profiles.clear()
     other = store(loop, policy="fixed:FP16", **reach)
     with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
         loop.call(has_profile(other, "a"))

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvabr.cli.config import VARIABLE, Config
 from kvabr.cli.options import CommandParser, read_tokens
-from kvabr.client import decode_speeds, shared_bandwidth
-from kvabr.client.machine_file import SCHEMA, MachineFile
+from kvabr.client import memory
+from kvabr.client.memory import SCHEMA, MachineFile
 from kvabr.client.prefill_timings import read_rows
 from kvabr.replay import readers
 from kvabr.server.grants import Grants
@@ -97,7 +97,7 @@ def _sealed(schema: str, name: str, identity: dict[str, Any], inner: bytes) -> b
 
 
 def _peers(data: bytes) -> bool:
-    found = _kept(data, shared_bandwidth.PeerHistory())
+    found = _kept(data, memory.PeerHistory())
     for record in (found or {}).values():
         record.prior(record.at + 1.0)
         assert record.with_play(record).sound()
@@ -112,7 +112,7 @@ def _kept(data: bytes, file: MachineFile[Any]) -> dict[str, Any] | None:
 
 
 def _speeds(data: bytes) -> bool:
-    return _kept(data, MachineFile(None, "decode_rates", decode_speeds._tracks)) is not None
+    return _kept(data, MachineFile(None, "decode_rates", memory._tracks)) is not None
 
 
 def _costs(data: bytes) -> bool:

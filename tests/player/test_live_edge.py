@@ -7,7 +7,6 @@ import pytest
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
-from kvabr.player.builder import new_session
 from kvabr.player.goals.live import EdgeChanges, LiveEdge
 from kvabr.player.session import Session
 from kvabr.player.session_types import (
@@ -222,7 +221,7 @@ def test_a_producer_that_stops_ends_a_play_once_all_it_published_is_in_place():
 
 def test_an_engine_computes_at_once_what_a_producer_that_stopped_did_not_publish():
     cost = PrefillCost.from_rate(1000.0)
-    play = new_session(Ladder(catalog(4)), 60.0, "fixed:Int4", HarmonicMean(), cost=cost, expected_s=EXPECTED)
+    play = Session(Ladder(catalog(4)), 60.0, "fixed:Int4", HarmonicMean(), cost=cost, expected_s=EXPECTED)
     pushed = pushed_at_once(play, 2)
     play.producer_stopped("killed", 1.1)
     started = [one for fetch in pushed for one in of(bring(play, fetch, 7.0), Recompute)]
@@ -240,7 +239,7 @@ def test_an_engine_computes_at_once_what_a_producer_that_stopped_did_not_publish
 def test_a_prefix_ends_where_its_producer_stopped():
     cost = PrefillCost.from_rate(1.0)
     options = {"cost": cost, "goal": PrefixGoal(), "expected_s": EXPECTED}
-    play = new_session(Ladder(catalog(4)), 60.0, "anytime", HarmonicMean(), **options)
+    play = Session(Ladder(catalog(4)), 60.0, "anytime", HarmonicMean(), **options)
     pushed = pushed_at_once(play, 2)
     play.producer_stopped("killed", 1.1)
     ended = [one for fetch in pushed for one in of(bring(play, fetch, 7.0), Deliver)]
@@ -254,6 +253,6 @@ def test_a_prefix_ends_where_its_producer_stopped():
 def test_upgrades_are_for_what_is_complete():
     ladder = Ladder(catalog(4))
     with pytest.raises(UsageError, match="complete"):
-        new_session(ladder, 1.0, "anytime", HarmonicMean(), goal=UpgradeGoal(("Int4",) * 4), expected_s=EXPECTED)
+        Session(ladder, 1.0, "anytime", HarmonicMean(), goal=UpgradeGoal(("Int4",) * 4), expected_s=EXPECTED)
     with pytest.raises(UsageError, match="each of 4 groups, got 2"):
-        new_session(ladder, 1.0, "anytime", HarmonicMean(), expected_s=(1.0, 2.0))
+        Session(ladder, 1.0, "anytime", HarmonicMean(), expected_s=(1.0, 2.0))

@@ -11,8 +11,8 @@ import pytest
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.plugins import policies
 from kvabr.client.live_feed import LiveFeed
-from kvabr.player.builder import new_estimator, new_session
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.player.groups import DecodeRates
+from kvabr.player.play_policy import new_estimator
 from kvabr.player.session import Session
 from kvabr.player.session_types import FetchGroup, PlayerConfig, UpgradeGoal
 from kvabr.replay.link import Capacity
@@ -52,7 +52,7 @@ def play(groups, policy, turn=None, *, share, decode=0.05, prefill=None, mode="h
     offer = ladder(groups).catalog
     rate = share * offer.fp16_bytes / DEADLINE_S
     cost = None if prefill is None else PrefillCost.from_rate(offer.tokens / (prefill * DEADLINE_S))
-    session = new_session(
+    session = Session(
         ladder(groups), DEADLINE_S, policy, new_estimator(policy), cost=cost, mode=mode,
         config=PlayerConfig(decoders=2, stalled_after=0.2), decode_rates=DecodeRates(offer),
     )  # fmt: skip
@@ -79,7 +79,7 @@ def beginning(groups):
 
     def begin():
         how = {"config": config, "cached_groups": lambda *_: ()}
-        new_session(ladder(groups), DEADLINE_S, "anytime", new_estimator("anytime"), **how).start()
+        Session(ladder(groups), DEADLINE_S, "anytime", new_estimator("anytime"), **how).start()
 
     begin()
     return lines(begin)
@@ -137,7 +137,7 @@ class LivePlay:
         growing = GrowingCatalog(live, live.catalog)
         self._feed = LiveFeed(MemoryConnection(lambda *_: None), growing, "base")
         self._feed.holds = False
-        self.session = new_session(
+        self.session = Session(
             Ladder(growing.catalog), 60.0, "anytime", new_estimator("anytime"), expected_s=growing.expected_s,
             config=PlayerConfig(time_price=1e-9),
         )  # fmt: skip

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimator import Estimator
-from kvabr.abr.estimators import HarmonicMean
+from kvabr.abr.estimators import Estimator, HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.player.session_types import MAX_REQUESTS, Decode, FetchGroup, GiveUp, PlayerConfig, Recompute

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import Tracking
-from kvabr.player.builder import new_session
 from kvabr.player.prefixes import longest_prefix
+from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Deliver, FetchGroup, GiveUp, PrefixGoal, Recompute
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.cost import PrefillCost
@@ -130,7 +130,7 @@ def test_a_play_that_is_stopped_ends_as_its_goal_says():
 
 def test_a_suffix_of_a_catalog_counts_the_engine_time_from_the_first_token():
     whole, cost = catalog(4), PrefillCost(0.0, 1e-3, 1e-6)
-    play = new_session(Ladder(whole.suffix(3)), 1.0, "fixed:Int4", Tracking(), goal=PrefixGoal(), cost=cost)
+    play = Session(Ladder(whole.suffix(3)), 1.0, "fixed:Int4", Tracking(), goal=PrefixGoal(), cost=cost)
     first = 3 * whole.spec.group_tokens
     assert play.view.recompute_s(0) == pytest.approx(cost.seconds(first, whole.group_tokens(3)))
 
@@ -139,7 +139,7 @@ def test_what_is_at_hand_is_counted_from_the_first_group_of_a_suffix():
     whole = catalog(4)
     kept = {"FP16": [1, 3]}
     rest = Ladder(whole.suffix(2))
-    play = new_session(rest, 1.0, "cheapfirst", Tracking(), cached_groups=lambda _, track: kept.get(track, []))
+    play = Session(rest, 1.0, "cheapfirst", Tracking(), cached_groups=lambda _, track: kept.get(track, []))
     play.start(0.0)
     first = of(play.actions(), FetchGroup)[0]
     assert (first.group, first.track) == (1, "FP16")
@@ -147,7 +147,7 @@ def test_what_is_at_hand_is_counted_from_the_first_group_of_a_suffix():
 
 def test_a_policy_that_computes_from_the_front_plays_no_prefix():
     with pytest.raises(UsageError, match="from the front"):
-        new_session(Ladder(catalog(4)), 1.0, "cake", Tracking(), goal=PrefixGoal(), cost=SLOW)
+        Session(Ladder(catalog(4)), 1.0, "cake", Tracking(), goal=PrefixGoal(), cost=SLOW)
 
 
 def seen(only, end):

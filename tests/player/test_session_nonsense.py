@@ -8,7 +8,7 @@ import pytest
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.player.groups import DecodeRates
 from kvabr.player.session import Session
 from kvabr.player.session_types import Decode, FetchGroup, PlayerConfig
 from kvabr.types.errors import PolicyError, UsageError

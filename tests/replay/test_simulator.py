@@ -14,7 +14,6 @@ from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.cli.main import main
 from kvabr.data import default_catalog
-from kvabr.player.builder import new_session
 from kvabr.player.session import Session
 from kvabr.player.session_types import TIME_PRICE, PlayerConfig
 from kvabr.replay import experiment
@@ -186,9 +185,9 @@ def test_silent_sources_are_not_tried_without_end(monkeypatch, offers):
         others = (second, replace(second, name="third", times=(0.0, 0.1)))
 
     def with_offers(*arguments, **options):
-        return new_session(*arguments, **options | {"offers": offers or options["offers"]})
+        return Session(*arguments, **options | {"offers": offers or options["offers"]})
 
-    monkeypatch.setattr(experiment, "new_session", with_offers)
+    monkeypatch.setattr(experiment, "Session", with_offers)
     options = ReplayOptions(4.0, 0.02, 0.3 if offers else None, links=others)
     outcome = Experiment(default_catalog(), options).play(first, 0.0, "anytime", log=True)
     why = Counter(event.reason for event in outcome.log if isinstance(event, RequestCancelled))

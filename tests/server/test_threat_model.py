@@ -8,7 +8,7 @@ import pytest
 from kvabr.client import live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
-from kvabr.link.moqt import endpoint, requests
+from kvabr.link.moqt import connection, endpoint
 from kvabr.link.quic import backend
 from kvabr.link.tcp import transport as tcp
 from kvabr.moqt import messages, requester, session, wire
@@ -146,7 +146,7 @@ ROWS = {
     ],
     "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
     "client: unread data": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
-    "client: requests in flight": [f"{requests.MAX_IN_FLIGHT}"],
+    "client: requests in flight": [f"{connection.MAX_IN_FLIGHT}"],
     "client: base of a group": [
         f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}",
         f"{live_feed._MAX_AHEAD} groups of a play",

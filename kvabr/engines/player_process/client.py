@@ -23,8 +23,8 @@ import torch
 
 from kvabr import __version__
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found
+from kvabr.client.memory import SPEEDS_FILE, speeds_at
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
 from kvabr.client.warming import warm_engine, warm_in_background
@@ -44,12 +44,11 @@ from kvabr.engines.player_process.messages import (
 )
 from kvabr.engines.player_process.sockets import own_socket, private_folder
 from kvabr.engines.settings import INSIDE, OWN
-from kvabr.player.decode_queue import SharedDecodeRate
+from kvabr.player.groups import SharedDecodeRate
 from kvabr.store.buffers import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
-from kvabr.types.errors import ConnectionLostError, TransportError, UsageError, exhaustion_as_error
-from kvabr.types.home import HomeProcess
+from kvabr.types.errors import ConnectionLostError, HomeProcess, TransportError, UsageError, exhaustion_as_error
 from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("kvabr.engines")

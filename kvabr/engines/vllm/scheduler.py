@@ -21,9 +21,9 @@ from typing import Any
 
 from kvabr.client.blocking import Background, Handle
 from kvabr.client.lookup import Found
+from kvabr.client.memory import UNKNOWN
 from kvabr.client.options import PlayOptions
 from kvabr.client.prefill_timings import guess
-from kvabr.client.shared_bandwidth import UNKNOWN
 from kvabr.engines.clients import EngineClient
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.origin_pause import OriginPause

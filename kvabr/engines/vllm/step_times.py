@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvabr.client.engine_work import COSTS_FILE, cost_key, costs_at
+from kvabr.client.memory import COSTS_FILE, cost_key, costs_at
 from kvabr.client.prefill_timings import PrefillTimings, guess
 from kvabr.types.cost import PrefillCost
 from kvabr.types.kv import KVSpec

@@ -113,7 +113,7 @@ def peer_name(where: str, over: Over) -> str:
 
 
 class MoqtDialler:
-    """Dials an origin or a relay; a `kvabr.transfer.lane.Dialler`."""
+    """Dials an origin or a relay; a `kvabr.transfer.peer.Dialler`."""
 
     def __init__(self, options: DialOptions) -> None:
         self._options = options

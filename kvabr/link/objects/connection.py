@@ -17,8 +17,7 @@ from kvabr.link.objects.index import StoreIndex
 from kvabr.link.objects.lanes import Lanes, Piece, RangeTransfer
 from kvabr.store.names import FramePlace, profile_name
 from kvabr.store.store import PART_BYTES, Store
-from kvabr.transfer.interface import CLOSED, ConnectionStats, LimitWatch, PeerConnection, cancel_all
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.interface import CLOSED, ConnectionStats, GroupTransfer, LimitWatch, PeerConnection, cancel_all
 from kvabr.types.catalog import MAX_PROFILE_BYTES
 from kvabr.types.errors import (
     ConnectionLostError,

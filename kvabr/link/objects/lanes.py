@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvabr.player.requests import DEARER_PRIORITY, UPGRADE_PRIORITY
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.interface import GroupTransfer
 
 LANES, SPARE_LANES = 4, 1
 MAX_BYTES = 1 << 20

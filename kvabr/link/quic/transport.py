@@ -25,7 +25,7 @@ _TOO_LONG = "capacity exhausted"
 _NO_STREAM = "reserved stream is missing"
 """Part of qh3's message when data to send again is of a stream that was acknowledged meanwhile. qh3 2.1 then drops the
 packet, and silently never sends other streams' data that was set aside: a client whose requests get no answer dials
-again (`kvabr.transfer.lane`)."""
+again (`kvabr.transfer.peer`)."""
 _LOST_PACKETS = 64
 """Most packets in a row that may be lost in this way."""
 _LOST_TRACK_MESSAGE = "stream reservation is already active"

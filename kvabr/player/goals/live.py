@@ -110,10 +110,12 @@ class LivePlay:
     """The part of a play that follows a producer."""
 
     def __init__(self, play: Playing, expected_s: Sequence[float]) -> None:
+        if len(expected_s) != (groups := play.view.groups):
+            raise UsageError(f"expected_s must have a time for each of {groups} groups, got {len(expected_s)}")
         self.play, self.edge = play, LiveEdge(expected_s)
         play.record.live = LiveRecord()
         play.view.edge = 0
-        play.groups.restage(range(play.view.groups))
+        play.groups.restage(range(groups))
         self.look_s = math.inf
         """When to check again whether announced layers are worth the wait."""
         self._looked_for = 0

@@ -14,7 +14,7 @@ from kvabr.abr.view import Transfer, View
 from kvabr.player.blend_plan import delivered_loss
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.groups import Groups
-from kvabr.player.policy_guard import PolicyGuard
+from kvabr.player.play_policy import PolicyGuard
 from kvabr.player.requests import RetryTracker
 from kvabr.player.session_types import ENGINE_PATIENCE, Action, EventLog, PlayerConfig, PlayRecord
 from kvabr.types.catalog import Catalog

@@ -20,8 +20,7 @@ from kvabr.telemetry.kv_events.announced import AnnouncedAssets
 from kvabr.telemetry.kv_events.buffer import ReplayBuffer
 from kvabr.telemetry.kv_events.wire import END, KVBlocksCleared, KVBlocksStored, KVEvent, encoded, sequence_frame
 from kvabr.telemetry.prometheus import MetricSet
-from kvabr.types.errors import TransportError, UsageError
-from kvabr.types.home import HomeProcess
+from kvabr.types.errors import HomeProcess, TransportError, UsageError
 from kvabr.types.installing import WHERE, extra
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from kvabr.telemetry.kv_events.wire import (
     sequence_frame,
     sequence_in,
 )
-from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.home import HomeProcess
+from kvabr.types.errors import FormatError, HomeProcess, UsageError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvabr.client import warming
-from kvabr.client.profiles import _known
+from kvabr.client.memory import _known
 from kvabr.codec import gpu
 from kvabr.codec.block_slots import BlockLayers, TensorPlace
 from kvabr.codec.fit import FitConfig, fit

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvabr.client import play
-from kvabr.client.profiles import keep
+from kvabr.client.memory import keep
 from kvabr.codec import gpu
 from kvabr.codec.fit import fit
 from kvabr.engines.layouts import BlockLayout

@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.player.groups import DecodeRates
 from tests.engines.vllm.halves import TOKENS, Bench, request
 from tests.engines.vllm.overload import Asked, at_once, engine_of, published
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from kvabr.engines.vllm.shares import Demand, divide
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.player.groups import DecodeRates
 from tests.engines.vllm.overload import Asked, at_once, engine_of, feasible, published
 
 COUNT, TOKENS, DEADLINE_S = 24, 64, 2.0

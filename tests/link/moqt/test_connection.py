@@ -8,11 +8,10 @@ import socket
 import pytest
 
 from kvabr.link.moqt import connect as quic
-from kvabr.link.moqt.requests import MAX_IN_FLIGHT, MoqtRequest
+from kvabr.link.moqt.connection import MAX_IN_FLIGHT, MoqtRequest
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS
-from kvabr.transfer.interface import read_all
-from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
+from kvabr.transfer.interface import Carrier, GroupReader, GroupRequest, GroupTransfer, read_all
 from kvabr.types.errors import ConnectionLostError, NoAnswerError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.assets import make_asset

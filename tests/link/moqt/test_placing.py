@@ -5,11 +5,11 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.link.moqt.requests import filled, place
+from kvabr.link.moqt.connection import filled, place
 from kvabr.moqt.objects import FetchWriter, ObjectHeader, ObjectParser
 from kvabr.moqt.requester import NextPayload
 from kvabr.moqt.wire import write_varint
-from kvabr.transfer.transfer import GroupRequest, GroupTransfer
+from kvabr.transfer.interface import GroupRequest, GroupTransfer
 from kvabr.types.naming import TrackNamespace
 
 SIZES = st.sampled_from([1, 63, 64, 100, 100, 100, 100, 300])

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.link.moqt.requests import MAX_IN_FLIGHT, MoqtRequest, RequestQueue
-from kvabr.transfer.transfer import GroupRequest, GroupTransfer
+from kvabr.link.moqt.connection import MAX_IN_FLIGHT, MoqtRequest, RequestQueue
+from kvabr.transfer.interface import GroupRequest, GroupTransfer
 from kvabr.types.naming import TrackNamespace
 from tests.counting import lines
 

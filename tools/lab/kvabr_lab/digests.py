@@ -28,7 +28,7 @@ from kvabr.types.catalog import Catalog
 _DECIDES = ("abr", "player", "replay", "types")
 """Packages that can change the outcome of a simulated play."""
 _DOES_NOT = (
-    *("abr/policies", "abr/estimators", "replay/report", "replay/readers"),
+    *("abr/policies", "abr/estimators.py", "replay/report", "replay/readers"),
     *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/workers.py"),
 )
 _LAB = ("causes.py", "cell.py")
@@ -117,7 +117,7 @@ def _ours(module: str) -> bool:
     return module.partition(".")[0] in {"kvabr", "kvabr_lab"}
 
 
-_PLUGINS = ("kvabr.abr.policies.", "kvabr.abr.estimators.", "kvabr_lab.policies.", "kvabr_lab.estimators")
+_PLUGINS = ("kvabr.abr.policies.", "kvabr.abr.estimators", "kvabr_lab.policies.", "kvabr_lab.estimators")
 
 
 def _gather(module: str, found: dict[Path, None]) -> None:

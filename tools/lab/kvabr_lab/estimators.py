@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import ClassVar
 
-from kvabr.abr.estimators.classic import DecayingMean, MergedSamples
+from kvabr.abr.estimators import DecayingMean, MergedSamples
 
 
 class DualEwma(MergedSamples):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimators import Estimator
+from kvabr.client.peers import SharedLink
 from kvabr.client.runner import EdfScheduler, wire_priority
-from kvabr.client.shared_bandwidth import SharedLink
 from kvabr.player.session import Session
 from kvabr.player.session_types import Action, Cancel, Decode, FetchGroup, Recompute
 from kvabr.replay.clairvoyant import Bound

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimators import Prior
 from kvabr.data import default_catalog
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kvabr.abr.estimators.tracking import Tracking
+from kvabr.abr.estimators import Tracking
 from kvabr.types.errors import UsageError, did_you_mean
 from kvabr_lab.day.queues import SharedWire
 from kvabr_lab.day.requests import DayRequest

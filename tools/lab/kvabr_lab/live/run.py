@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from kvabr.client.options import guard_s
+from kvabr.client.runner import guard_s
 from kvabr.codec.threads import CORES, decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.replay.experiment import Experiment

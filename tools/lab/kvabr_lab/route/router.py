@@ -16,9 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvabr.abr.estimator import Estimator
-from kvabr.abr.estimators.classic import DecayingMean
-from kvabr.abr.estimators.tracking import Tracking
+from kvabr.abr.estimators import DecayingMean, Estimator, Tracking
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr_lab.route.forecast import FETCH, LOCAL, CacheSize, Forecast, PrefillSite, RouteLink, forecasts

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import HarmonicMean
-from kvabr.player.builder import new_session
-from kvabr.player.decode_queue import DecodeRates, SharedDecodeRate, family
-from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
+from kvabr.player.groups import DecodeRates, SharedDecodeRate, family
+from kvabr.player.session import Session
+from kvabr.player.sources import ChunkedThroughputSampler, ThroughputSampler
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.types.errors import PolicyError, UsageError
@@ -136,7 +136,7 @@ def test_an_estimator_whose_first_byte_is_nonsense_is_named(wrong):
     meter = ThroughputSampler(Odd(), 1.0)
     meter.first_byte(0.02, 0.1)
     meter.received(80_000, 0.15)
-    with pytest.raises(PolicyError, match=r"estimator harmonic .*test_throughput_sampler\.py"):
+    with pytest.raises(PolicyError, match=r"estimator harmonic .*test_sources\.py"):
         meter.settle(0.15, idle=False)
 
 
@@ -191,7 +191,7 @@ def test_a_rate_of_zero_in_a_catalog_means_unknown():
 
 def slow_play(policy, scale, rates, offer):
     """A play on a machine that decodes ``scale`` times slower than the catalog says."""
-    play = new_session(Ladder(offer), 4.0, policy, HarmonicMean(), decode_rates=rates)
+    play = Session(Ladder(offer), 4.0, policy, HarmonicMean(), decode_rates=rates)
     assert play.view.decode_s("Int8") == offer.track("Int8").decode_s
     link = Capacity(world("flat", [1e6]), 0.0, 0.05, slow_start=False)
     return play, Simulator(play, offer, link, rtt_s=0.05, decode_scale=scale).run()
@@ -216,7 +216,7 @@ def test_a_batch_takes_a_latency_and_a_time_per_group():
     assert rates.latency("Int8") == 0.0
     rates.observe("AC-5x", 1.0, 0.001)
     assert rates.seconds("AC-5x") == pytest.approx(0.001)
-    view = new_session(Ladder(catalog()), 4.0, "fixed:Int8", HarmonicMean(), decode_rates=rates).view
+    view = Session(Ladder(catalog()), 4.0, "fixed:Int8", HarmonicMean(), decode_rates=rates).view
     assert view.last_decode_s("AC-5x") == pytest.approx(0.021)
     assert view.decode_s("AC-5x") == pytest.approx(0.001)  # one more of a batch
     with pytest.raises(UsageError, match="AC"):

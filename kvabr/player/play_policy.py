@@ -1,21 +1,42 @@
-"""Checks a policy's decisions; errors name the policy, its file and its line."""
+"""The policy of a play: loaded, given the groups of the local store first, and its decisions checked.
+
+Errors name the policy, its file and its line.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, get_args
 
-from kvabr.abr.plugins import where
+from kvabr.abr.estimators import Estimator
+from kvabr.abr.plugins import load_estimator, load_policy, where
 from kvabr.abr.policy import Decision, Division, Kind, Policy
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import View
-from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.errors import PolicyError
+from kvabr.types.catalog import RECOMPUTED, Catalog
+from kvabr.types.errors import PolicyError, UsageError
+from kvabr.types.naming import TrackNamespace
 
 T = TypeVar("T")
 _KINDS = frozenset(get_args(Kind))
+
+
+def new_estimator(policy: str, estimator: str | None = None) -> Estimator:
+    """Return a fresh estimator, named or preferred by the policy; see `load_estimator`."""
+    return load_estimator(estimator or load_policy(policy)().estimator)()
+
+
+def choose_tail(policy: str, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
+    """Return the offer that a separate instance of a policy takes before the play, given the `tail_costs`.
+
+    Raises `PolicyError` if there is no such policy, or it raises, or takes none of them.
+    """
+    if len(offers) == 1:
+        return offers[0]
+    return PolicyCalls(load_policy(policy)()).choose_tail(offers, costs)
 
 
 class PolicyCalls:
@@ -128,3 +149,76 @@ def _is_table(value: Any) -> bool:
         isinstance(key, str) and isinstance(number, int | float) and math.isfinite(number)
         for key, number in value.items()
     )
+
+
+CachedGroups = Callable[[TrackNamespace, str], Collection[int]]
+"""Returns the stored groups of a track, numbered as published (see `Catalog.offset`)."""
+
+
+def policy_of(
+    policy: Policy | str, catalog: Catalog, stored: CachedGroups | None = None, *, prefix: bool = False
+) -> Policy:
+    """Return the policy of a play, by its name or itself, which may first take ``stored`` groups; see `Session`."""
+    made = load_policy(policy)() if isinstance(policy, str) else policy
+    if prefix and made.computes:
+        raise UsageError(
+            f"policy {policy if isinstance(policy, str) else made.name} needs an engine that computes from the front, "
+            "and this one cannot; name another"
+        )
+    return made if stored is None else cache_first(made, catalog, stored)
+
+
+def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Policy:
+    """Wrap the policy in a `CacheFirst` if it can build on stored groups, or return it unchanged."""
+    if not policy.takes_cached:
+        return policy
+    kept = {track.name: _stored(catalog, track.name, stored) for track in catalog.tracks}
+    return CacheFirst(policy, kept) if any(kept.values()) else policy
+
+
+def _stored(catalog: Catalog, track: str, stored: CachedGroups) -> frozenset[int]:
+    if catalog.even:
+        first, end = catalog.offset, catalog.offset + catalog.groups
+        return frozenset(number - first for number in stored(catalog.namespace, track) if first <= number < end)
+    here: dict[tuple[TrackNamespace, str], Collection[int]] = {}
+    found = set()
+    for group in range(catalog.groups):
+        name, number = catalog.address(group, track)
+        where = catalog.namespace_of(group), name
+        if where not in here:
+            here[where] = frozenset(stored(*where))
+        if number in here[where]:
+            found.add(group)
+    return frozenset(found)
+
+
+class CacheFirst(Policy):
+    """Takes the best stored version of every group, then follows another policy."""
+
+    def __init__(self, inner: Policy, kept: dict[str, frozenset[int]]) -> None:
+        """Wrap a policy; ``kept``: the stored groups of each track."""
+        self._inner, self._kept = inner, kept
+        self._wanted: deque[tuple[int, str]] = deque()
+        """Groups not requested yet, with their best stored track; the layers below are stored, too."""
+        # Present the attributes of the wrapped policy.
+        for name in ("name", "estimator", "abandons", "paces", "computes"):
+            vars(self)[name] = getattr(inner, name)
+
+    def start(self, view: View) -> None:
+        stacks = view.ladder.stacks.values()
+        for group in range(view.groups):
+            costs = [
+                (view.catalog.track(layers[-1]).loss[group], view.decode_s(layers[-1]), layers[-1])
+                for layers in stacks
+                if all(group in self._kept[layer] for layer in layers)
+            ]
+            if costs:
+                self._wanted.append((group, min(costs)[2]))
+        self._inner.start(view)
+
+    def decide(self, view: View) -> Decision:
+        while self._wanted:
+            group, track = self._wanted.popleft()
+            if group in view.missing_groups:
+                return Decision("fetch", "it is in the local store", group, track, local=True)
+        return self._inner.decide(view)

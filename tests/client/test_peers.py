@@ -6,8 +6,8 @@ import time
 import pytest
 
 from kvabr.abr.estimators import BUILTIN
-from kvabr.client.peers import ClientPeer
-from kvabr.client.shared_bandwidth import PeerHistory, link_of
+from kvabr.client.memory import PeerHistory
+from kvabr.client.peers import ClientPeer, link_of
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from tests.client.virtual import virtual

@@ -3,10 +3,9 @@
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.cache_first import CacheFirst, cache_first
-from kvabr.abr.estimator import Prior
-from kvabr.abr.estimators import HarmonicMean
+from kvabr.abr.estimators import HarmonicMean, Prior
 from kvabr.abr.plugins import load_policy
+from kvabr.player.play_policy import CacheFirst, cache_first
 from kvabr.player.session import Session
 from kvabr.player.session_types import Decode, FetchGroup, Recompute
 from kvabr.types.cost import PrefillCost
