@@ -189,7 +189,7 @@ class Anytime(Policy):
             return None
         if not self._link_is_safe(view, plan):
             return None
-        group = next(iter(view.missing_groups))  # neighbours share a range of an object store
+        group = self._next_group(view, neighbours=True)
         track = self._times.names[plan.targets[group]]
         if self._enough(view):
             return Decision.wait("enough is in flight")
@@ -202,19 +202,22 @@ class Anytime(Policy):
         near_prior = view.prior_own and 0.5 * view.prior_rate <= view.rate <= 2.0 * view.prior_rate
         return near_prior and _MIN_SPARE_FACTOR * plan.ends_s < view.time_left
 
-    def _next_group(self, view: View) -> int:
-        """Return the missing group to request: the largest loss, or the front if an engine needs or computes it."""
+    def _next_group(self, view: View, *, neighbours: bool = False) -> int:
+        """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.
+
+        ``neighbours``: groups in order, which share a range of an object store; for a play that is safe.
+        """
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
         if view.front_first or view.in_order or late:
             return next(iter(missing))  # only groups before the first missing one are usable at the deadline
         if self._planner is not None and self._planner.advances:
             return next(reversed(missing))  # the engine computes from the front
-        while self._order:
+        while self._order and not neighbours:
             if (group := self._order[0]) in missing:
                 return group
             self._order.popleft()
-        return next(iter(missing))  # requested before, but lost
+        return next(iter(missing))  # without neighbours: requested before, but lost
 
     def _follow(self, group: int, track: str) -> None:
         self._followed += 1
