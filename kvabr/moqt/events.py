@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvabr.moqt.messages import FetchOk, PublishDone, Request, RequestErrorMessage, SubscribeOk
 from kvabr.moqt.objects import Item
-from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import Parameters
 
 
 @dataclass(frozen=True, slots=True)

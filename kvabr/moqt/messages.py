@@ -11,32 +11,28 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from kvabr.moqt.codes import RANGE_FILTERS, Param, RequestCode, SessionFault
-from kvabr.moqt.parameters import (
-    EVERYTHING,
-    Filter,
-    Parameters,
-    SetupOptions,
-    check_track,
-    present,
-    read_parameters,
-    setup_options,
-    setup_pairs,
-    write_parameters,
-)
+from kvabr.moqt.objects import check_track
+from kvabr.moqt.setup_options import SetupOptions, setup_options, setup_pairs
 from kvabr.moqt.wire import (
+    EVERYTHING,
     MAX_INTEGER,
     MAX_NAME_BYTES,
     MAX_REASON_BYTES,
     MAX_URI_BYTES,
     Draft,
+    Filter,
     KeyValue,
     Location,
+    Parameters,
     Reader,
     peek_varint,
+    present,
     read_pairs,
+    read_parameters,
     write_location,
     write_namespace,
     write_pairs,
+    write_parameters,
     write_text,
     write_varint,
 )

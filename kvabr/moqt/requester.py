@@ -29,9 +29,17 @@ from kvabr.moqt.events import (
     Write,
 )
 from kvabr.moqt.messages import MessageParser, decode, encode, ends_before
-from kvabr.moqt.objects import DEFAULT_PRIORITY, Item, ObjectBudget, ObjectParser, SubgroupHeader
-from kvabr.moqt.parameters import MalformedTrack, Parameters, present, unfold, unusable
-from kvabr.moqt.wire import Draft
+from kvabr.moqt.objects import (
+    DEFAULT_PRIORITY,
+    Item,
+    MalformedTrack,
+    ObjectBudget,
+    ObjectParser,
+    SubgroupHeader,
+    unfold,
+    unusable,
+)
+from kvabr.moqt.wire import Draft, Parameters, present
 
 _IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.MAX_OBJECT})
 """Parameters of a REQUEST_OK that answers a REQUEST_UPDATE (draft 18, sections 10.2.10 and 10.2.11)."""

@@ -8,10 +8,9 @@ from kvabr.moqt import messages as m
 from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionCode, SessionFault
 from kvabr.moqt.events import Cancelled, Requested, RequestState, Reset, Stop, Stopped, Updated, Write
 from kvabr.moqt.messages import ends_before
-from kvabr.moqt.objects import FETCH_HEADER, SubgroupHeader, SubgroupWriter
-from kvabr.moqt.parameters import Parameters, present, token_values, unusable
+from kvabr.moqt.objects import FETCH_HEADER, SubgroupHeader, SubgroupWriter, unusable
 from kvabr.moqt.requester import Channel
-from kvabr.moqt.wire import Location, write_varint
+from kvabr.moqt.wire import Location, Parameters, present, token_values, write_varint
 
 _OF_SUBSCRIPTIONS = m.RequestUpdate.allowed - {Param.TRACK_NAMESPACE_PREFIX, Param.TRACK_PROPERTY_FILTER}
 _OF_FETCHES = frozenset({Param.AUTHORIZATION_TOKEN, Param.SUBSCRIBER_PRIORITY})

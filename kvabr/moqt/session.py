@@ -20,10 +20,10 @@ from kvabr.moqt.codes import ResetCode, SessionCode, SessionFault
 from kvabr.moqt.events import Close, Closed, Command, Event, GoingAway, Ready, Reset
 from kvabr.moqt.messages import MessageParser, decode
 from kvabr.moqt.objects import PADDING_STREAM, SETUP_STREAM, read_stream_header
-from kvabr.moqt.parameters import Parameters, SetupOptions, check_target, token_values
 from kvabr.moqt.requester import Channel, Requester
 from kvabr.moqt.responder import Responder
-from kvabr.moqt.wire import Draft, Location
+from kvabr.moqt.setup_options import SetupOptions, check_target
+from kvabr.moqt.wire import Draft, Location, Parameters, token_values
 
 _MAX_STREAM_HEADER = 64
 _MAX_EARLY_BYTES = 1 << 17
