@@ -16,12 +16,7 @@ from kvabr.transfer.interface import Connection, GroupReader, GroupRequest
 from kvabr.transfer.news import News, Retries
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, TransportError
-from kvabr.types.live import (
-    EdgeMessage,
-    GrowingCatalog,
-    LiveEnd,
-    PublishedFrames,
-)
+from kvabr.types.live import EdgeMessage, GrowingCatalog, LiveEnd, PublishedFrames
 
 _MAX_AHEAD = 64
 """Most groups subscribed to; other pushed groups are fetched."""

@@ -8,7 +8,6 @@ it writes again with its next one. A corrupt, foreign or absurd file never fails
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import math
@@ -161,7 +160,7 @@ class MachineFile(Generic[V]):
 def this_machine() -> dict[str, str | int]:
     """Return the facts that affect timings."""
     processor = ""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")[: 1 << 14].splitlines()
         processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
@@ -182,7 +181,7 @@ def digest(entries: Any) -> str:
 def this_host() -> str:
     """Return a digest that identifies this host without revealing its name."""
     parts = [platform.node(), platform.machine()]
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         parts.append(Path("/etc/machine-id").read_text(encoding="ascii", errors="replace")[:64])
     return hashlib.sha256("\0".join(("kvabr.host", *parts)).encode()).hexdigest()[:16]
 
@@ -311,7 +310,7 @@ def speeds_key(catalog: Catalog, device: torch.device | None = None) -> str:
 
 @cache
 def _decoder(device: torch.device | None) -> str:
-    with contextlib.suppress(KvabrError):  # KVABR_CODER is wrong; decoding AC reports it
+    with suppress(KvabrError):  # KVABR_CODER is wrong; decoding AC reports it
         return f"gpu {torch.cuda.get_device_name(device)}" if is_gpu(device) else active_path()
     return "none"
 
@@ -420,7 +419,7 @@ def cost_key(model: str, engine: str, device: torch.device | None) -> str:
     """Return the key of a model on an engine and a device; None: the processor."""
     where = f"{'cpu' if device is None else device.type} {torch.get_num_threads()}"
     if device is not None and device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # the device is gone
+        with suppress(RuntimeError):  # the device is gone
             where = torch.cuda.get_device_name(device)
     return f"{model}:{engine}:{where}"
 
@@ -434,7 +433,7 @@ _LOCK, _READING = threading.Lock(), threading.Lock()
 
 
 class ProfileCache:
-    """A client's profiles; the process shares those in memory."""
+    """A client's codec profiles, from memory, a folder, kvabr, or the origin; the process shares those in memory."""
 
     def __init__(self, folder: Path | None = None, on_failure: Callable[[str], object] = lambda _why: None) -> None:
         """``folder`` keeps profiles between processes; ``on_failure`` receives write errors, in any thread."""

@@ -21,15 +21,7 @@ from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.downloads import Download, Downloads
 from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.transfer.peer import Peer
-from kvabr.types.errors import (
-    FormatError,
-    NotFoundError,
-    PolicyError,
-    Reason,
-    RequestError,
-    TransportError,
-    UsageError,
-)
+from kvabr.types.errors import FormatError, NotFoundError, PolicyError, Reason, RequestError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from kvabr.moqt.messages import FetchOk, PublishDone, Request, RequestErrorMessage, SubscribeOk
 from kvabr.moqt.objects import Item
-from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import Parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The peer's SETUP has arrived."""
+    """The peer's SETUP was received."""
 
     options: SetupOptions
     tokens: tuple[bytes, ...]
@@ -19,7 +20,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The peer makes a request; answer it by ID through `MoqtSession.responder`."""
+    """The peer made a request. Answer it by ID through `MoqtSession.responder`."""
 
     request_id: int
     message: Request
@@ -28,7 +29,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """The peer changes one of its requests; the session has acknowledged it."""
+    """The peer changed one of its requests; the session has acknowledged the change."""
 
     request_id: int
     parameters: Parameters
@@ -36,7 +37,7 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The peer cancels one of its requests."""
+    """The peer cancelled one of its requests."""
 
     request_id: int
     code: int
@@ -44,7 +45,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The peer accepts a request of this end."""
+    """The peer accepted a request of this end."""
 
     request_id: int
     message: FetchOk | SubscribeOk
@@ -52,7 +53,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The peer refuses or aborts a request of this end."""
+    """The peer refused or aborted a request of this end."""
 
     request_id: int
     message: RequestErrorMessage
@@ -60,30 +61,30 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Objects, or parts of them, for a request of this end; payload belongs to the last header before it."""
+    """Objects, or parts of objects, for a request of this end. Payload belongs to the preceding header."""
 
     request_id: int
     items: list[Item]
     stream: int | None = None
-    """None for a FETCH, which has one stream."""
+    """Stream ID for subscriptions; None for a FETCH, which has a single stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A stream of objects has ended or was reset."""
+    """A stream of objects ended or was reset."""
 
     request_id: int
     reset: int | None = None
-    """None at a regular end."""
+    """Code of the reset; None for a regular end."""
     stream: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionEnding:
-    """The peer opens no more streams for a subscription; open ones continue.
+    """The peer will open no further streams for a subscription; open streams continue.
 
-    `SubscriptionDone` follows, unless the peer miscounted its streams or reset one before its header: cancel the
-    subscription after a time limit.
+    `SubscriptionDone` follows, unless the peer miscounted its streams, or reset a stream before its header. So cancel
+    the subscription after a time limit.
     """
 
     request_id: int
@@ -92,14 +93,14 @@ class SubscriptionEnding:
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionDone:
-    """All streams of a subscription have arrived."""
+    """All streams of a subscription have been received."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The peer stopped a stream of `Responder.push`; it is reset."""
+    """The peer stopped a stream of `Responder.push`; the session has reset it."""
 
     request_id: int
     stream: int
@@ -107,7 +108,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class GoingAway:
-    """The peer will close the session soon; make no new requests."""
+    """The peer will close the session soon. Do not make new requests."""
 
     uri: bytes
     timeout_ms: int
@@ -115,7 +116,7 @@ class GoingAway:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """This end has closed the session, on request or for a violation by the peer."""
+    """This end has closed the session, by request of the owner or because the peer violated the protocol."""
 
     code: int
     reason: str
@@ -140,7 +141,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Send bytes on a stream, opening it if new."""
+    """Send bytes on a stream; open it if it is new."""
 
     stream: int
     data: bytes
@@ -176,13 +177,13 @@ Command = Write | Reset | Stop | Close
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One open request, of either end."""
+    """One open request of either end."""
 
     number: int
     message: Request
     stream: int
     answered: bool = False
     updates: int = 0
-    """Unanswered REQUEST_UPDATEs."""
+    """Number of unanswered REQUEST_UPDATEs."""
     going_away: bool = False
-    """A GOAWAY has arrived on the request's stream."""
+    """True if a GOAWAY was received on the request's stream."""

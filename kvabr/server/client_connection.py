@@ -15,9 +15,9 @@ from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCod
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Stopped, Updated
 from kvabr.moqt.messages import Fetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.objects import DEFAULT_PRIORITY, SubgroupHeader
-from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.session import MoqtSession
+from kvabr.moqt.setup_options import SetupOptions
 from kvabr.moqt.wire import Draft
 from kvabr.server.access import Access, Denial
 from kvabr.server.announced_rates import AnnouncedRates, SiteRate

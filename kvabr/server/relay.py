@@ -23,14 +23,7 @@ from kvabr.store.locations import Location
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import GroupRequest, PeerConnection
 from kvabr.transfer.work import decoders
-from kvabr.types.errors import (
-    AssetError,
-    NotFoundError,
-    Reason,
-    RequestError,
-    TransportError,
-    UnauthorizedError,
-)
+from kvabr.types.errors import AssetError, NotFoundError, Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, EDGE_TRACK, TrackNamespace
 
 if TYPE_CHECKING:

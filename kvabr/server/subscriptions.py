@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from kvabr.moqt.codes import PublishDoneCode
 from kvabr.moqt.messages import Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.objects import DEFAULT_PRIORITY, SubgroupHeader
-from kvabr.moqt.parameters import Filter, Parameters
 from kvabr.moqt.responder import Responder
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Filter, Location, Parameters
 from kvabr.server.fetch_range import GroupRange, last_object
 from kvabr.server.live_tracks import GrowingPublication
 from kvabr.server.send_queue import Sending, TrackRequest

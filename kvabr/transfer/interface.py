@@ -21,10 +21,7 @@ from typing import Any, Protocol, Self, TypeVar
 from kvabr.store.buffers import GROUPS
 from kvabr.types.catalog import Catalog
 from kvabr.types.digests import has_digest
-from kvabr.types.errors import (
-    Reason,
-    RequestError,
-)
+from kvabr.types.errors import Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace

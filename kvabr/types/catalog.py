@@ -29,26 +29,8 @@ from kvabr.types.errors import AssetError, FormatError, MissingAssetError, Usage
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN, TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
-from kvabr.types.records import (
-    IN_MEMORY,
-    Number,
-    Positive,
-    Sha256,
-    check,
-    fields_of,
-    own_state,
-    read,
-    to_json,
-)
-from kvabr.types.tails import (
-    MAX_LOSS,
-    Loss,
-    Tails,
-    check_tails,
-    losses_with_tail,
-    share_after_tail,
-    tails_after,
-)
+from kvabr.types.records import IN_MEMORY, Number, Positive, Sha256, check, fields_of, own_state, read, to_json
+from kvabr.types.tails import MAX_LOSS, Loss, Tails, check_tails, losses_with_tail, share_after_tail, tails_after
 from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import pytest
 from kvabr.link.moqt.endpoint import StreamTransport
 from kvabr.link.quic.backend import REQUESTS_CONNECTION_WINDOW, REQUESTS_STREAM_WINDOW
 from kvabr.moqt.events import Ready
-from kvabr.moqt.parameters import Parameters
+from kvabr.moqt.wire import Parameters
 from kvabr.store import asset
 from tests.assets import open_files
 from tests.faults.common import LIBRARIES, serving

@@ -13,8 +13,7 @@ import pytest
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.messages import RequestUpdate, SubscribeNamespace
-from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFTS, Location, write_varint
+from kvabr.moqt.wire import DRAFTS, Location, Parameters, write_varint
 from kvabr.server import limits
 from kvabr.server import server as quicserver
 from kvabr.server.client_connection import ClientConnection

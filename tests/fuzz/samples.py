@@ -6,8 +6,7 @@ from kvabr.moqt import messages as m
 from kvabr.moqt.codes import Param
 from kvabr.moqt.messages import encode
 from kvabr.moqt.objects import SubgroupHeader, SubgroupWriter
-from kvabr.moqt.parameters import Parameters, Token
-from kvabr.moqt.wire import Draft, Location
+from kvabr.moqt.wire import Draft, Location, Parameters, Token
 from tests.moqt import vectors
 from tests.moqt.writers import RangeWriter
 

@@ -17,10 +17,10 @@ from kvabr.moqt import session as session_module
 from kvabr.moqt.events import Requested, Write
 from kvabr.moqt.messages import encode
 from kvabr.moqt.objects import SubgroupHeader, SubgroupWriter
-from kvabr.moqt.parameters import Filter, Parameters, SetupOptions
 from kvabr.moqt.requester import MAX_EARLY_OBJECTS_BYTES, MAX_PARTIAL_BYTES
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_20, DRAFT_22, Draft, Location
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import DRAFT_20, DRAFT_22, Draft, Filter, Location, Parameters
 from tests.fuzz.samples import MESSAGES, SPACE, TRACK, data_streams
 from tests.fuzz.target import SEPARATOR, Target, chunks, family
 

@@ -4,35 +4,31 @@ from kvabr.moqt.codes import Param, SessionFault
 from kvabr.moqt.messages import MAX_MESSAGE_BYTES, MessageParser, decode, encode
 from kvabr.moqt.objects import (
     MAX_PROPERTIES_BYTES,
+    MalformedTrack,
     ObjectParser,
     SubgroupHeader,
     SubgroupWriter,
     read_stream_header,
-)
-from kvabr.moqt.parameters import (
-    Filter,
-    MalformedTrack,
-    Parameters,
-    SetupOptions,
-    Token,
-    check_target,
-    read_filter,
-    read_parameters,
-    setup_options,
     unusable,
-    write_filter,
-    write_parameters,
 )
-from kvabr.moqt.parameters import setup_pairs as pairs_of
+from kvabr.moqt.setup_options import SetupOptions, check_target, setup_options
+from kvabr.moqt.setup_options import setup_pairs as pairs_of
 from kvabr.moqt.wire import (
     DRAFT_20,
     DRAFT_22,
     DRAFTS,
     Draft,
+    Filter,
     Location,
+    Parameters,
     Reader,
+    Token,
+    read_filter,
     read_pairs,
+    read_parameters,
+    write_filter,
     write_pairs,
+    write_parameters,
 )
 from tests.fuzz.samples import SOME, control, data_streams, fetch_streams, subgroup_streams
 from tests.fuzz.target import Target, chunks, family, refused

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from kvabr.moqt.events import Answered, Ready, Received
-from kvabr.moqt.parameters import Filter, Parameters
-from kvabr.moqt.wire import DRAFTS
+from kvabr.moqt.wire import DRAFTS, Filter, Parameters
 from kvabr.server.limits import ServerLimits
 from kvabr.server.live_tracks import GrowingBytes
 from kvabr.server.metrics import Metrics

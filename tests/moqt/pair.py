@@ -9,9 +9,9 @@ from typing import Any
 from kvabr.moqt.events import Close, Event, Requested, Reset, Stop, Write
 from kvabr.moqt.messages import Fetch, Request, Subscribe, SubscribeNamespace
 from kvabr.moqt.objects import FetchWriter, RangeEnd
-from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_22, Draft, Location
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import DRAFT_22, Draft, Location, Parameters
 
 NAMESPACE = (b"root", b"model", b"prompt")
 TRACK = b"FP16"

@@ -3,9 +3,9 @@
 from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.events import Close, Write
 from kvabr.moqt.messages import Message, MessageParser, decode
-from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_22, Draft, Location
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import DRAFT_22, Draft, Location, Parameters
 
 NAME = "01 0161 0174"
 """The namespace ("a") and the track "t"."""

@@ -6,19 +6,20 @@ from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import RANGE_FILTERS, Param, RequestCode
-from kvabr.moqt.parameters import (
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import (
     DELETE,
     EVERYTHING,
     IN_FILL,
+    MAX_INTEGER,
     REGISTER,
     USE_ALIAS,
     USE_VALUE,
     Filter,
+    Location,
     Parameters,
-    SetupOptions,
     Token,
 )
-from kvabr.moqt.wire import MAX_INTEGER, Location
 
 fields = st.binary(min_size=1, max_size=12)
 namespaces = st.lists(fields, max_size=5).map(tuple)

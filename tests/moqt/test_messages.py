@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.messages import MAX_MESSAGES, MessageParser, decode, encode
-from kvabr.moqt.parameters import Parameters, Token
-from kvabr.moqt.wire import DRAFT_20, DRAFT_22, DRAFTS, peek_varint, write_varint
+from kvabr.moqt.wire import DRAFT_20, DRAFT_22, DRAFTS, Parameters, Token, peek_varint, write_varint
 from tests.examples import examples
 from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer

@@ -11,13 +11,13 @@ from kvabr.moqt.objects import (
     MIN_MEAN_BYTES,
     FetchWriter,
     Item,
+    MalformedTrack,
     ObjectHeader,
     ObjectParser,
     RangeEnd,
     is_subgroup,
     read_stream_header,
 )
-from kvabr.moqt.parameters import MalformedTrack
 from kvabr.moqt.wire import MAX_INTEGER, Location, write_varint
 from tests.examples import examples
 from tests.moqt import strategies

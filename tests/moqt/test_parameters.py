@@ -3,30 +3,27 @@
 import pytest
 
 from kvabr.moqt.codes import Param, SessionCode, SessionFault
-from kvabr.moqt.parameters import (
+from kvabr.moqt.setup_options import SetupOptions, setup_options
+from kvabr.moqt.wire import (
     DELETE,
+    DRAFT_20,
+    DRAFT_22,
+    DRAFTS,
     EVERYTHING,
     IN_FILL,
+    MAX_INTEGER,
     MAX_TOKENS,
     REGISTER,
     USE_ALIAS,
     Filter,
+    Location,
     Parameters,
-    SetupOptions,
+    Reader,
     Token,
+    read_pairs,
     read_parameters,
-    setup_options,
     token_values,
     write_parameters,
-)
-from kvabr.moqt.wire import (
-    DRAFT_20,
-    DRAFT_22,
-    DRAFTS,
-    MAX_INTEGER,
-    Location,
-    Reader,
-    read_pairs,
     write_varint,
 )
 from tests.moqt.tables import table

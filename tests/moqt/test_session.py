@@ -3,17 +3,7 @@
 import pytest
 
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode
-from kvabr.moqt.events import (
-    Answered,
-    Cancelled,
-    Ended,
-    GoingAway,
-    Ready,
-    Received,
-    Refused,
-    Requested,
-    Updated,
-)
+from kvabr.moqt.events import Answered, Cancelled, Ended, GoingAway, Ready, Received, Refused, Requested, Updated
 from kvabr.moqt.messages import (
     Namespace,
     PublishNamespace,
@@ -23,8 +13,8 @@ from kvabr.moqt.messages import (
     SubscribeTracks,
 )
 from kvabr.moqt.objects import FetchWriter, RangeEnd
-from kvabr.moqt.parameters import REGISTER, Parameters, SetupOptions, Token
-from kvabr.moqt.wire import DRAFTS, Location
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import DRAFTS, REGISTER, Location, Parameters, Token
 from tests.moqt.pair import GROUPS, Origin, Pair, ask, locations, payload
 from tests.moqt.raw import Raw, frame
 from tests.moqt.tables import table

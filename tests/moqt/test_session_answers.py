@@ -2,8 +2,7 @@
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.events import Answered, Ended, Refused, Stop
-from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Location, Parameters
 from tests.moqt.raw import START, VIOLATION, Raw, frame
 from tests.moqt.tables import table
 

@@ -10,8 +10,7 @@ from kvabr.moqt.codes import RequestCode, ResetCode
 from kvabr.moqt.events import Answered, Cancelled, Ended, Event, Received, Refused, Requested, Updated
 from kvabr.moqt.messages import Fetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.objects import FetchWriter
-from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location, Parameters
 from tests.examples import examples
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 from tests.moqt.tables import table

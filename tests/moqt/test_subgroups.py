@@ -9,6 +9,7 @@ from kvabr.moqt.objects import (
     DEFAULT_PRIORITY,
     FREE_OBJECTS,
     Item,
+    MalformedTrack,
     ObjectBudget,
     ObjectHeader,
     ObjectParser,
@@ -17,7 +18,6 @@ from kvabr.moqt.objects import (
     SubgroupWriter,
     read_stream_header,
 )
-from kvabr.moqt.parameters import MalformedTrack
 from tests.examples import examples
 from tests.moqt.tables import table
 from tests.moqt.test_objects import cut_and_feed, join, objects

@@ -18,8 +18,7 @@ from kvabr.moqt.events import (
 )
 from kvabr.moqt.messages import UNCOUNTED, RequestUpdate
 from kvabr.moqt.objects import FREE_OBJECTS, ObjectHeader, SubgroupHeader, SubgroupWriter
-from kvabr.moqt.parameters import Filter, Parameters
-from kvabr.moqt.wire import DRAFTS, Location, write_varint
+from kvabr.moqt.wire import DRAFTS, Filter, Location, Parameters, write_varint
 from tests.moqt.pair import NAMESPACE, TRACK, Pair, locations, payload
 from tests.moqt.raw import NAME, VIOLATION, Raw, frame
 from tests.moqt.tables import table

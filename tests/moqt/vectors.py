@@ -1,8 +1,8 @@
 """Control messages, byte by byte: type, parts of the payload, and what they mean. Sections are those of draft 18."""
 
 from kvabr.moqt import messages as m
-from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
-from kvabr.moqt.wire import Location
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import Filter, Location, Parameters, Token
 
 NAME = "02 0161 026263"  # the namespace ("a", "bc")
 SPACE = (b"a", b"bc")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.events import Answered, Ended, Received, Refused, SubscriptionDone, SubscriptionEnding
 from kvabr.moqt.objects import ObjectHeader
-from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_20, Location
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import DRAFT_20, Location, Parameters, Token
 from kvabr.server.certificates import check
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics

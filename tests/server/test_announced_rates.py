@@ -7,8 +7,8 @@ import pytest
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.link.moqt.connect import connect
-from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.session import MoqtSession
+from kvabr.moqt.setup_options import SetupOptions
 from kvabr.server.addresses import block_of
 from kvabr.server.announced_rates import AnnouncedRates, SiteRate
 from kvabr.server.client_connection import ClientConnection

@@ -6,8 +6,7 @@ from kvabr.codec.container import ObjectSpan
 from kvabr.link.moqt.endpoint import MAX_AHEAD_BYTES
 from kvabr.moqt.messages import Fetch
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
-from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Location, Parameters
 from kvabr.server.budgets import Budgets
 from kvabr.server.fetch_range import FetchRange, FetchRangeError, GroupRange, last_object
 from kvabr.server.grants import EVERYTHING

@@ -5,8 +5,7 @@ import pytest
 from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode
 from kvabr.moqt.events import Answered, Ended, Received, Refused, Stop, SubscriptionDone, SubscriptionEnding
 from kvabr.moqt.messages import TrackStatus
-from kvabr.moqt.parameters import Filter
-from kvabr.moqt.wire import DRAFT_20, Location
+from kvabr.moqt.wire import DRAFT_20, Filter, Location
 from kvabr.server.live_tracks import GrowingBytes
 from kvabr.server.subscriptions import MAX_STREAMS
 from tests.faults.test_guests import until

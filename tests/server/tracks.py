@@ -8,8 +8,7 @@ import pytest
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.events import Received
 from kvabr.moqt.objects import ObjectHeader
-from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location, Parameters
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.limits import ServerLimits
 from kvabr.server.live_tracks import GrowingBytes

@@ -48,14 +48,7 @@ from kvabr.engines.vllm.plays import (
     within,
 )
 from kvabr.engines.vllm.promises import Promises, Terms
-from kvabr.engines.vllm.requests import (
-    allows,
-    faults,
-    params,
-    requested_max_loss,
-    salt_of,
-    unfit,
-)
+from kvabr.engines.vllm.requests import allows, faults, params, requested_max_loss, salt_of, unfit
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.step_times import prefill_of

@@ -37,10 +37,10 @@ from kvabr.moqt.events import (
 from kvabr.moqt.messages import PublishDone, PublishNamespace, SubscribeNamespace, SubscribeOk
 from kvabr.moqt.messages import RequestErrorMessage as Refusal
 from kvabr.moqt.objects import Item, ObjectHeader, RangeEnd
-from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.requester import NextPayload
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import Draft, Location
+from kvabr.moqt.setup_options import SetupOptions
+from kvabr.moqt.wire import Draft, Location, Parameters, Token
 from kvabr.transfer.interface import ConnectionStats, GroupTransfer, LimitWatch, PeerConnection
 from kvabr.types.errors import (
     ConnectionLostError,

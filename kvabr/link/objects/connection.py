@@ -19,13 +19,7 @@ from kvabr.store.names import FramePlace, profile_name
 from kvabr.store.store import PART_BYTES, Store
 from kvabr.transfer.interface import CLOSED, ConnectionStats, GroupTransfer, LimitWatch, PeerConnection, cancel_all
 from kvabr.types.catalog import MAX_PROFILE_BYTES
-from kvabr.types.errors import (
-    ConnectionLostError,
-    NotFoundError,
-    Reason,
-    RequestError,
-    TransportError,
-)
+from kvabr.types.errors import ConnectionLostError, NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_live
 
