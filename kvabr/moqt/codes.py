@@ -56,7 +56,7 @@ class RequestCode(IntEnum):
     UNSUPPORTED_EXTENSION = 0x33
     REDIRECT = 0x34
     CONFLICTING_FILTERS = 0x35
-    """Draft 20, as the next one."""
+    """Like `INVALID_FILTER`, from draft 20."""
     INVALID_FILTER = 0x36
 
 
@@ -129,7 +129,7 @@ class SetupOption(IntEnum):
     MAX_AUTH_TOKEN_CACHE_SIZE = 0x04
     AUTHORITY = 0x05
     MAX_FILTER_RANGES = 0x06
-    """Never sent, so peers may not use range filters."""
+    """This end never sends this option, so peers may not use range filters."""
     MOQT_IMPLEMENTATION = 0x07
     MAX_REQUEST_UPDATES = 0x08
 
@@ -161,7 +161,7 @@ class SessionFault(Exception):  # noqa: N818  # the peer's fault, not an error h
 
 
 def name_of(code: int, kind: type[IntEnum]) -> str:
-    """Return a code's name, or else its number."""
+    """Return a code's name, or its number if it has none."""
     try:
         return kind(code).name
     except ValueError:

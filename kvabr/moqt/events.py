@@ -19,7 +19,7 @@ from kvabr.moqt.wire import Draft
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The peer's SETUP has arrived."""
+    """The peer's SETUP was received."""
 
     options: SetupOptions
     tokens: tuple[bytes, ...]
@@ -27,7 +27,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The peer makes a request; answer it by ID through `MoqtSession.responder`."""
+    """The peer made a request. Answer it by ID through `MoqtSession.responder`."""
 
     request_id: int
     message: Request
@@ -36,7 +36,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """The peer changes one of its requests; the session has acknowledged it."""
+    """The peer changed one of its requests; the session has acknowledged the change."""
 
     request_id: int
     parameters: Parameters
@@ -44,7 +44,7 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The peer cancels one of its requests."""
+    """The peer cancelled one of its requests."""
 
     request_id: int
     code: int
@@ -52,7 +52,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The peer accepts a request of this end."""
+    """The peer accepted a request of this end."""
 
     request_id: int
     message: FetchOk | SubscribeOk
@@ -60,7 +60,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The peer refuses or aborts a request of this end."""
+    """The peer refused or aborted a request of this end."""
 
     request_id: int
     message: RequestErrorMessage
@@ -68,30 +68,30 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Objects, or parts of them, for a request of this end; payload belongs to the last header before it."""
+    """Objects, or parts of objects, for a request of this end. Payload belongs to the preceding header."""
 
     request_id: int
     items: list[Item]
     stream: int | None = None
-    """None for a FETCH, which has one stream."""
+    """Stream ID for subscriptions; None for a FETCH, which has a single stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A stream of objects has ended or was reset."""
+    """A stream of objects ended or was reset."""
 
     request_id: int
     reset: int | None = None
-    """None at a regular end."""
+    """Code of the reset; None for a regular end."""
     stream: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionEnding:
-    """The peer opens no more streams for a subscription; open ones continue.
+    """The peer will open no further streams for a subscription; open streams continue.
 
-    `SubscriptionDone` follows, unless the peer miscounted its streams or reset one before its header: cancel the
-    subscription after a time limit.
+    `SubscriptionDone` follows, unless the peer miscounted its streams, or reset a stream before its header. So cancel
+    the subscription after a time limit.
     """
 
     request_id: int
@@ -100,14 +100,14 @@ class SubscriptionEnding:
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionDone:
-    """All streams of a subscription have arrived."""
+    """All streams of a subscription have been received."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The peer stopped a stream of `Responder.push`; it is reset."""
+    """The peer stopped a stream of `Responder.push`; the session has reset it."""
 
     request_id: int
     stream: int
@@ -115,7 +115,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class GoingAway:
-    """The peer will close the session soon; make no new requests."""
+    """The peer will close the session soon. Do not make new requests."""
 
     uri: bytes
     timeout_ms: int
@@ -123,7 +123,7 @@ class GoingAway:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """This end has closed the session, on request or for a violation by the peer."""
+    """This end has closed the session, by request of the owner or because the peer violated the protocol."""
 
     code: int
     reason: str
@@ -148,7 +148,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Send bytes on a stream, opening it if new."""
+    """Send bytes on a stream; open it if it is new."""
 
     stream: int
     data: bytes
@@ -183,21 +183,21 @@ Command = Write | Reset | Stop | Close
 
 
 _ID_WINDOW = 1 << 16
-"""Recent request IDs tracked individually; older ones count as used."""
+"""Number of recent request IDs that are tracked individually; all older IDs count as used."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One open request, of either end."""
+    """One open request of either end."""
 
     number: int
     message: Request
     stream: int
     answered: bool = False
     updates: int = 0
-    """Unanswered REQUEST_UPDATEs."""
+    """Number of unanswered REQUEST_UPDATEs."""
     going_away: bool = False
-    """A GOAWAY has arrived on the request's stream."""
+    """True if a GOAWAY was received on the request's stream."""
 
 
 class Channel:
@@ -218,11 +218,11 @@ class Channel:
         return self.next_id - 2
 
     def made(self, number: int) -> bool:
-        """Return whether this end has used a request ID."""
+        """Return True if this end has used a request ID."""
         return 0 <= number < self.next_id and number % 2 == (not self.client)
 
     def retract(self, request_id: int) -> bool:
-        """Remove a peer's request from the pending events; return False if already reported."""
+        """Remove a peer's request from the pending events; return False if the owner already has the event."""
         if not any(isinstance(event, Requested) and event.request_id == request_id for event in self.events):
             return False
         over = (Requested, Updated)
@@ -235,7 +235,7 @@ class Channel:
 
     def control(self, message: Message) -> None:
         """Send a message on the control stream."""
-        assert self.control_stream is not None  # noqa: S101  # nothing is sent before SETUP
+        assert self.control_stream is not None  # noqa: S101  # SETUP is sent first
         self.write(self.control_stream, message)
 
     def check_goaway(self, message: Goaway, *, repeated: bool) -> None:
@@ -245,26 +245,26 @@ class Channel:
         self.check_uri(message.uri, message)
 
     def check_uri(self, uri: bytes, message: Message) -> None:
-        """Raise SessionFault if a client sends a URI."""
+        """Raise SessionFault if a client sent a redirect URI."""
         if uri and not self.client:
             raise SessionFault(f"{type(message).__name__} from a client carries a URI")
 
 
 class PeerIds:
-    """The peer's request IDs; each must be new and have its parity (draft 18, section 10.1).
+    """The peer's request IDs. Each must be new and have the peer's parity (draft 18, section 10.1).
 
-    Gaps are accepted: streams overtake each other, and a request cancelled early may never arrive.
+    Gaps are accepted: streams can overtake each other, and a request that is cancelled early may never arrive.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._parity = int(channel.client)
         self.next = self._parity
-        """Smallest ID above all used ones."""
+        """Smallest ID of the peer above all used IDs."""
         self._used = 0
-        """A bit for each ID below `next`; the largest has the lowest."""
+        """Bit mask of used IDs below `next`; the lowest bit is the largest ID."""
 
     def take(self, number: int) -> None:
-        """Record an ID, or raise SessionFault."""
+        """Record an ID; raise SessionFault if it is invalid."""
         code = SessionCode.INVALID_REQUEST_ID
         if number % 2 != self._parity:
             raise SessionFault(f"request ID {number} has the wrong parity", code)
@@ -279,7 +279,7 @@ class PeerIds:
             self.next = number + 2
 
     def used(self, number: int) -> bool:
-        """Return whether the peer has used an ID."""
+        """Return True if the peer has used an ID."""
         if not 0 <= number < self.next or number % 2 != self._parity:
             return False
         behind = (self.next - number) // 2 - 1

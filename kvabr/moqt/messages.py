@@ -1,7 +1,7 @@
 """Control messages as dataclasses, and their wire format (draft 18, sections 10.3 to 10.20).
 
 A message is a type, a 16-bit length, and the fields of its dataclass in order, encoded by `_CODECS`. Only messages that
-this end sends, or may receive, are listed. A filter among the parameters of FETCH encodes its start and end.
+this end sends or may receive are included. Start and end of a FETCH are encoded as a filter among its parameters.
 """
 
 from __future__ import annotations
@@ -84,18 +84,18 @@ class Goaway(Message):
 
 @dataclass(frozen=True, slots=True)
 class RequestOk(Message):
-    """REQUEST_OK; its stream identifies the request."""
+    """REQUEST_OK. Its stream identifies the request."""
 
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
-    """Properties of the track, in answer to TRACK_STATUS."""
+    """Properties of the track, if this answers a TRACK_STATUS."""
     allowed = frozenset({Param.EXPIRES, Param.MAX_OBJECT})
-    """Parameters allowed in any answer; the session checks the rest."""
+    """Parameters allowed in any REQUEST_OK; the session checks further ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Another place to make a request."""
+    """Other URI or track for a request."""
 
     uri: bytes
     namespace: tuple[bytes, ...]
@@ -108,7 +108,7 @@ class RequestErrorMessage(Message):
 
     code: int
     retry_interval: int
-    """Milliseconds plus one before a retry; 0 if it cannot succeed."""
+    """Milliseconds before a retry, plus one; 0 if a retry cannot succeed."""
     reason: str
     redirect: Redirect | None = None
 
@@ -167,7 +167,7 @@ class PublishDone(Message):
 
     code: int
     streams: int
-    """Streams of the subscription; `UNCOUNTED` or more if unknown."""
+    """Number of streams of the subscription; `UNCOUNTED` or more if unknown."""
     reason: str
 
 
@@ -176,7 +176,7 @@ UNCOUNTED = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class PublishStateNotify(Message):
-    """PUBLISH_STATE_NOTIFY: the publisher's state of a subscription has changed."""
+    """PUBLISH_STATE_NOTIFY: the state of a subscription at the publisher has changed."""
 
     parameters: Parameters = field(default_factory=Parameters)
     allowed = frozenset({Param.MAX_OBJECT, Param.FORWARD, Param.LOCATION_FILTER})
@@ -188,10 +188,13 @@ class Fetch(_OfTrack):
 
     start: Location
     end: Location
-    """End Location: the last location plus one; object 0 stands for the whole group, `OPEN_END` for the largest object.
-    The wire has the last location itself."""
+    """End Location: the last location plus one. Object 0 stands for the whole group, `OPEN_END` for the track's largest
+    object. On the wire, it is the last location itself.
+    """
     parameters: Parameters = field(default_factory=Parameters)
-    """If the range depends on the track's largest object, its filter is here, and `start` and `end` have no meaning."""
+    """Parameters. If the range depends on the track's largest object, they include its filter; `start` and `end` are
+    unused.
+    """
     allowed = _TOKEN | _OF_OBJECTS | {
         Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER, Param.LOCATION_FILTER,
         Param.INCLUDE_PROPERTIES,
@@ -208,7 +211,7 @@ OPEN_END = Location(MAX_INTEGER, 0)
 
 
 def fetched_range(found: Filter) -> tuple[Location, Location]:
-    """Return start and End Location of a filter with an absolute start."""
+    """Return start and End Location of a filter that has an absolute start."""
     start = found.start or Location(0, 0)
     if found.end_group is None:
         return start, OPEN_END
@@ -239,7 +242,7 @@ class FetchOk(Message):
 
     end_of_track: bool
     end: Location
-    """As in `Fetch`."""
+    """End Location, see `Fetch.end`."""
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
 
@@ -282,7 +285,7 @@ Request = Subscribe | TrackStatus | Publish | Fetch | PublishNamespace | Subscri
 
 
 MAX_MESSAGES = 1024
-"""Limit per stream of this implementation; the shortest messages have 5 bytes and take about 40 us each."""
+"""Limit of messages per stream, set by kvabr. The shortest messages have 5 bytes and take about 40 us each."""
 MAX_MESSAGE_BYTES = 0xFFFF
 
 _TYPES: dict[int, type[Message]] = {
@@ -290,12 +293,14 @@ _TYPES: dict[int, type[Message]] = {
     0x18: FetchOk, 0xD: TrackStatus, 0x6: PublishNamespace, 0x50: SubscribeNamespace, 0x51: SubscribeTracks,
     0x8: Namespace, 0x2: RequestUpdate, 0x7: RequestOk, 0x5: RequestErrorMessage, 0x22: PublishStateNotify,
 }  # fmt: skip
-"""Without answers to requests that this end never sends: they are as invalid as unknown types."""
+"""Classes of messages by type. Answers to requests that this end never makes are not included: like unknown types, they
+are invalid.
+"""
 _TYPE_OF = {cls: kind for kind, cls in _TYPES.items()}
 
 
 def encode(message: Message, draft: Draft) -> bytes:
-    """Encode a message, or raise ValueError if MoQT does not allow it."""
+    """Encode a message; raise ValueError if MoQT does not allow it."""
     kind = _TYPE_OF[type(message)]
     payload = _payload(message, draft)
     if len(payload) > MAX_MESSAGE_BYTES:
@@ -339,7 +344,7 @@ def _ends_of(cls: type[Message], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def ends_before(end: Location, start: Location) -> bool:
-    """Return whether a FETCH's End Location (see `Fetch.end`) is before its start."""
+    """Return True if the End Location of a FETCH (see `Fetch.end`) is before its start."""
     return end.group < start.group or (end.group == start.group and 0 < end.object < start.object)
 
 
@@ -360,7 +365,7 @@ def _payload(message: Message, draft: Draft) -> bytes:
 
 
 def _check_sendable(message: Message) -> None:
-    """Raise ValueError for a message that would make the peer close the session."""
+    """Raise ValueError for a message that would cause the peer to close the session."""
     if extra := present(getattr(message, "parameters", None)) - message.allowed:
         raise ValueError(f"a {type(message).__name__} cannot have {', '.join(sorted(param.name for param in extra))}")
     if _name_bytes(message) > MAX_NAME_BYTES:
@@ -370,7 +375,7 @@ def _check_sendable(message: Message) -> None:
 
 
 def _name_bytes(message: Message) -> int:
-    """Return the size of namespace and track together (draft 18, section 2.4.1)."""
+    """Return the total size of namespace and track name, bytes (draft 18, section 2.4.1)."""
     named = getattr(message, "redirect", None) or message
     return sum(map(len, getattr(named, "namespace", ()))) + len(getattr(named, "track", b""))
 
@@ -425,7 +430,7 @@ class MessageParser:
 
     @property
     def buffered(self) -> int:
-        """Bytes of an incomplete message."""
+        """Number of buffered bytes of an incomplete message."""
         return len(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, bytes]]:

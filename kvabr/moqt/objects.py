@@ -1,7 +1,7 @@
-"""Objects on data streams, of a FETCH or a subgroup of a subscription (draft 18, section 11.4).
+"""Objects on data streams of a FETCH, or of a subgroup of a subscription (draft 18, section 11.4).
 
-The parser passes payload through without a copy and buffers at most one object header of bounded size. Datagrams are
-not supported, as groups of a cache exceed them.
+The parser returns payload without copying it, and buffers at most one object header of bounded size. Datagrams are not
+supported, as groups of a cache are larger.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ FETCH_HEADER = 0x05
 SETUP_STREAM = 0x2F00
 PADDING_STREAM = 0x132B3E28
 MAX_PROPERTIES_BYTES = 0xFFFF
-"""Limit for one object; the draft sets none."""
+"""Maximum bytes of an object's properties; the draft sets no limit."""
 _MAX_HEADER = MAX_PROPERTIES_BYTES + 64
 DEFAULT_PRIORITY = 128
 FREE_OBJECTS = 1024
 MIN_MEAN_BYTES = 64
-"""After `FREE_OBJECTS` of one request, objects must average this many bytes of payload: a peer could send empty ones
-forever. A stream without objects counts as an empty one. A limit of this implementation."""
+"""Minimum mean payload bytes of the objects of a request after the first `FREE_OBJECTS`, as a peer could send empty
+objects forever. A stream without objects counts as an empty object. This limit is set by kvabr.
+"""
 
 
 class Status(IntEnum):
@@ -51,13 +52,13 @@ class ObjectHeader:
 
     group: int
     subgroup: int | None
-    """None for a datagram."""
+    """Subgroup ID; None for a datagram."""
     object: int
     priority: int
     size: int
     properties: tuple[KeyValue, ...] = ()
     status: Status = Status.NORMAL
-    """Always normal in a FETCH."""
+    """Status of the object; always normal in a FETCH."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +68,32 @@ class SubgroupHeader:
     track_alias: int
     group: int
     subgroup: int | None
-    """None for the first object's ID."""
+    """Subgroup ID; None: the ID of the first object."""
     priority: int | None
-    """None for the track's priority."""
+    """Priority; None: that of the track."""
     properties: bool
-    """Objects may have properties."""
+    """True if objects may have properties."""
     end_of_group: bool
-    """The group ends with the stream."""
+    """True if the group ends with this stream."""
     first_object: bool = False
-    """The stream begins with the subgroup's first object."""
+    """True if the stream starts with the subgroup's first object."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangeEnd:
-    """End of a range that a FETCH does not deliver; `location` is the last one."""
+    """End of a range that a FETCH does not deliver; `location` is the last location of the range."""
 
     location: Location
     unknown: bool
-    """Existence is unknown; else the objects do not exist."""
+    """True if it is unknown whether the objects exist, False if they do not exist."""
 
 
 Item = ObjectHeader | RangeEnd | memoryview
-"""One element of a stream; a view is payload of the preceding object."""
+"""An element of a stream. A view is payload of the preceding object."""
 
 
 class ObjectBudget:
-    """Limits the objects of a request, see `MIN_MEAN_BYTES`."""
+    """Limits the number of objects of a request, see `MIN_MEAN_BYTES`."""
 
     def __init__(self) -> None:
         self._left = FREE_OBJECTS * MIN_MEAN_BYTES
@@ -102,7 +103,7 @@ class ObjectBudget:
         self._left += size
 
     def spend(self) -> None:
-        """Record an object, or raise MalformedTrack if there are too many for their bytes."""
+        """Record an object; raise MalformedTrack if there are too many objects for their bytes."""
         self._left -= MIN_MEAN_BYTES
         if self._left < 0:
             mean = f"less than {MIN_MEAN_BYTES} bytes on average"
@@ -120,10 +121,10 @@ class ObjectParser:
         budget: ObjectBudget | None = None,
         priority: int = DEFAULT_PRIORITY,
     ) -> None:
-        """Start without objects, of a FETCH or a ``subgroup``.
+        """Create a parser for a FETCH, or for a ``subgroup``.
 
-        ``descending``: the FETCH requested descending groups. The streams of one request share a ``budget``.
-        ``priority`` is the track's, for subgroups without one.
+        ``descending`` is True if the FETCH requested descending groups. The streams of one request share a ``budget``.
+        ``priority`` is that of the track, for subgroups without a priority.
         """
         self._of, self._descending = subgroup, descending
         self._budget = budget or ObjectBudget()
@@ -131,7 +132,7 @@ class ObjectParser:
         self._buffer = bytearray()
         self._left = 0
         self.follower = b""
-        """Expected header of the next object, if predictable."""
+        """Expected header of the next object; empty if it cannot be predicted."""
         self.size = 0
         self._last: Location | None = None
         self._before: Location | None = None
@@ -140,18 +141,18 @@ class ObjectParser:
 
     @property
     def buffered(self) -> int:
-        """Bytes of an incomplete header."""
+        """Number of buffered bytes of an incomplete header."""
         return len(self._buffer)
 
     @property
     def left(self) -> int:
-        """Remaining payload of this object."""
+        """Number of bytes left of the current object's payload."""
         return self._left
 
     def took(self, parts: Sequence[memoryview]) -> tuple[int, Sequence[memoryview]]:
-        """Record data read elsewhere: at most ``left`` bytes, `follower`, at most ``size`` bytes, and so on.
+        """Record data that the owner read: at most ``left`` bytes, `follower`, at most ``size`` bytes, and so on.
 
-        Return the bytes of payload, and the remaining parts, for `feed`.
+        Return the number of payload bytes, and the remaining parts, which must be passed to `feed`.
         """
         payload = 0
         for index, part in enumerate(parts):
@@ -160,7 +161,7 @@ class ObjectParser:
                 self._budget.earn(len(part))
                 payload += len(part)
             elif part == self.follower and self._last is not None:
-                self._budget.spend()  # cannot fail: the object before has brought as many bytes
+                self._budget.spend()  # cannot fail: the preceding object has contributed as many bytes
                 self._last = self._before = Location(self._last.group, self._last.object + 1)
                 self._left = self.size
             else:
@@ -168,7 +169,7 @@ class ObjectParser:
         return payload, ()
 
     def feed(self, data: bytes | memoryview) -> list[Item]:
-        """Parse bytes of the stream; return its elements, with payload as views of `data`.
+        """Parse bytes of the stream; return the elements, with payload as views of `data`.
 
         Raises:
             SessionFault: the bytes violate the protocol.
@@ -207,7 +208,7 @@ class ObjectParser:
         return items
 
     def finish(self) -> None:
-        """Raise SessionFault if the stream ends inside an object; MalformedTrack if too many streams had none."""
+        """Raise SessionFault if the stream ends inside an object, MalformedTrack for too many empty streams."""
         if self._left or self._buffer:
             raise SessionFault("data stream ends inside an object")
         if self._last is None:
@@ -223,7 +224,7 @@ class ObjectParser:
         size = header.varint()
         status = _status(header.varint(), properties) if size == 0 else Status.NORMAL
         check_object(properties, common.group, number)
-        if self._last is None:  # as below, only when the header is complete
+        if self._last is None:  # as below: change state only when the header is complete
             self._prior_subgroup = number if common.subgroup is None else common.subgroup
         self._last = Location(common.group, number)
         priority = self._track_priority if common.priority is None else common.priority
@@ -249,7 +250,7 @@ class ObjectParser:
         location = self._location(group, number)
         self._check_order(location)
         check_object(properties, location.group, location.object)
-        # Update state only after a complete header; an incomplete one is parsed again.
+        # Change state only after a complete header, since an incomplete header is parsed again.
         self._last = self._before = location
         self._prior_priority = priority
         if subgroup is not None:
@@ -257,7 +258,7 @@ class ObjectParser:
         return ObjectHeader(location.group, subgroup, location.object, priority, size, properties)
 
     def _check_order(self, location: Location) -> None:
-        """Raise unless groups are in the requested order and objects ascend (draft 16, section 2.4.2)."""
+        """Raise unless groups are in the requested order and object IDs ascend (draft 16, section 2.4.2)."""
         before = self._before
         if before is None:
             return
@@ -297,15 +298,15 @@ class ObjectParser:
 
 
 def _repeats(header: ObjectHeader, flags: int) -> bool:
-    """Return whether the same header may follow: no properties and no explicit location.
+    """Return True if the same header may repeat: it has no properties and no explicit location.
 
-    ``flags`` is the first byte; its highest bit means extended flags.
+    ``flags`` is the first byte; its highest bit indicates extended flags.
     """
     return not flags & 0xAC and flags & 0x03 != 0x02 and header.size >= MIN_MEAN_BYTES and header.object < 1 << 63
 
 
 def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:
-    """Return the status of an object without payload (draft 18, section 11.2.1)."""
+    """Return the status of an object that has no payload (draft 18, section 11.2.1)."""
     if value not in tuple(Status):
         raise SessionFault(f"invalid object status {value}")
     if value and properties:
@@ -352,7 +353,7 @@ class FetchWriter:
     ) -> bytes:
         """Encode an object header; IDs must increase in a group, and `size` bytes of payload must follow.
 
-        The default priority is the preceding object's, at first 128.
+        The default priority is that of the preceding object, and 128 for the first object.
         """
         last = self._last
         flags, parts = 0, []

@@ -1,6 +1,6 @@
 """Message parameters (draft 18, section 10.2), setup options, authorization tokens, and checks of properties.
 
-Location filters select a part of a track (section 5.1.2); `Draft.sized` distinguishes their two encodings. Unknown
+Location filters select a part of a track (section 5.1.2); `Draft.sized` selects one of their two encodings. Unknown
 properties (sections 2.5 and 12) are ignored.
 """
 
@@ -37,24 +37,25 @@ from kvabr.moqt.wire import (
 )
 
 _NO_FILTER, _RELATIVE, _START, _TO_GROUP, _TO_OBJECT, _NEXT_OBJECT = range(6)
-"""Forms of draft 22: the number of following fields, except the last, which has none."""
+"""Forms of a filter in draft 22. Each number is the number of following fields, except the last form, which has none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A range of locations; without fields, from after the largest object on."""
+    """A range of locations. Without fields, it starts after the largest object and has no end."""
 
     start: Location | None = None
-    """None if it depends on the largest object."""
+    """First location; None if it depends on the largest object."""
     groups_back: int | None = None
-    """Without a start: groups before the next group; 0 is the next group, 1 the current one."""
+    """Without a start: distance in groups before the next group; 0 is the next group, 1 the current group."""
     end_group: int | None = None
-    """Last group, after an absolute start."""
+    """Last group, only with a start."""
     end_object: int | None = None
-    """None for all."""
+    """Last object of the last group; None: all objects."""
 
     def within(self, largest: Location | None) -> tuple[Location, Location | None]:
-        """Return the first and last location (None without an end), given the track's largest (None if empty)."""
+        """Return the first and last location (None: no end), given the track's largest location (None: empty track)."""
         if self.start is not None:
             if self.end_group is None:
                 return self.start, None
@@ -92,7 +93,7 @@ def write_filter(value: Filter, draft: Draft) -> bytes:
 
 
 def read_filter(reader: Reader, draft: Draft) -> Filter:
-    """Parse a filter, or raise SessionFault."""
+    """Parse a filter; raise SessionFault if it is malformed."""
     if draft.sized:
         return _whole(reader, _read_counted)
     form = reader.varint()
@@ -130,7 +131,7 @@ def _integers(values: list[int]) -> bytes:
 DELETE, REGISTER, USE_ALIAS, USE_VALUE = range(4)
 """Alias types of a token (draft 18, section 10.2.2)."""
 MAX_TOKENS = 16
-"""Tokens per message; a limit of this implementation."""
+"""Maximum number of tokens per message, set by kvabr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Token:
     alias_type: int = USE_VALUE
     alias: int | None = None
     token_type: int = 0
-    """0 stands for a type agreed on out of band."""
+    """Type of the token; 0 for a type agreed on out of band."""
 
     def encode(self) -> bytes:
         """Encode the Token structure."""
@@ -154,7 +155,7 @@ class Token:
 
     @classmethod
     def decode(cls, data: bytes) -> Token:
-        """Parse the Token structure, or raise SessionFault."""
+        """Parse the Token structure; raise SessionFault if it is malformed."""
         reader = Reader(data)
         try:
             kind = reader.varint()
@@ -171,9 +172,9 @@ class Token:
 
 
 def token_values(tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[bytes, ...]:
-    """Return the token values of one message, or raise SessionFault.
+    """Return the token values of one message; raise SessionFault for an invalid token.
 
-    This end has no cache for token aliases: a peer may only register one in its SETUP, without effect.
+    This end has no cache for token aliases. A peer may only register an alias in its SETUP, which has no effect.
     """
     for token in tokens:
         if token.alias_type == REGISTER and not setup:
@@ -187,10 +188,10 @@ def token_values(tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[byt
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """A message's parameters; None for absent ones."""
+    """Parameters of a message. Absent parameters are None."""
 
     object_delivery_timeout: int | None = None
-    """Milliseconds."""
+    """Timeout in milliseconds."""
     tokens: tuple[Token, ...] = ()
     rendezvous_timeout: int | None = None
     subgroup_delivery_timeout: int | None = None
@@ -199,18 +200,18 @@ class Parameters:
     fill_timeout: int | None = None
     forward: int | None = None
     priority: int | None = None
-    """0 (most urgent) to 255."""
+    """Priority, 0 (most urgent) to 255."""
     filter: Filter | None = None
     group_order: int | None = None
-    """1 ascending, 2 descending."""
+    """1: ascending, 2: descending."""
     fill: Parameters | None = None
-    """Also deliver earlier objects of a subscription, on a stream like a FETCH's."""
+    """For subscriptions: earlier objects to deliver on a stream like that of a FETCH."""
     range_filters: tuple[tuple[Param, bytes], ...] = ()
-    """Refused: this end allows none (option MAX_FILTER_RANGES)."""
+    """Range filters, which this end refuses, since it allows none (option MAX_FILTER_RANGES)."""
     new_group: int | None = None
     namespace_prefix: tuple[bytes, ...] | None = None
     include_properties: int | None = None
-    """0 requests an answer without track properties; this end sends none."""
+    """0 requests an answer without track properties; this end never sends any."""
 
 
 _NONE = Parameters()
@@ -309,7 +310,7 @@ def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
 
 
 def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> Parameters:
-    """Parse a message's parameters, or raise SessionFault, also for those not `allowed`."""
+    """Parse a message's parameters; raise SessionFault if they are malformed or not in `allowed`."""
     found: dict[str, Any] = {}
     number = 0
     for _ in range(reader.varint()):
@@ -371,15 +372,15 @@ class SetupOptions:
     """The options of a SETUP (draft 18, section 10.3.1)."""
 
     path: bytes | None = None
-    """Clients only."""
+    """PATH; sent only by clients."""
     authority: bytes | None = None
-    """Clients only."""
+    """AUTHORITY; sent only by clients."""
     tokens: tuple[Token, ...] = ()
     max_auth_token_cache_size: int = 0
-    """This end has no cache for aliases, and sends none."""
+    """Bytes for token aliases. This end has no cache for aliases, so it does not send the option."""
     implementation: bytes | None = None
     max_request_updates: int = 0
-    """Unanswered REQUEST_UPDATEs allowed per request; 0 for any number."""
+    """Number of unanswered REQUEST_UPDATEs allowed per request; 0: any number."""
 
 
 _SETUP = {
@@ -390,11 +391,11 @@ _SETUP = {
     SetupOption.MOQT_IMPLEMENTATION: "implementation",
     SetupOption.MAX_REQUEST_UPDATES: "max_request_updates",
 }
-"""Others are ignored."""
+"""Names of fields by option. Other options are ignored."""
 
 
 def setup_pairs(options: SetupOptions) -> list[KeyValue]:
-    """Return the options as key-value pairs, without defaults."""
+    """Return the options as key-value pairs; skip default values."""
     pairs: list[KeyValue] = [(SetupOption.AUTHORIZATION_TOKEN, token.encode()) for token in options.tokens]
     for kind, name in _SETUP.items():
         value: Any = getattr(options, name)
@@ -404,7 +405,7 @@ def setup_pairs(options: SetupOptions) -> list[KeyValue]:
 
 
 def setup_options(pairs: tuple[KeyValue, ...]) -> SetupOptions:
-    """Parse options from key-value pairs, ignoring unknown ones, or raise SessionFault."""
+    """Parse options from key-value pairs; ignore unknown options; raise SessionFault for invalid ones."""
     found: dict[str, Any] = {}
     for kind, value in pairs:
         name = _SETUP.get(kind)  # type: ignore[call-overload]  # an IntEnum equals its number
@@ -428,7 +429,7 @@ _AUTHORITY = re.compile(rb"(?:(?:" + _PLAIN + rb"|:)*@)?(?:\[[0-9A-Za-z:.%_~-]+\
 def check_target(options: SetupOptions, *, client: bool) -> None:
     """Raise SessionFault for a malformed PATH or AUTHORITY in a SETUP; only a `client` may send them.
 
-    They are a `path-abempty` with an optional query, and a non-empty host with an optional port (RFC 3986).
+    PATH must be a `path-abempty` with an optional query, AUTHORITY a non-empty host with an optional port (RFC 3986).
     """
     for name, value, pattern, foreign, wrong in (
         ("PATH", options.path, _PATH, SessionCode.INVALID_PATH, SessionCode.MALFORMED_PATH),
@@ -444,11 +445,11 @@ assert {field.name for field in fields(Parameters)} == {name for name, _ in _KIN
 
 
 class MalformedTrack(Exception):  # noqa: N818  # the track's fault; the session continues
-    """A track violates the data model; cancel its requests (draft 18, section 2.4.2)."""
+    """A track violates the data model. Cancel requests for this track (draft 18, section 2.4.2)."""
 
 
 def unfold(properties: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
-    """Return the properties and those inside IMMUTABLE_PROPERTIES, or raise MalformedTrack."""
+    """Return the properties, including those inside IMMUTABLE_PROPERTIES; raise MalformedTrack if malformed."""
     out = list(properties)
     for kind, value in properties:
         if kind == Property.IMMUTABLE_PROPERTIES and isinstance(value, bytes):
@@ -463,7 +464,7 @@ def unfold(properties: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
 
 
 def check_track(properties: tuple[KeyValue, ...]) -> None:
-    """Raise SessionFault for track properties for which the draft requires closing the session."""
+    """Raise SessionFault for track properties that require closing the session."""
     try:
         every = unfold(properties)
     except MalformedTrack:
@@ -479,7 +480,7 @@ def check_track(properties: tuple[KeyValue, ...]) -> None:
 
 
 def unusable(properties: tuple[KeyValue, ...]) -> tuple[RequestCode, str] | None:
-    """Return an error code and a reason if a track must not be used, such as unknown mandatory properties.
+    """Return an error code and a reason if a track must not be used, e.g. for unknown mandatory properties.
 
     See draft 18, section 2.5.1.
     """

@@ -1,4 +1,4 @@
-"""The requests of this end, FETCH and SUBSCRIBE: answers and objects."""
+"""The requests of this end, FETCH and SUBSCRIBE, with their answers and objects."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kvabr.moqt.parameters import MalformedTrack, Parameters, present, unfold, u
 _IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.MAX_OBJECT})
 """Parameters of a REQUEST_OK that answers a REQUEST_UPDATE (draft 18, sections 10.2.10 and 10.2.11)."""
 MAX_EARLY_OBJECTS_BYTES = 1 << 20
-"""Limit of buffered streams before their SUBSCRIBE_OK; further streams are stopped."""
+"""Maximum bytes of streams that are buffered before their SUBSCRIBE_OK; further streams are stopped."""
 MAX_PARTIAL_BYTES = 1 << 20
-"""Limit of incomplete object headers on all streams."""
+"""Maximum total bytes of incomplete object headers on all streams."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -39,18 +39,18 @@ class _OwnRequest(RequestState):
     """Parser of the answers on the request's stream."""
     budget: ObjectBudget = field(default_factory=ObjectBudget)
     streams: set[int] = field(default_factory=set)
-    """Open streams of objects."""
+    """IDs of open streams of objects."""
     begun: int = 0
-    """Streams of objects so far."""
+    """Number of streams of objects so far."""
     data_ended: bool = False
-    """FETCH: its stream of objects has ended."""
+    """For FETCH: True if its stream of objects has ended."""
     alias: int | None = None
-    """SUBSCRIBE only."""
+    """Track alias; only for SUBSCRIBE."""
     priority: int = DEFAULT_PRIORITY
-    """SUBSCRIBE: for subgroups without one."""
+    """For SUBSCRIBE: priority of subgroups that have none."""
     done: m.PublishDone | None = None
     postponed: Parameters | None = None
-    """An update that waits for answers to earlier ones."""
+    """An update that will be sent once earlier updates are answered."""
 
     @property
     def subscribes(self) -> bool:
@@ -63,9 +63,9 @@ class NextPayload:
 
     request: int
     left: int
-    """Bytes left of the current object."""
+    """Remaining bytes of the current object."""
     follower: bytes
-    """Expected header after it; empty if unpredictable."""
+    """Expected header after the current object; empty if it cannot be predicted."""
     size: int
     """Bytes of the next object."""
 
@@ -78,7 +78,7 @@ class _Incoming:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A stream with a track alias not yet announced by a SUBSCRIBE_OK."""
+    """A stream with a track alias that no SUBSCRIBE_OK has announced yet."""
 
     header: SubgroupHeader
     data: bytearray
@@ -86,24 +86,24 @@ class _Held:
 
 
 class Requester:
-    """The open requests of this end; methods for received data raise SessionFault."""
+    """The open requests of this end. Methods for received data raise SessionFault."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._requests: dict[int, _OwnRequest] = {}
         self._by_stream: dict[int, _OwnRequest] = {}
         self._by_data: dict[int, _Incoming | _Held | None] = {}
-        """State by open unidirectional stream; None if its content is ignored."""
+        """State of each open unidirectional stream, by ID; None if its content is ignored."""
         self._by_alias: dict[int, _OwnRequest] = {}
         self._held_bytes = 0
         self.max_updates = 0
-        """Unanswered updates allowed per request; 0 for any number."""
+        """Number of unanswered updates allowed per request; 0: any number."""
         self.peer_draining = False
 
     # ------------------------------------------------------------------ called by the owner
 
     def subscribed(self, namespace: tuple[bytes, ...], track: bytes) -> bool:
-        """Return whether a subscription to a track is open."""
+        """Return True if a subscription to a track is open."""
         return any(
             each.subscribes and (each.message.namespace, each.message.track) == (namespace, track)
             for each in self._requests.values()
@@ -117,9 +117,9 @@ class Requester:
         self._channel.write(stream, message)
 
     def update(self, request_id: int, parameters: Parameters) -> bool:
-        """Send a REQUEST_UPDATE; return False if the request is over.
+        """Send a REQUEST_UPDATE; return False if the request has ended.
 
-        Beyond the peer's limit of unanswered updates, the last one is sent later.
+        At the peer's limit of unanswered updates, only the latest update is kept, and sent later.
         """
         request = self._requests.get(request_id)
         if request is None or self.peer_draining:
@@ -132,7 +132,7 @@ class Requester:
         return True
 
     def cancel(self, request_id: int, code: int = ResetCode.CANCELLED) -> None:
-        """Cancel a request; no events follow for it."""
+        """Cancel a request. No events follow for this request."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -150,13 +150,13 @@ class Requester:
     # ------------------------------------------------------------------ answers from the peer
 
     def by_id(self, number: int) -> _OwnRequest | None:
-        """Return a request, or None if over."""
+        """Return a request; None if it has ended."""
         if not self._channel.made(number):
             raise SessionFault(f"answer to request {number}, which was never made")
         return self._requests.get(number)
 
     def receive_answers(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
-        """Handle bytes of a request's own stream; ignore those for an ended request."""
+        """Handle bytes of a request's own stream; ignore them if the request has ended."""
         request = self._by_stream.get(stream)
         if request is None:
             return
@@ -174,7 +174,7 @@ class Requester:
         channel = self._channel
         if isinstance(message, m.RequestErrorMessage) and message.redirect is not None:
             channel.check_uri(message.redirect.uri, message)
-        if isinstance(message, m.RequestOk) and request.updates:  # even before the request itself is answered
+        if isinstance(message, m.RequestOk) and request.updates:  # possible even before the request itself is answered
             self._updated(request, message)
         elif isinstance(message, m.RequestErrorMessage) and request.updates and request.answered:
             self._update_answered(request)
@@ -182,7 +182,7 @@ class Requester:
             channel.events.append(Refused(request.number, message))
             self._drop(request)
         elif isinstance(message, m.Goaway):
-            # The request continues until it is reset.
+            # The request continues until its stream is reset.
             channel.check_goaway(message, repeated=request.going_away)
             request.going_away = True
         elif isinstance(request.message, m.Fetch):
@@ -213,7 +213,7 @@ class Requester:
             request.done = message
             self._channel.events.append(SubscriptionEnding(request.number, message))
             self._finish(request)
-        elif not isinstance(message, m.PublishStateNotify) or not request.answered:  # this one only informs
+        elif not isinstance(message, m.PublishStateNotify) or not request.answered:  # that message is only informative
             raise SessionFault(f"{type(message).__name__} does not answer a SUBSCRIBE")
 
     def _accepted(self, request: _OwnRequest, message: m.FetchOk | m.SubscribeOk) -> bool:
@@ -239,12 +239,12 @@ class Requester:
             self.update(request.number, postponed)
 
     def stream_ended(self, stream: int, code: int | None) -> None:
-        """Handle the end (`code` is None) or reset of a request's stream."""
+        """Handle the end (`code` is None) or the reset of a request's own stream."""
         request = self._by_stream.get(stream)
         if request is None or request.done is not None:
             return
         if code is None and request.answered and not request.subscribes and not request.data_ended:
-            return  # normal: objects may still arrive
+            return  # regular: objects may still arrive
         if not request.data_ended:
             # Keep only codes with the same meaning for streams and requests.
             same = code in (ResetCode.EXPIRED_AUTH_TOKEN, ResetCode.EXCESSIVE_LOAD, ResetCode.MALFORMED_TRACK)
@@ -261,13 +261,13 @@ class Requester:
         self._by_data[stream] = None
 
     def begin_objects(self, stream: int, of: SubgroupHeader | int, data: memoryview, *, fin: bool) -> None:
-        """Handle the first objects on a stream, of a subgroup or of the FETCH with that ID."""
+        """Handle the first objects on a stream, which is of a subgroup or of the FETCH with the given ID."""
         header = None if isinstance(of, int) else of
         request = self.by_id(of) if isinstance(of, int) else self._by_alias.get(of.track_alias)
         if request is None and header is not None and self._early:
             self._hold(stream, _Held(header, bytearray(), ended=False), data, fin=fin)
         elif request is None:
-            self._reject(stream, fin=fin)  # the request was cancelled
+            self._reject(stream, fin=fin)  # the request was cancelled before
         elif header is None and request.subscribes:
             raise SessionFault(f"stream of objects for request {request.number}, which is not a FETCH")
         elif header is None and request.begun:
@@ -286,11 +286,11 @@ class Requester:
         self.receive_objects(stream, data, fin=fin)
 
     def receives(self, stream: int) -> bool:
-        """Return whether a unidirectional stream carries objects."""
+        """Return True if a unidirectional stream carries objects."""
         return stream in self._by_data
 
     def receive_objects(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
-        """Handle more objects of a stream."""
+        """Handle further objects of a stream."""
         found = self._by_data[stream]
         if isinstance(found, _Held):
             self._hold(stream, found, data, fin=fin)
@@ -318,9 +318,9 @@ class Requester:
             raise SessionFault(what, SessionCode.INTERNAL_ERROR)
 
     def expected(self, stream: int) -> NextPayload | None:
-        """Return the next payload of a FETCH on a stream, if any.
+        """Return the expected payload of a FETCH on a stream, or None.
 
-        The owner may read it directly, and note it by `took` instead of `receive_objects`.
+        The owner may read this payload directly, and then call `took` instead of `receive_objects`.
         """
         found = self._by_data.get(stream)
         if not isinstance(found, _Incoming) or found.request.subscribes or not found.objects.left:
@@ -328,9 +328,9 @@ class Requester:
         return NextPayload(found.request.number, found.objects.left, found.objects.follower, found.objects.size)
 
     def took(self, stream: int, parts: Sequence[memoryview]) -> tuple[int, Sequence[memoryview]]:
-        """Record that `expected` data was read, see `ObjectParser.took`."""
+        """Record that data returned by `expected` was read, see `ObjectParser.took`."""
         found = self._by_data[stream]
-        assert isinstance(found, _Incoming)  # noqa: S101  # the caller has looked
+        assert isinstance(found, _Incoming)  # noqa: S101  # the caller has checked
         return found.objects.took(parts)
 
     def _received(self, request: _OwnRequest, stream: int, items: list[Item]) -> None:
@@ -343,7 +343,7 @@ class Requester:
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of incomplete object headers."""
+        """Number of buffered bytes of incomplete object headers."""
         return sum(each.objects.buffered for each in self._by_data.values() if isinstance(each, _Incoming))
 
     def data_reset(self, stream: int, code: int) -> None:
@@ -359,7 +359,7 @@ class Requester:
 
     @property
     def _early(self) -> bool:
-        """True if a SUBSCRIBE_OK may still announce a track alias."""
+        """True if a later SUBSCRIBE_OK may announce a track alias."""
         return any(each.subscribes and not each.answered for each in self._requests.values())
 
     def _hold(self, stream: int, held: _Held, data: bytes | memoryview, *, fin: bool) -> None:
@@ -409,7 +409,7 @@ class Requester:
         self._channel.events.append(Refused(request.number, m.RequestErrorMessage(code, 0, reason)))
 
     def _abandon(self, request: _OwnRequest, code: int, reason: str) -> None:
-        """Cancel a request with an unusable track (draft 18, section 2.4.2)."""
+        """Cancel a request because its track is unusable (draft 18, section 2.4.2)."""
         self.cancel(request.number)
         self._refused(request, code, reason)
 

@@ -1,4 +1,4 @@
-"""The peer's requests: validated, reported, answered, changed, and cancelled."""
+"""The peer's requests: validates, reports, answers, changes and cancels them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _RESERVED = (b".", b".session")
 class _PeerRequest(RequestState):
     streams: set[int] = field(default_factory=set)
     pushed: int = 0
-    """Streams that a subscription has had."""
+    """Number of streams opened for a subscription."""
 
 
 class Responder:
-    """The peer's open requests; methods for received data raise SessionFault."""
+    """The peer's open requests. Methods for received data raise SessionFault."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -43,8 +43,9 @@ class Responder:
         self._by_data: dict[int, _PeerRequest] = {}
         self.draining = False
         self.lenient = False
-        """Keep sending objects after the peer resets or stops the stream of an answered FETCH: moq-rs 0.5 does so while
-        it still needs the objects, and cancels by stopping their stream."""
+        """If True, keep sending objects after the peer resets or stops the stream of an answered FETCH: moq-rs 0.5 does
+        so while it still needs the objects, and cancels by stopping the stream of objects.
+        """
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -55,7 +56,7 @@ class Responder:
     # ------------------------------------------------------------------ messages from the peer
 
     def receive(self, stream: int, message: m.Message, *, first: bool) -> None:
-        """Handle a message on a bidirectional stream of the peer."""
+        """Handle a message on a bidirectional stream that the peer opened."""
         request = self._by_stream.get(stream)
         if request is None:
             if first:
@@ -70,12 +71,12 @@ class Responder:
             raise SessionFault(f"{type(message).__name__} cannot follow a request on its stream")
 
     def begin(self, message: m.Message, stream: int) -> None:
-        """Handle a request."""
+        """Handle a new request."""
         if not isinstance(message, m.Request):
             raise SessionFault(f"{type(message).__name__} does not open a request")
         self.ids.take(message.request_id)
         tokens = token_values(message.parameters.tokens)
-        if tokens:  # they may be long, and are not needed later
+        if tokens:  # tokens may be long, and are not needed later
             message = replace(message, parameters=replace(message.parameters, tokens=()))
         request = _PeerRequest(message.request_id, message, stream)
         self._requests[request.number] = self._by_stream[stream] = request
@@ -98,7 +99,7 @@ class Responder:
         allowed = _CHANGEABLE.get(kind)
         if allowed is None or not present(parameters) <= allowed:
             raise SessionFault(f"REQUEST_UPDATE with parameters that a {kind.__name__} cannot have")
-        token_values(parameters.tokens)  # must be well-formed
+        token_values(parameters.tokens)  # raises if they are malformed
         if parameters.namespace_prefix is not None or (parameters.fill or parameters).range_filters:
             # Refusing the change must end the request (draft 18, section 10.9.1).
             code, reason = RequestCode.NOT_SUPPORTED, "a prefix cannot be changed; make a new request"
@@ -108,13 +109,13 @@ class Responder:
             self._cancelled(request, ResetCode.CANCELLED, reset=None)
             return
         if not request.answered:
-            request.updates += 1  # acknowledged after the request's own answer
+            request.updates += 1  # will be acknowledged after the request's own answer
         else:
             self._channel.write(request.stream, m.RequestOk())
         self._channel.events.append(Updated(request.number, parameters))
 
     def stream_ended(self, stream: int, code: int) -> None:
-        """Handle a reset or STOP_SENDING on a stream of a request."""
+        """Handle a reset or STOP_SENDING on a request's stream."""
         request = self._by_stream.get(stream)
         if request is not None and self.lenient and isinstance(request.message, m.Fetch) and request.streams:
             return
@@ -126,15 +127,15 @@ class Responder:
             self._cancelled(request, code)
 
     def owns(self, stream: int) -> bool:
-        """Return whether a bidirectional stream carries an open request."""
+        """Return True if a bidirectional stream carries an open request."""
         return stream in self._by_stream
 
     # ------------------------------------------------------------------ answers from the owner
 
     def accept_fetch(self, request_id: int, end: Location, *, end_of_track: bool) -> int:
-        """Accept a FETCH; return the stream for the owner to write objects on, after the header.
+        """Accept a FETCH; return the stream to which the owner writes objects, after the header.
 
-        Raises KeyError if the request is over; a `Cancelled` event has been reported.
+        Raise KeyError if the request has ended; a `Cancelled` event was reported.
         """
         channel, request = self._channel, self._requests[request_id]
         self._agree(request, m.FetchOk(end_of_track, end))
@@ -143,7 +144,7 @@ class Responder:
         return stream
 
     def fetch_sent(self, request_id: int) -> None:
-        """Finish a FETCH after the owner has ended its stream of objects."""
+        """Finish a FETCH; call it after the owner has ended the stream of objects."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request)
@@ -155,11 +156,11 @@ class Responder:
             self._finish(request, reset=code)
 
     def accept_subscribe(self, request_id: int, alias: int, largest: Location | None) -> None:
-        """Accept a SUBSCRIBE; raise KeyError if it is over, as the methods below."""
+        """Accept a SUBSCRIBE; like the methods below, raise KeyError if the request has ended."""
         self._agree(self._requests[request_id], m.SubscribeOk(alias, Parameters(largest=largest)))
 
     def push(self, request_id: int, header: SubgroupHeader) -> int:
-        """Open a subgroup's stream for the owner to write objects on, after the header. See `pushed`."""
+        """Open a subgroup's stream to which the owner writes objects, after the header. See `pushed`."""
         request = self._requests[request_id]
         stream = self._open(request)
         request.pushed += 1
@@ -167,7 +168,7 @@ class Responder:
         return stream
 
     def pushed(self, request_id: int, stream: int, *, reset: int | None = None) -> None:
-        """Forget a subscription's stream after its end; or reset it with a code."""
+        """Forget a subscription's stream that has ended; with ``reset``, reset the stream with this code."""
         if (request := self._requests.get(request_id)) is not None and stream in request.streams:
             request.streams.remove(stream)
             del self._by_data[stream]
@@ -175,13 +176,13 @@ class Responder:
                 self._channel.commands.append(Reset(stream, reset))
 
     def publish_done(self, request_id: int, code: int, reason: str) -> None:
-        """End a subscription, resetting open streams."""
+        """End a subscription, and reset its open streams."""
         request = self._requests[request_id]
         self._channel.write(request.stream, m.PublishDone(code, request.pushed, reason))
         self._finish(request)
 
     def accept(self, request_id: int, parameters: Parameters | None = None) -> None:
-        """Accept any other request; this completes a TRACK_STATUS."""
+        """Accept any other request. A TRACK_STATUS is then complete."""
         request = self._requests[request_id]
         self._agree(request, m.RequestOk(parameters or Parameters()))
         if isinstance(request.message, m.TrackStatus):
@@ -194,7 +195,7 @@ class Responder:
             self._channel.write(request.stream, m.Namespace(suffix))
 
     def refuse(self, request_id: int, code: int, reason: str, *, retry_ms: int | None = None) -> None:
-        """Refuse a request; `retry_ms` is the delay before a retry, None if it cannot succeed."""
+        """Refuse a request; `retry_ms` is the delay before a retry, None if a retry cannot succeed."""
         request = self._requests.get(request_id)
         if request is not None:
             retry = 0 if retry_ms is None else retry_ms + 1
@@ -232,8 +233,8 @@ class Responder:
                 self._channel.commands.append(Reset(data_stream, code))
         self._by_stream.pop(stream, None)
         if reset is None:
-            # The peer ends its side itself. STOP_SENDING would cost a frame, and makes aioquic send one packet at a
-            # time while it waits behind data.
+            # The peer ends its side by itself. STOP_SENDING would cost a frame, and aioquic would send one packet at a
+            # time while the frame waits for data.
             self._channel.commands.append(Write(stream, b"", fin=True))
         else:
             self._channel.commands += [Reset(stream, reset), Stop(stream, ResetCode.CANCELLED)]

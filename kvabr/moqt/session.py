@@ -1,14 +1,16 @@
-"""The state machine of one MoQT session, for client or server, publisher or subscriber, and all supported drafts.
+"""The state machine of one MoQT session, for clients and servers, publishers and subscribers, and all drafts.
 
-The owner passes in bytes, resets and STOP_SENDINGs of QUIC streams; the session returns events for the owner and
-commands for streams, and allocates all stream IDs.
+The owner passes bytes, resets and STOP_SENDINGs of QUIC streams to the session. The session returns events for the
+owner and commands for streams, and allocates all stream IDs.
 
-1. Each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional stream, on
-   which it is answered, changed and, by a reset, cancelled.
-2. Data before the peer's SETUP is buffered, within limits, because its tokens decide which requests are allowed.
+1. Each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional stream, which
+  carries answers and changes; a reset cancels the request.
+2. Data before the peer's SETUP is buffered, within limits, because the tokens in SETUP decide which requests are
+  allowed.
 3. The objects of a FETCH arrive on one unidirectional stream, those of a subscription on one per subgroup. The owner
    writes its own objects after the header of `Responder.accept_fetch` or `push`.
-4. If the peer breaks a rule, the session ends with a `Close` command with the draft's code, and a `Closed` event.
+4. If the peer violates the protocol, the session ends with a `Close` command with the draft's code, and a `Closed`
+  event.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from kvabr.moqt.wire import Draft, Location
 _MAX_STREAM_HEADER = 64
 _MAX_EARLY_BYTES = 1 << 17
 _MAX_PARTIAL_BYTES = 1 << 20
-"""Limit of incomplete messages on all request streams of the peer."""
+"""Maximum total bytes of incomplete messages on all request streams of the peer."""
 
 
 class MoqtSession:
-    """One session; the module docstring explains its use."""
+    """One session; see the module docstring for its use."""
 
     def __init__(self, draft: Draft, *, client: bool, options: SetupOptions | None = None) -> None:
         self.draft, self.client = draft, client
@@ -40,11 +42,13 @@ class MoqtSession:
         self.responder = Responder(self._channel)
         self._control_in: int | None = None
         self._messages: dict[int, MessageParser | None] = {}
-        """Parsers of the peer's open bidirectional streams; None if the request is over."""
+        """Parsers of the peer's open bidirectional streams; None if the request has ended."""
         self._control_parser = MessageParser()
         self._headers: dict[int, bytes] = {}
         self._early: dict[int, tuple[bytearray | None, bool]] = {}
-        """Early data by stream: bytes before the peer's SETUP (None if unwanted), and whether the stream ended."""
+        """Data received before the peer's SETUP, by stream: bytes (None if they are not needed), and True if the stream
+        ended.
+        """
         self._early_bytes = 0
         self._ready = False
         self.closed: Closed | None = None
@@ -59,15 +63,15 @@ class MoqtSession:
     def fetch(
         self, namespace: tuple[bytes, ...], track: bytes, start: Location, end: Location, parameters: Parameters
     ) -> int:
-        """Request published objects up to an End Location (see `Fetch.end`); return the request ID."""
+        """Request published objects up to ``end`` (see `Fetch.end`); return the request ID."""
         number = self._channel.take_id()
         self.requester.request(m.Fetch(number, namespace, track, start, end, parameters))
         return number
 
     def subscribe(self, namespace: tuple[bytes, ...], track: bytes, parameters: Parameters) -> int:
-        """Request objects as they appear, by default after the largest one; return the request ID.
+        """Request future objects, by default those after the largest object; return the request ID.
 
-        Raises ValueError if a subscription to the track is open.
+        Raise ValueError if a subscription to the track is open.
         """
         if self.requester.subscribed(namespace, track):
             raise ValueError("a subscription to that track is open")
@@ -76,7 +80,7 @@ class MoqtSession:
         return number
 
     def goaway(self, timeout_ms: int = 0) -> None:
-        """Announce the end of the session; later requests of the peer are refused."""
+        """Announce the end of the session; later requests from the peer are refused."""
         if self._channel.control_stream is not None and not self.responder.draining and self.closed is None:
             self.responder.draining = True
             self._channel.control(m.Goaway(b"", timeout_ms))
@@ -91,7 +95,7 @@ class MoqtSession:
     # ------------------------------------------------------------------ called by the connection
 
     def receive(self, stream: int, data: bytes | memoryview, *, fin: bool = False) -> None:
-        """Handle bytes from a stream; events may refer to them until `take_events`."""
+        """Handle bytes from a stream. Events may refer to ``data`` until `take_events`."""
         if self.closed is not None:
             return
         try:
@@ -127,11 +131,11 @@ class MoqtSession:
         if stream == self._channel.control_stream:
             self.close(SessionCode.PROTOCOL_VIOLATION, "the control stream was stopped")
         elif self._opened(stream) and not stream & 2:
-            return  # harmless: the peer has read enough of the request
+            return  # harmless: the peer does not need the rest of the request's stream
         elif self._opened(stream) or self.responder.owns(stream):
             self.responder.stream_ended(stream, code)
         elif (parser := self._messages.get(stream)) is not None and not parser.count:
-            self._messages[stream] = None  # incomplete, so it needs no answer
+            self._messages[stream] = None  # the request is incomplete, so it needs no answer
             self._refuse_stream(stream)
         elif (early := self._early.get(stream)) is not None:
             self._early[stream] = (None, early[1])
@@ -150,7 +154,7 @@ class MoqtSession:
         return out
 
     def take_commands(self) -> list[Command]:
-        """Return the commands since the last call; after `Close` there are none."""
+        """Return the commands since the last call. `Close` is the last command."""
         out, self._channel.commands = self._channel.commands, []
         if self.closed is None:
             return out
@@ -218,7 +222,7 @@ class MoqtSession:
             message = decode(kind, payload, self.draft)
             self.responder.receive(stream, message, first=parser.count == 1)
         if parser.count and not self.responder.owns(stream):
-            self._messages[stream] = None  # the request is over
+            self._messages[stream] = None  # the request has ended
         elif parser.buffered:
             held = sum(parser.buffered for parser in self._messages.values() if parser is not None)
             if held > _MAX_PARTIAL_BYTES:

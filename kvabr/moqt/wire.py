@@ -10,7 +10,7 @@ from kvabr.moqt.codes import SessionCode, SessionFault
 
 MAX_NAMESPACE_FIELDS = 32
 MAX_NAME_BYTES = 4096
-"""Limits of a namespace, and of namespace and track name together (draft 18, section 2.4.1)."""
+"""Maximum bytes of a namespace, and of namespace and track name together (draft 18, section 2.4.1)."""
 MAX_REASON_BYTES = 1024
 MAX_URI_BYTES = 8192
 MAX_VALUE_BYTES = 0xFFFF
@@ -25,8 +25,8 @@ class Location(NamedTuple):
 
 
 def write_varint(value: int) -> bytes:
-    """Encode an integer in as few bytes as possible: leading one bits give the length (draft 18, section 1.4.1)."""
-    if 0 <= value < 0x80:  # the usual case
+    """Encode an integer in the fewest bytes; the leading one bits give the length (draft 18, section 1.4.1)."""
+    if 0 <= value < 0x80:  # the most frequent case
         return bytes((value,))
     if not 0 <= value <= MAX_INTEGER:
         raise ValueError(f"integer {value} is outside 0 to {MAX_INTEGER}")
@@ -38,7 +38,7 @@ def write_varint(value: int) -> bytes:
 
 
 def peek_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int] | None:
-    """Return the integer at offset `at` and the next offset, or None if incomplete."""
+    """Return the integer at offset `at`, and the next offset; None if it is incomplete."""
     if at >= len(data):
         return None
     first = data[at]
@@ -58,8 +58,9 @@ class Draft:
 
     number: int
     sized: bool
-    """Location filters and namespace prefixes begin with their length in bytes; otherwise filters begin with one of six
-    forms."""
+    """True if location filters and namespace prefixes begin with their length in bytes; otherwise filters begin with
+    the number of one of six forms.
+    """
 
     @property
     def alpn(self) -> str:
@@ -78,19 +79,19 @@ def by_alpn(alpn: str) -> Draft | None:
 
 
 class Incomplete(Exception):  # noqa: N818  # not an error: the rest is still on its way
-    """A `Reader` of partial data has reached its end."""
+    """Raised when a `Reader` reaches the end of partial data."""
 
 
 class Reader:
-    """Parses values; every method raises SessionFault for malformed bytes."""
+    """Parses values. Every method raises SessionFault for malformed bytes."""
 
     def __init__(self, data: bytes | bytearray | memoryview, *, at: int = 0, partial: bool = False) -> None:
-        """``partial``: reaching the end raises Incomplete."""
+        """``partial``: raise Incomplete, instead of SessionFault, at the end of the data."""
         self._data, self.at, self._partial = data, at, partial
 
     @property
     def left(self) -> int:
-        """Unread bytes."""
+        """Number of unread bytes."""
         return len(self._data) - self.at
 
     def varint(self) -> int:
@@ -102,11 +103,11 @@ class Reader:
         return found[0]
 
     def u8(self) -> int:
-        """Read one byte."""
+        """Read an integer of one byte."""
         return self.take(1)[0]
 
     def take(self, size: int) -> bytes:
-        """Read a copy of `size` bytes."""
+        """Read `size` bytes; return a copy."""
         if size > self.left:
             raise self._short(f"message has {self.left} bytes left but announces {size}")
         self.at += size
@@ -120,14 +121,14 @@ class Reader:
         return self.take(self.left)
 
     def text(self, limit: int, what: str) -> bytes:
-        """Read length-prefixed bytes, at most `limit`."""
+        """Read bytes with a length prefix of at most `limit`."""
         size = self.varint()
         if size > limit:
             raise SessionFault(f"{what} of {size} bytes; the limit is {limit}")
         return self.take(size)
 
     def reason(self) -> str:
-        """Read a reason phrase, replacing invalid UTF-8."""
+        """Read a reason phrase; replace invalid UTF-8."""
         return self.text(MAX_REASON_BYTES, "reason phrase").decode("utf-8", "replace")
 
     def location(self) -> Location:
@@ -135,7 +136,7 @@ class Reader:
         return Location(self.varint(), self.varint())
 
     def namespace(self) -> tuple[bytes, ...]:
-        """Read a track namespace of up to 32 fields, none of them empty."""
+        """Read a track namespace of up to 32 non-empty fields."""
         count = self.varint()
         if count > MAX_NAMESPACE_FIELDS:
             raise SessionFault(f"namespace of {count} fields; the limit is {MAX_NAMESPACE_FIELDS}")
@@ -150,13 +151,13 @@ class Reader:
         return tuple(fields)
 
     def end(self) -> None:
-        """Raise SessionFault if any bytes are left."""
+        """Raise SessionFault if there are unread bytes."""
         if self.left:
             raise SessionFault(f"message is {self.left} bytes longer than its fields")
 
 
 def write_text(value: bytes) -> bytes:
-    """Encode a length and the bytes."""
+    """Encode bytes with a length prefix."""
     return write_varint(len(value)) + value
 
 

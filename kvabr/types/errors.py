@@ -22,7 +22,7 @@ class UsageError(KvabrError):
 
 
 class ForkedError(UsageError):
-    """An object with threads or sockets was used in a forked child, where they do not exist."""
+    """An object with threads or sockets was used in a forked child process, which does not have these."""
 
     def __init__(self, message: str, *, made_in: int = 0, used_in: int = 0) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class FormatError(KvabrError):
 
 
 class VersionError(FormatError):
-    """Apparently undamaged bytes of another version of kvabr."""
+    """Bytes of another version of kvabr that appear undamaged."""
 
 
 class ForeignError(FormatError):
@@ -50,7 +50,7 @@ class TraceError(KvabrError):
 
 
 class PolicyError(KvabrError):
-    """A plug-in, such as a policy, cannot be loaded, raised an error, or made an invalid request."""
+    """A plug-in, such as a policy, cannot be loaded, raised an error, or returned an invalid decision."""
 
 
 class UnknownPolicyError(PolicyError, UsageError):
@@ -66,10 +66,10 @@ class MissingTraceError(TraceError, UsageError):
 
 
 class NotFiniteError(KvabrError):
-    """A cache contains NaN or infinity: its prefill failed, and it must not be published."""
+    """A cache contains NaN or infinity. Its prefill failed, and it must not be published."""
 
     def __init__(self, message: str, *, layer: int = 0, half: str = "", first: int = 0, last: int = 0) -> None:
-        """Record the model's layer; ``keys``, ``values`` or ``vectors``; and the first and last token (row)."""
+        """Record the model's layer; ``keys``, ``values`` or ``vectors``; and the first and last token (or row)."""
         super().__init__(message)
         self.layer, self.half, self.first, self.last = layer, half, first, last
 
@@ -96,11 +96,11 @@ class PlayError(KvabrError):
 
 
 class BusyError(PlayError):
-    """The client is at its limit of plays and refused this one in time to do without the cache."""
+    """The client has reached its limit of plays, and refused this one early, so that the caller can do without it."""
 
 
 class TransportError(KvabrError):
-    """A peer is unreachable, refuses, closes the connection, or violates the protocol."""
+    """A peer is unreachable, refuses a request, closes the connection, or violates the protocol."""
 
 
 class Reason(Enum):
@@ -123,18 +123,18 @@ class RequestError(TransportError):
     """The peer refused or reset one request; the connection stays open."""
 
     def __init__(self, message: str, *, reason: Reason = Reason.INTERNAL, retry_after_s: float | None = None) -> None:
-        """Describe the failure. A retry may succeed after ``retry_after_s`` seconds; None: do not retry."""
+        """Describe the failure. A retry may succeed after ``retry_after_s`` seconds; None: a retry is pointless."""
         super().__init__(message)
         self.reason = reason
         self.retry_after_s = retry_after_s
 
 
 class NotFoundError(RequestError):
-    """The track does not exist, or this connection may not read it; deliberately indistinguishable."""
+    """The track does not exist, or this connection may not read it. The two cases are indistinguishable on purpose."""
 
 
 class NoAnswerError(TransportError):
-    """No response from an address, or the host name does not resolve now."""
+    """An address does not respond, or the host name cannot be resolved at present."""
 
 
 class ConnectionLostError(TransportError):
@@ -142,7 +142,7 @@ class ConnectionLostError(TransportError):
 
 
 class StoreError(TransportError):
-    """The object store does not exist, or lacks a required feature."""
+    """The object store does not exist, or does not have a required feature."""
 
 
 class UnauthorizedError(ConnectionLostError):
@@ -150,11 +150,11 @@ class UnauthorizedError(ConnectionLostError):
 
 
 class ForbiddenError(UnauthorizedError):
-    """A store accepts our credentials, but not for this; many report the same for missing objects."""
+    """A store accepts the credentials, but not for this request; many stores report missing objects this way."""
 
 
 class ExhaustedError(PlayError, TransportError):
-    """This process has run out of file descriptors, threads or memory; perhaps temporarily."""
+    """This process has run out of file descriptors, threads or memory, perhaps temporarily."""
 
 
 _DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -164,9 +164,9 @@ _NO_THREAD, _NO_MEMORY = "can't start new thread", ("can't allocate memory", "no
 
 
 def exhausted(error: BaseException) -> ExhaustedError | None:
-    """Return the `ExhaustedError` for an error that reports an exhausted resource, or None.
+    """Return the `ExhaustedError` for an error that reports an exhausted resource; None for other errors.
 
-    Any import or open file can fail, so libraries report this in many ways.
+    Any import or opening of a file can fail, so libraries report this in many ways.
     """
     seen: BaseException | None = error
     for _ in range(_CAUSES):
@@ -200,7 +200,7 @@ def exhaustion_as_error() -> Iterator[None]:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return True if a retry may succeed: a peer or store was unreachable or overloaded, not refusing."""
+    """Return True if a retry may succeed: a peer or store was unreachable or overloaded, and did not refuse."""
     if isinstance(error, AssetError) and error.__cause__ is not None:
         return may_pass(error.__cause__)
     if isinstance(error, ExhaustedError):
@@ -211,7 +211,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'NAME'?)`` for the known name closest to ``word``, or an empty string."""
+    """Return `` (did you mean 'NAME'?)`` with the known name most similar to ``word``, or an empty string."""
     from difflib import get_close_matches  # noqa: PLC0415 - only failures need it
 
     names = {name.lower(): name for name in known}

@@ -1,8 +1,8 @@
 """Detects use of an object in a forked child.
 
 A forked child inherits the object but not its threads: queued work is lost, waits never end, and writes to a shared
-socket reach the parent's peer. Objects with threads, sockets or files hold a `HomeProcess` and raise `ForkedError` in a
-child; closing them there has no effect.
+socket reach the parent's peer. Objects with threads, sockets or files have a `HomeProcess` and raise `ForkedError` in a
+child; closing such an object in a child has no effect.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class HomeProcess:
     __slots__ = ("_made_in", "_what")
 
     def __init__(self, what: str) -> None:
-        """Record this process; ``what`` starts the error message: ``the publisher``."""
+        """Record this process; ``what`` starts the error message, such as ``the publisher``."""
         self._what, self._made_in = what, os.getpid()
 
     @property
     def here(self) -> bool:
-        """True in the creating process."""
+        """True in the process that created this object."""
         return os.getpid() == self._made_in
 
     def check(self) -> None:
