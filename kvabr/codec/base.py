@@ -1,4 +1,4 @@
-"""The interface of a codec, and the registry of codecs by name. This module does not import torch.
+"""The interface of a codec, and the registry of codecs by name. Does not import torch.
 
 Codecs are built in (`kvabr.codec.builtin`), installed (entry points ``kvabr.codecs``), or registered by a program.
 """

@@ -1,4 +1,4 @@
-"""The built-in codecs and their payload layouts. This module does not import torch.
+"""The built-in codecs and their payload layouts. Does not import torch.
 
 A token-separable payload is a head, shared by all tokens of the group, followed by units. A unit holds one token, or a
 few tokens that share scales. All units have the same size, except that the last may hold fewer tokens. Decoding a run

@@ -1,4 +1,4 @@
-"""The frame of every group on every track, and its division into objects. This module does not import torch.
+"""The frame of every group on every track, and its division into objects. Does not import torch.
 
     magic 4 | version 1 | track length 1 | spec digest 16 | chunk digest 32 | group 4 | first token 8 | tokens 4 |
     payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload

@@ -1,4 +1,4 @@
-"""Division of this process's cores among the groups being decoded or encoded. This module does not import torch."""
+"""Division of this process's cores among the groups being decoded or encoded. Does not import torch."""
 
 from __future__ import annotations
 

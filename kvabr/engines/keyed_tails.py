@@ -32,7 +32,7 @@ class PromisedPlace(NamedTuple):
     following: int
     """Number of tokens after the cache."""
     concurrent: int
-    """Number of caches fetched at the same time; they share one deadline."""
+    """Number of caches fetched at once; they share one deadline."""
 
 
 class KeyedTails:

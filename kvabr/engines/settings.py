@@ -151,7 +151,7 @@ class EngineSettings(SettingsTable):
     """Keys that every adapter understands."""
 
     plays: ClassVar[int] = 256
-    """Maximum number of concurrent plays."""
+    """Maximum concurrent plays."""
     queue: ClassVar[int] = 64
     """Caches that may wait to be published; more are dropped and counted."""
     tail: ClassVar[int] = DEFAULT_MAX_TAIL

@@ -131,7 +131,7 @@ def _integers(values: list[int]) -> bytes:
 DELETE, REGISTER, USE_ALIAS, USE_VALUE = range(4)
 """Alias types of a token (draft 18, section 10.2.2)."""
 MAX_TOKENS = 16
-"""Maximum number of tokens per message, set by kvabr."""
+"""Maximum tokens per message, set by kvabr."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ class Asset:
         self.profile_bytes()
 
     def check_frames(self) -> None:
-        """Check the digests of all frames, which takes long; errors are those of `frame`."""
+        """Check the digests of all frames, which takes long; errors as for `frame`."""
         for track in self.catalog.published.values():
             for group in range(len(track.bytes)):
                 self.frame(group, track.name)

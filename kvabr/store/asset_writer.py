@@ -143,7 +143,7 @@ class AssetWriter:
         self._token_ids = prompt
 
     def commit(self, catalog: Catalog) -> None:
-        """Write the catalog, unless another publisher has written one for this prompt in the meantime."""
+        """Write the catalog, unless another publisher has written one for this prompt meanwhile."""
         self._check_entered()
         prompt = catalog.namespace.prompt
         if self._prompt not in (None, prompt) and not self._live:

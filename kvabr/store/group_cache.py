@@ -46,7 +46,7 @@ class StoreTier:
         """Open the store. A folder is created, locked and indexed.
 
         ``max_bytes`` limits the size of a folder, or the groups in a bucket that this process remembers. If the store
-        fails, ``on_failure`` is called with the reason, once per pause.
+        fails, ``on_failure`` receives the reason, once per pause.
 
         Raises:
             UsageError: another client uses the folder, or the kind of store is unknown.

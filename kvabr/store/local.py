@@ -82,7 +82,7 @@ class LocalStore(Store):
         return self.folder.joinpath(*parts)
 
     def open(self, name: str) -> BufferedReader:
-        """Open an object's file for reading; errors are those of `get`."""
+        """Open an object's file for reading; errors as for `get`."""
         path = self.path(name)
         for folder in list(path.parents)[: name.count("/")]:
             if folder.is_symlink():  # it may point to unpublished files, such as token ids of another user
@@ -93,7 +93,7 @@ class LocalStore(Store):
             raise self._failed(name, "cannot be read", error) from error
 
     def flush(self, names: Collection[str]) -> None:
-        """Flush objects that were written without flushing; errors are those of `put_new`."""
+        """Flush objects that were written without flushing; errors as for `put_new`."""
         for name in names:
             try:
                 self._flush(self.path(name))

@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 class ByteLru(Cache[K, V]):
-    """A mapping whose values have at most ``maxsize`` bytes in total; `currsize` is their current total.
+    """A mapping with values of at most ``maxsize`` bytes in total; `currsize` is their current total.
 
     Reading marks an entry as recently used, except by ``key in lru``, `peek` and iterating over keys. Not thread-safe.
     """

@@ -18,9 +18,7 @@ from kvabr.types.installing import WHERE, extra
 _MAX_SPANS = 2000
 """Maximum number of spans per play; ``kvabr.spans_left_out`` counts the rest."""
 _MAX_EVENTS = 100
-"""Maximum number of events per kind on a play's span (live: one event per group); ``kvabr.events_left_out`` counts the
-rest.
-"""
+"""Maximum events per kind on a play's span (live: one event per group); ``kvabr.events_left_out`` counts the rest."""
 _STARTED = ("policy", "estimator", "deadline_s", "engine_mode", "groups", "fp16_bytes", "asset", "rtt_s")
 _REQUESTED = ("group", "track", "bytes")
 _DECIDED = ("kind", "reason", "rate", "lower", "slack_s")

@@ -531,8 +531,7 @@ class Catalog(CommonFacts):
     def with_tail(self, groups: int, tail: int) -> Catalog:
         """Return the catalog of a prefix, followed by ``tail`` tokens that the engine computes.
 
-        Generation begins after the tail; losses are those after it, see `kvabr.types.tails`. Errors are those of
-        `prefix`.
+        Generation begins after the tail; losses are those after it, see `kvabr.types.tails`. Errors as for `prefix`.
         """
         if not tail:
             return self.prefix(groups)

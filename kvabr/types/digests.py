@@ -43,7 +43,7 @@ def digest_of(data: Buffer, kind: str = SHA256) -> str:
 
 
 def has_digest(digest: str, data: Buffer) -> bool:
-    """Return True if ``digest``, which may be any text, is that of ``data``; errors are those of `digest_of`."""
+    """Return True if ``digest``, which may be any text, is that of ``data``; errors as for `digest_of`."""
     return digest_of(data, kind_of(digest)) == digest
 
 

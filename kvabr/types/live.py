@@ -139,7 +139,7 @@ def parse_edge(data: bytes) -> EdgeMessage:
 
 
 def parse_edges(data: bytes) -> list[EdgeMessage]:
-    """Parse concatenated edge messages of at most `MAX_EDGE_BYTES` each; errors are those of `parse_edge`."""
+    """Parse concatenated edge messages of at most `MAX_EDGE_BYTES` each; errors as for `parse_edge`."""
     if len(data) > MAX_EDGE_BYTES:
         raise FormatError(f"edge message: {len(data)} bytes, more than the {MAX_EDGE_BYTES} allowed")
     found: list[EdgeMessage] = []

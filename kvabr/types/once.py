@@ -1,6 +1,6 @@
 """Builds process-wide objects and types once, under a single lock.
 
-`functools.cache` can run its function in several threads at the same time and return different results.
+`functools.cache` can run its function in several threads at once and return different results.
 """
 
 from __future__ import annotations

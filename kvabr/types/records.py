@@ -61,7 +61,7 @@ def decode(data: bytes | memoryview | Raw, kind: type[T], what: str, where: str 
 
 
 def convert(value: Any, kind: type[T], what: str, where: str = "") -> T:
-    """Convert a plain value to a type; errors are those of `decode`."""
+    """Convert a plain value to a type; errors as for `decode`."""
     try:
         return msgspec.convert(value, built(kind))
     except _REFUSED as error:
@@ -106,7 +106,7 @@ class _Schema(msgspec.Struct):
 
 
 def read_schema(data: bytes, what: str, known: str) -> None:
-    """Check the schema of a JSON object; errors are those of `decode` and `check_schema`."""
+    """Check the schema of a JSON object; errors as for `decode` and `check_schema`."""
     check_schema(decode(data, _Schema, what).schema, what, known)
 
 

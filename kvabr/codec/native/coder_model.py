@@ -148,7 +148,7 @@ class CoderModel:
 
 
 def max_streams(rows: int) -> int:
-    """Return the maximum number of streams; each has at least one whole run of rows."""
+    """Return the maximum streams; each has at least one whole run of rows."""
     return max(1, min(rows // LANES, 0xFFFF))
 
 

@@ -9,7 +9,7 @@ layer for all groups or none.
 
 Numbers are unsigned and little-endian. Frames are those of `kvabr.codec.container`. An object without suitable tracks
 has one frame with its bytes and a CRC-32. Checksums cover the object's name, and frames contain its digest, so objects
-and profiles cannot be confused. This module does not need LMCache.
+and profiles cannot be confused. Does not need LMCache.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class ProcessChannel:
     ) -> None:
         """Take over a connected socket; raise `ConnectionLostError` for a process of another user.
 
-        ``received`` is called with each message; ``lost`` once if the connection ends other than by `close`.
+        ``received`` receives each message; ``lost`` once if the connection ends other than by `close`.
         """
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():

@@ -89,7 +89,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         self._register(PoolName.KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
-        """Add a further pool; errors are those of `register_mem_pool_host`, and end SGLang's start."""
+        """Add a further pool; errors as for `register_mem_pool_host`, and end SGLang's start."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != PoolName.KV:
             self._register(host_pool_name, host_pool)

@@ -1,7 +1,7 @@
 """Facts about SGLang's model for the names of caches: ranks, weights, quantisation, overrides; and its step size.
 
 A storage backend receives only ranks and a name. The other facts are in ``sglang.srt.runtime_context``, if it is
-loaded. This module does not import SGLang.
+loaded. Does not import SGLang.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def weight_version() -> str | None:
 
 
 def step_tokens() -> int:
-    """Return SGLang's maximum number of tokens per step; the default if unknown."""
+    """Return SGLang's maximum tokens per step; the default if unknown."""
     size = getattr(_from_context("get_server_args"), "chunked_prefill_size", None)
     return size if isinstance(size, int) and size > 0 else STEP_TOKENS
 

@@ -229,7 +229,7 @@ class TransformersEngine:
         return new_cache(self.model, whole=True) if before is None else whole_cache(before, self.spec, self.model)
 
     def ids_of(self, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
-        """Return the ids of tokens that follow ``start`` others, as a batch of one; errors are those of `check`."""
+        """Return the ids of tokens that follow ``start`` others, as a batch of one; errors as for `check`."""
         self.check(tokens, start)
         if not start:
             self.check_unchanged()

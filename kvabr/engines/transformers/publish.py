@@ -180,7 +180,7 @@ def prefill_live(
     begun: Callable[[LiveSlot], object] = lambda _slot: None,
     progress: Callable[[int, int], object] = lambda _done, _all: None,
 ) -> tuple[Any, Future[PublishOutcome]]:
-    """Compute the cache of a prompt and publish it at the same time, so that others can play it while it grows.
+    """Compute the cache of a prompt and publish it at once, so that others can play it while it grows.
 
     If the model fails or is interrupted, the computed tokens are published as the cache of a shorter prompt.
 

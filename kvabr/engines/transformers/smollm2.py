@@ -85,7 +85,7 @@ def load() -> tuple[TransformersEngine, Any]:
 
 
 def load_tokenizer() -> Any:
-    """Return the `tokenizers.Tokenizer`, without the weights; errors are those of `load`."""
+    """Return the `tokenizers.Tokenizer`, without the weights; errors as for `load`."""
     gguf = require("gguf")
     path = find_gguf()
     try:

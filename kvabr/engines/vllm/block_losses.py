@@ -68,8 +68,8 @@ class BlockLosses:
         """Start without requests.
 
         ``limit`` is the maximum loss, nats per generated token; ``blocks`` has the block size of each table, in tokens;
-        ``evict`` is called with block ids; ``hashed`` is the number of tokens per hash, by default the first table's
-        block size.
+        ``evict`` receives block ids; ``hashed`` is the number of tokens per hash, by default the first table's block
+        size.
         """
         self._limit, self._sizes, self._evict, self._counts = limit, tuple(blocks), evict, counts
         self._hashed = hashed or self._sizes[0]

@@ -1,7 +1,7 @@
 """vLLM's KV-cache configuration as layer classes, and the block table of each layer.
 
 vLLM's *KV cache groups* are layers of one kind that share a block table; a kind may have several groups. If a block
-leaves a window, its table entry becomes 0. This module does not import vLLM.
+leaves a window, its table entry becomes 0. Does not import vLLM.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class ServedModel:
     prefix_caching: bool = True
     """True if the engine shares blocks between requests with equal prefixes."""
     step_tokens: int = 1 << 20
-    """Maximum number of tokens per step."""
+    """Maximum tokens per step."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts in the name of the model's caches, see `with_facts`."""
     named: str | None = None

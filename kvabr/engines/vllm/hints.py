@@ -37,7 +37,7 @@ _MAX_HINTS = 64
 """Maximum number of concurrent hints; further hints are dropped and counted."""
 _TIMEOUT_S = 60.0
 _MAX_REFINED = 4
-"""Maximum number of prompts fetched again at the same time."""
+"""Maximum number of prompts fetched again at once."""
 _LOOK_S = 1.0
 """Seconds between lookups for a cache that is being published."""
 _LOOKS = 8

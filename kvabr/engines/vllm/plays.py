@@ -37,7 +37,7 @@ class LoadRequest:
     uncached: int
     """Number of tokens of the prompt from ``last`` on."""
     tail: int
-    """Maximum number of tokens before ``last`` that the engine may compute instead."""
+    """Maximum tokens before ``last`` that the engine may compute instead."""
     deadline_s: float
     """Seconds until the deadline when the message is sent."""
     tokens: Sequence[int] = ()

@@ -34,7 +34,7 @@ _HUNG_S = 30.0
 _FREE_DIVISOR = 4
 """A play may use the free memory divided by this."""
 _MAX_UNPACED_PLAYS = 8
-"""Maximum number of concurrent plays while the link's speed is unknown."""
+"""Maximum concurrent plays while the link's speed is unknown."""
 _AHEAD_S, _AHEAD_TTFB = 0.05, 2.0
 """How far ahead of the link plays begin, in seconds and in times to first byte."""
 _BASE_BUSY_SHARE = 0.5

@@ -43,7 +43,7 @@ class AnnouncedPrompt:
 
 
 def prompt_of(asset: Asset) -> AnnouncedPrompt | Reason:
-    """Return an asset's prompt, or why not to announce it, such as a salt; errors are those of `Asset.prompt`."""
+    """Return an asset's prompt, or why not to announce it, such as a salt; errors as for `Asset.prompt`."""
     if asset.catalog.passage is not None:
         return "passage"
     if not asset.has_prompt():

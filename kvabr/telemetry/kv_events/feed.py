@@ -25,8 +25,8 @@ class EventFeed:
     ) -> None:
         """Create a feed.
 
-        ``on_events`` is called with the topic and events of each batch, in order; ``forget`` with the reason why all
-        blocks are invalid. ``replays`` is True if lost batches can be requested.
+        ``on_events`` receives the topic and events of each batch, in order; ``forget`` with the reason why all blocks
+        are invalid. ``replays`` is True if lost batches can be requested.
         """
         self._on_events, self._forget, self._replays = on_events, forget, replays
         self._next: int | None = None

@@ -48,9 +48,8 @@ class KVEventSubscriber:
     ) -> None:
         """Connect; the publisher may start later. Raise `UsageError` for malformed sockets, or without ZeroMQ.
 
-        In the subscriber's thread, ``on_events`` is called with the topic and events of each batch, in order, and
-        ``forget`` with the reason why all blocks of this publisher are invalid. ``replay_s`` is the time limit of a
-        replay.
+        In the subscriber's thread, ``on_events`` receives the topic and events of each batch, in order, and ``forget``
+        with the reason why all blocks of this publisher are invalid. ``replay_s`` is the time limit of a replay.
         """
         zmq = self._zmq = zeromq()
         self._sockets, self._log, self._replay_s = sockets, log, replay_s
