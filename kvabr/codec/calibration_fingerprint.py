@@ -1,6 +1,6 @@
 """Fingerprints of calibration texts in a profile, to check that a text is "unseen".
 
-Marks identify parts of a text: hashes of runs of `RUN` token ids, of which winnowing (Schleimer et al., 2003) keeps the
+Marks identify parts of a text. They are hashes of runs of `RUN` token ids; winnowing (Schleimer et al., 2003) keeps the
 smallest of every `WINDOW` neighbours. Sequences that share `RUN` + `WINDOW` - 1 tokens share a mark. Marks reveal no
 text.
 """

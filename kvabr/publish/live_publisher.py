@@ -37,7 +37,7 @@ Pace = Sequence[float] | PrefillCost
 """Seconds from the start of the prefill until each group of tokens is computed, or the cost model."""
 
 _MAX_HELD = 4
-"""Maximum number of units whose transformed numbers are kept in memory."""
+"""Maximum number of units with transformed numbers in memory."""
 
 
 class LivePublisher:

@@ -139,7 +139,7 @@ class PrefillCost:
 
     @classmethod
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
-        """Return a linear cost, for engines of which only the prefill rate is known."""
+        """Return a linear cost, for an engine with a known prefill rate only."""
         if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
             raise UsageError(f"prefill rate must be a positive number of tokens a second, not {tokens_per_second}")
         return cls(0.0, 1.0 / tokens_per_second)

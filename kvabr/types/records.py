@@ -233,7 +233,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _check_dense(data: bytes, what: str) -> None:
-    """Raise `FormatError` for JSON whose values are too small for a record, or that has too many objects."""
+    """Raise `FormatError` for JSON with values too small for a record, or with too many objects."""
     objects = at = 0
     while objects <= MAX_OBJECTS and (at := data.find(b"{", at) + 1):
         objects += 1

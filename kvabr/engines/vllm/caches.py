@@ -68,7 +68,7 @@ class Pages:
     names: tuple[str, ...]
     rows: tuple[int, ...]
     passing: bool = False
-    """True for windows and chunks, whose blocks are dropped."""
+    """True for windows and chunks, as vLLM drops their blocks."""
     form: StateForm | None = None
     interleaving: Interleaving = WHOLE
 

@@ -1,7 +1,7 @@
 """Lossy groups in vLLM's prefix cache: tokens computed after them are not exact.
 
-Prompts may share only the beginning of a group. So a group is identified by its first block, whose name covers all
-tokens up to the block's end.
+Prompts may share only the beginning of a group. So a group is identified by its first block; the block's name covers
+all tokens up to its end.
 """
 
 from __future__ import annotations

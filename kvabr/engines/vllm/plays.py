@@ -25,7 +25,7 @@ from kvabr.types.kv import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Tells a worker to play a cache, and to keep it compressed for a `CopyRequest`."""
+    """Message to a worker: play a cache, and keep it compressed for a `CopyRequest`."""
 
     play: int
     request: str
@@ -67,7 +67,7 @@ class PlacedPlay:
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
-    """Tells a worker to decode a played cache into blocks during other steps; vLLM waits for the end."""
+    """Message to a worker: decode a played cache into blocks during other steps. vLLM waits for the end."""
 
     play: int
     request: str
@@ -79,7 +79,7 @@ class CopyRequest:
 
 @dataclass(frozen=True, slots=True)
 class KeepRequest:
-    """Tells a worker to keep window layers of completed groups before vLLM drops them."""
+    """Message to a worker: keep window layers of completed groups before vLLM drops them."""
 
     chunks: tuple[str, ...]
     blocks: tuple[tuple[int, ...], ...]
@@ -88,7 +88,7 @@ class KeepRequest:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Tells a worker to keep the states at the end of a block before vLLM drops them."""
+    """Message to a worker: keep the states at the end of a block before vLLM drops them."""
 
     chunk: str
     """Chained digest of the last group before the states."""
@@ -98,7 +98,7 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, slots=True)
 class GrowRequest:
-    """Tells a worker to publish the tokens that this step computes for a running request."""
+    """Message to a worker: publish the tokens that this step computes for a running request."""
 
     request: str
     tokens: Sequence[int]
@@ -118,7 +118,7 @@ class GrowRequest:
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Tells a worker to publish a request's cache, or to finish its growing one; vLLM keeps the blocks until then."""
+    """Message to a worker: publish a request's cache, or finish its growing one. vLLM keeps the blocks until then."""
 
     request: str
     tokens: Sequence[int]
@@ -149,7 +149,7 @@ class Step:
     prefill: tuple[int, int] | None = None
     """A prefill of one prompt that takes as long as this step: tokens before it, and new tokens; None if unknown."""
     polling: bool = False
-    """True while a lookup or digest is in progress, whose end only polling notices."""
+    """True while a lookup or digest is in progress; its end is only noticed by polling."""
 
 
 async def find_cache(

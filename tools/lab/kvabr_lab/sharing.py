@@ -284,7 +284,7 @@ class SharedPlays:
             deadline_s: Deadline of the plays.
             window: Initial window of a connection in bytes.
             lookup_bytes: Bytes of each play's catalog, which have already opened its connection's window.
-            slow_start: False for connections whose windows already fill the link.
+            slow_start: False for connections with windows that already fill the link.
         """
         usual = queue_bytes(capacity, rtt_s, deadline_s)
         packet = packet_bytes(capacity, deadline_s)

@@ -29,7 +29,7 @@ _FETCH = "tools/fetch-texts fetches source code, licences, prose, two other lang
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A prompt whose cache is coded, and its real continuation."""
+    """A prompt with a coded cache, and its real continuation."""
 
     domain: str
     index: int

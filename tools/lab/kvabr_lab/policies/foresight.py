@@ -213,7 +213,7 @@ class _Division:
         return self._plan(found), float(self._ends(found[None])[0])
 
     def _near_best(self, deadline_s: float) -> Picks:
-        """Return the best plan of all prices, and plans between it and its neighbours: a price changes many groups."""
+        """Return the best plan over all prices, and plans between it and its neighbours: prices affect many groups."""
         byte_prices, decode_prices = self._known.byte_prices, self._known.decode_prices
         picks = self.priced(byte_prices, decode_prices)
         best = int(self.values(picks, deadline_s).argmin())

@@ -10,7 +10,7 @@ from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 
 _CANDIDATES = 3
-"""Number of tracks with the highest compression ratio whose latencies are compared."""
+"""Number of tracks, those of the highest compression ratio, that are compared by latency."""
 
 
 class KvServe(FrontToBack):
