@@ -36,9 +36,7 @@ class Selection:
     orders: tuple[bytes | None, ...] = ()
     """The publisher's order of every passage, one byte per token, 255 first; None without one."""
     deviation: torch.Tensor | None = None
-    """[K/V, token] float32: squared distance between layer 1 of the cache and layer 1 computed after a recomputed layer
-    0.
-    """
+    """[K/V, token] float32: squared change of layer 1 of the cache if layer 0 is recomputed."""
     exact: torch.Tensor | None = None
     """[token] float32: cost of each token's error relative to the exact cache. Only in benchmarks."""
 

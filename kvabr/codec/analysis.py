@@ -35,7 +35,7 @@ except ImportError:
 _MAX_ELEMENT = 8191
 """Largest element, divided by norm and step, for which all sums fit 32 bits (2**31 over `ONE` and `FINE`)."""
 _TOKENS_PER_QUIET = 64
-"""At most one in this many tokens, plus one, is stored separately because it is quiet; same for outlying columns of a
+"""Divisor: at most one in this many tokens, plus one, is stored separately for being quiet; likewise for columns of a
 state.
 """
 

@@ -108,7 +108,7 @@ def join_biases(numbers: NDArray[np.int16]) -> bytes:
 
 
 def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
-    """Decode untrusted bytes to ``count`` numbers; raise `FormatError`."""
+    """Decode untrusted bytes to ``count`` numbers; raise `FormatError` if malformed."""
     bad = FormatError(f"{what}: the biases of {count} rows of values are corrupt")
     if len(data) < _HEAD.size or len(data) > _HEAD.size + count * (_MAX_VALUE + 1):
         raise bad

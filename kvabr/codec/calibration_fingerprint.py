@@ -85,7 +85,7 @@ class Seen:
 
     @classmethod
     def from_json(cls, value: Any) -> Seen:
-        """Parse untrusted output of `to_json`; raise `FormatError`."""
+        """Parse untrusted output of `to_json`; raise `FormatError` if malformed."""
         try:
             texts, data = value["texts"], base64.b64decode(value["marks"], validate=True)
             if len(texts) > _MAX_TEXTS or len(data) > 8 * MAX_MARKS or len(data) % 8:

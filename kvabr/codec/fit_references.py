@@ -26,8 +26,8 @@ _ABOVE = (
     (*[3] * 7, 4, *[5] * 8),
     (*[6] * 8, *[7] * 8),
 )
-"""[1, 2 or more: index below][distance + 8]: contexts for tables of layers, by the magnitude of the index below and the
-distance of the referenced index from three times that index.
+"""Contexts for tables of layers, [1, 2 or more: index below][distance + 8]; the distance is from three times that index
+to the referenced index.
 """
 _PRIOR_SYMBOLS = 3.0
 """Weight, in symbols, of the prior that references make no difference."""

@@ -115,7 +115,7 @@ def _nearest(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def _to_half(codes: torch.Tensor) -> torch.Tensor:
-    """Convert E2M1 codes, uint8, to float16, exactly but 2^14 times too small; both have subnormals."""
+    """Convert E2M1 codes, uint8, to float16 numbers 2^14 times too small. This is exact, as both have subnormals."""
     wide = codes.short()
     sign = (wide << 12).bitwise_and_(-0x8000)
     return wide.bitwise_left_shift_(9).bitwise_and_(0x0E00).bitwise_or_(sign).view(torch.float16)

@@ -50,7 +50,7 @@ USUAL_COPIES = 1.35
 _MIN_REPEATED_SHARE = 0.4
 """Minimum fraction of `repeated` tokens for a base to contain L1."""
 _MIN_REPETITION = 32
-"""Minimum tokens of a repetition, a power of two; code is full of shorter repetitions."""
+"""Minimum length of a repetition in tokens, a power of two; shorter ones are common in source code."""
 _CHANNELS = 4
 """Number of channels used to compare tokens. Few are enough, since consecutive tokens must be equal, too."""
 _MAX_EQUAL_DISTANCE = 2.0**-7
@@ -64,7 +64,7 @@ _MAX_ASIDE = 8
 _MIN_TOKENS = 16
 _SAMPLED, _GLANCED = 2048, 256
 _MIN_FIRST_COPIES = 2.6
-"""If `Likeness.copies` in the first rows, relative to the usual number in all, is below this, the others are not
+"""If `Likeness.copies` in the first rows, relative to the usual number in all, is below this, the other rows are not
 examined. It is lower than the limit for all rows: in few rows, more tokens are similar by chance.
 """
 
@@ -108,7 +108,7 @@ class Chain:
 
 
 def read_chain(tracks: Sequence[str], payloads: Sequence[bytes | memoryview]) -> Chain:
-    """Unpack the untrusted payloads of a depth and those below it, base first; raise `FormatError`."""
+    """Unpack the untrusted payloads of a depth and those below it, base first; raise `FormatError` if malformed."""
     views = [memoryview(payload) for payload in payloads]
     if not any(map(is_unusual, views)):
         return Chain(tuple(tracks), tuple(views))

@@ -44,7 +44,9 @@ class Adapter:
     upgrades: bool = False
     publishes: bool = True
     passages: str = "no"
-    """How it plays prompts made of passages: ``no``, or ``recomputed`` if it recomputes the tokens that need it."""
+    """How the adapter plays prompts made of passages: ``no``, or ``recomputed`` if it recomputes the tokens that need
+    it.
+    """
     also: tuple[str, ...] = ()
 
     @property

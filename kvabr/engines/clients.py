@@ -13,7 +13,7 @@ from kvabr.engines.settings import INSIDE, EngineSettings
 
 EngineClient = AsyncClient | RemoteClient
 Begin = Callable[[Callable[[EngineClient], Coroutine[Any, Any, None]]], object]
-"""Runs a coroutine in the background, given the client."""
+"""Runs a coroutine of the client in the background."""
 
 
 def open_client(settings: EngineSettings) -> EngineClient:

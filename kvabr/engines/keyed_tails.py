@@ -39,7 +39,7 @@ class KeyedTails:
     """Chooses tails for the requests of one engine, on one event loop."""
 
     def __init__(self, settings: EngineSettings, step_tokens: int, least: int) -> None:
-        """Create without tails; an engine computes at most ``step_tokens`` per step, and fetches at least ``least``."""
+        """Create without tails. An engine computes up to ``step_tokens`` per step, and fetches at least ``least``."""
         self._settings, self._step_tokens, self._least = settings, step_tokens, least
         self._recent: deque[tuple[float, int]] = deque()
         """Current tails, each with the latest time of its computation and its tokens."""

@@ -106,7 +106,7 @@ def collect(
 ) -> tuple[list[ClassFiles], list[HeldOutText]]:
     """Compute all caches; return files of caches and gradients, and the held-out contexts.
 
-    ``cuts`` are token ids, ``held`` the numbers of held-out contexts. Raise `ModelError` if weights, caches or outputs
+    ``cuts`` are token ids, ``held`` the indices of held-out contexts. Raise `ModelError` if weights, caches or outputs
     are NaN, `AssetError` if the disk is too small.
     """
     engine.check_weights()

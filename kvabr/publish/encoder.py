@@ -323,7 +323,7 @@ def needs_raw(spec: KVSpec) -> bool:
 
 
 def redundant_tracks(spec: KVSpec | None) -> tuple[str, ...]:
-    """Return the tracks that are redundant for the layer classes of ``spec``; None: for 16-bit classes."""
+    """Return the tracks that are redundant for the layer classes of ``spec`` (None: for 16-bit classes)."""
     if spec is None or not needs_raw(spec):
         return (RAW,)
     return NO_SMALLER if any(each.scales is not None for each in spec.classes) else ()

@@ -203,7 +203,7 @@ class Publisher:
         self.wake(made)
 
     def _published_prefix(self, chunks: Sequence[str]) -> tuple[Asset, int] | None:
-        """Return the local asset that shares the most groups (and their number), so that they are not encoded again."""
+        """Return the local asset with the longest common prefix, and the number of common groups, to copy these."""
         if self._folder is None:
             return None  # reading groups from a bucket is slower than encoding again
         with self._lock:

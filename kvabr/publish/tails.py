@@ -55,7 +55,7 @@ def answered(
     before: torch.Tensor | None = None,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Reference]:
-    """Return one reference per question, each for the exact cache's answer."""
+    """Return one reference per question; its continuation is an answer generated from the exact cache."""
     references = []
     for number, question in enumerate(questions, 1):
         answer = answer_of(engine, placed(exact, before), question, ANSWER_TOKENS)

@@ -208,7 +208,7 @@ class Clairvoyant:
 
 
 def _rest_seconds(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Array, Array]:
-    """Return lower bounds of the time in seconds of the second of two calls that compute ``count`` groups.
+    """Return lower bounds of the second call's seconds, if two engine calls together compute ``count`` groups.
 
     At index p, the first call computes the first p groups of the prompt, and the second call computes groups after
     group p. In the first array, these include the cache's last group; in the second, they do not. Infinite if

@@ -95,7 +95,7 @@ class BlendClairvoyant:
         return cls(made, config.gpu_price if math.isfinite(config.gpu_price) else 0.0)
 
     def best(self, bound: Callable[[Clairvoyant, float], Bound]) -> Bound:
-        """Return one play's bound; ``bound`` returns that of a clairvoyant for a play shortened by some seconds."""
+        """Return the bound of a play; ``bound`` computes that of a clairvoyant for a play shortened by some seconds."""
         found = INFEASIBLE
         for option, clairvoyant in self.options:
             one = bound(clairvoyant, option.seconds)

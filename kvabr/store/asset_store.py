@@ -34,7 +34,7 @@ class AssetStore:
             self.store.blocked(self.store.check_writable())
 
     def list(self) -> dict[str, AssetVersion]:
-        """Return versions of the first `MAX_LISTED` assets by name, reading none; raise `AssetError` on failure."""
+        """Return versions of the first `MAX_LISTED` assets by name, without opening them; raise `AssetError`."""
         with as_asset_errors():
             found = self.store.blocked(listing(self.store, CATALOGS))
         versions: dict[str, AssetVersion] = {}

@@ -141,7 +141,7 @@ def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> floa
 
 
 def factors_if_rest_computed(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return factors of, and addends to, groups' losses if the engine computes all groups after the first n.
+    """Return factors and addends for groups' losses if the engine computes all groups after the first n.
 
     Index n of both arrays is from 0 to all groups; the first n groups are on one track. For catalogs with tails see
     `losses_with_tail`; without tails, the addends are the loss that computed groups inherit.
@@ -225,10 +225,9 @@ class _LossyGroups:
 
 
 def _as_far(catalog: Catalog, group: int) -> list[int]:
-    """Map each earlier group to the group that is as far from the prompt's end as the former is from ``group``.
+    """Map each group at a distance d before ``group`` to the group at distance d before the prompt's end.
 
-    If there is none, the earlier group is outside the attention window; it is mapped to -1 (the last position, with
-    loss 0.0).
+    A group outside the attention window is mapped to -1 (the last position, with loss 0.0).
     """
     units = catalog.units
     places = {(unit.part, unit.chunk): index for index, unit in enumerate(units)}

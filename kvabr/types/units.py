@@ -25,7 +25,7 @@ class Unit(NamedTuple):
     group: int
     """Number in the tracks of the class: the group ID of its objects."""
     chunk: int
-    """Index of the group of tokens that it ends with; that group's digest names it."""
+    """Index of the group of tokens at the unit's end, whose digest names the unit."""
     first: int
     """Position of the first token in the prompt; for a snapshot, the number of tokens before it."""
     tokens: int

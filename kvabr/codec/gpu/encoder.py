@@ -28,7 +28,7 @@ class Analysed(NamedTuple):
 
     rows: torch.Tensor
     largest: torch.Tensor
-    """[3, token] float32: largest magnitudes of elements over the norm, of stacks' components, and of rows."""
+    """Largest magnitudes, [3, token] float32: of elements divided by the norm, of stacks' components, and of rows."""
     power: torch.Tensor
     """[K/V, layer, token] float32: squared distances from means."""
 

@@ -158,7 +158,7 @@ def common(*numbers: int) -> int:
 
 
 def divisible(numbers: NDArray[np.int64]) -> int:
-    """Return a number that the same powers of two divide as the whole array."""
+    """Return a number divisible by exactly those powers of two that divide every element."""
     return int(np.bitwise_or.reduce(numbers, axis=None))
 
 

@@ -75,7 +75,7 @@ def references_size(tokens: int) -> int:
 
 
 def read_references(data: bytes | memoryview, tokens: int) -> References:
-    """Parse untrusted references of a group; raise `FormatError`."""
+    """Parse untrusted references of a group; raise `FormatError` if malformed."""
     bad = FormatError("references of tokens that no encoder writes; the payload is corrupt")
     numbers = np.frombuffer(data, np.uint8)
     if len(numbers) != references_size(tokens):

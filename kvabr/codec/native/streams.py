@@ -4,7 +4,7 @@
 
 or n streams, decoded independently,
 
-    n + 0xFFFF0000 4 | per stream: words 4 | escapes 4 || per stream: 64 states 4 | words 2 ... | escapes 2 ...
+    n + 0xFFFF0000 4 | per stream: words 4 | escapes 4 | per stream: 64 states 4 | words 2 ... | escapes 2 ...
 
 Rows in coding order are cut into runs of 64; the last run may be shorter. Stream s has the runs s, s + n, s + 2n ...,
 at least one of them whole. So all streams have about the same length, and neighbouring rows of a stream share tables.

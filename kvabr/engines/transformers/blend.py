@@ -142,7 +142,7 @@ class _EnoughLayers(Exception):  # noqa: N818 - ends a forward pass, and is no e
 
 
 class _Watch(TorchFunctionMode):
-    """Reads attention weights from the current thread's calls."""
+    """Reads attention weights from attention calls in the current thread."""
 
     def __init__(self, rows: dict[int, torch.Tensor], reduce: AttentionReduction) -> None:
         """Add computed tokens' attention weights for cached tokens to ``rows``, [cached token] float32 by layer."""

@@ -33,7 +33,7 @@ SLIDING = "DynamicSlidingWindowLayer"
 """Type of a layer that keeps one token less than its window."""
 _SLIDING_STATE = "LinearAttentionAndSlidingWindowAttentionLayer"
 _FULL_LAYERS = {SLIDING: "DynamicLayer", _SLIDING_STATE: "LinearAttentionAndFullAttentionLayer"}
-"""Types of window layers, and of the layers that keep every token in their place."""
+"""Types of window layers, each with the type of layer that replaces it to keep every token."""
 LAYERS = (*_FULL_LAYERS, *_FULL_LAYERS.values(), "DynamicIndexedLayer", "LinearAttentionLayer")
 RECURRENT, SCAN, CONVOLUTION, INDEXER = "recurrent", "scan", "convolution", "indexer"
 _CACHELESS_TYPES = ("moe", "mlp")

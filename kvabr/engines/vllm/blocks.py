@@ -150,7 +150,7 @@ class EngineBlocks:
         """Return the groups to decode for tokens ``first`` to ``last`` - 1, their places, and their first tokens.
 
         ``runs`` has the blocks of these tokens, which must be whole in every table; blocks that left a window are
-        skipped. Raise `PlayError` if the play, of the model or this rank, lacks tokens of a block.
+        skipped. Raise `PlayError` if the play lacks tokens of a block.
         """
         own, spans = self._own(prefix.spec), prefix.spans
         numbers: dict[int, NDArray[np.int64]] = {}

@@ -36,14 +36,16 @@ _FREE_DIVISOR = 4
 _MAX_UNPACED_PLAYS = 8
 """Maximum concurrent plays while the link's speed is unknown."""
 _AHEAD_S, _AHEAD_TTFB = 0.05, 2.0
-"""How far ahead of the link plays begin, in seconds and in times to first byte."""
+"""Plays begin this long before the link has finished the running ones: seconds, and multiples of the time to first
+byte.
+"""
 _BASE_BUSY_SHARE = 0.5
 """A play may use larger tracks only if its smallest track needs at most this fraction of the remaining time."""
 _MIN_TRANSFER_FACTOR = 1.25
 """Minimum time for a play, relative to the expected time of its transfer."""
 _LOOK_S, _QUADRATIC_FROM, _MAX_SHARED = 0.05, 128, 512
 """Seconds between divisions of link and engine without events; number of requests above which this interval grows
-quadratically, as the computation time does (3 ms); maximum number of requests considered, since the scheduler waits.
+quadratically, like the computation time (3 ms); maximum number of requests considered.
 """
 
 

@@ -608,7 +608,7 @@ class SchedulerHalf:
         return True
 
     def _usable(self, found: Found, limit: int) -> int:
-        """Return how many tokens, at most ``limit``, vLLM can start with: whole blocks, and with its states."""
+        """Return how many tokens, at most ``limit``, vLLM can start with: whole blocks, at a snapshot of all states."""
         catalog, block = found.catalog, self._model.block
         last = whole_blocks(min(catalog.tokens - self._model.ahead, limit), block)
         if not self._model.caches.states:

@@ -33,9 +33,9 @@ class Demand:
     """Expected loss on the smallest track, nats per generated token."""
     begun: bool = False
     here_s: float = 0.0
-    """Expected time at which its transfer ends."""
+    """Expected end of the play's transfer, in seconds."""
     by_s: float = 0.0
-    """Latest time at which its transfer may end for all following requests to be in time."""
+    """Latest end of the play's transfer for all following requests to be in time."""
 
 
 @dataclass(frozen=True, slots=True)

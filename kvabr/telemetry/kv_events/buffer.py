@@ -19,7 +19,7 @@ class ReplayBuffer:
     """Numbers batches, and keeps the last batches within limits."""
 
     def __init__(self, first: int, *, max_bytes: int = 16 << 20, max_batches: int = 4096) -> None:
-        """Start at ``first``, which must exceed all earlier numbers (also after a restart): readers drop others."""
+        """Start at ``first``, which must exceed all earlier numbers, even before a restart: readers drop lower ones."""
         self._next, self._max_bytes, self.max_batches = first, max_bytes, max_batches
         self._kept: deque[SentBatch] = deque()
         self._bytes = 0

@@ -26,7 +26,7 @@ _PROMPTS = 6
 _KINDS: tuple[Kind, ...] = ("text", "facts")
 _PASSAGE, _MIN_PASSAGE = 256, 32
 _AROUND = 320
-"""Maximum tokens of a prompt outside its passages, and number of its passages."""
+"""Maximum tokens of a prompt outside its passages; and the number of passages."""
 _PASSAGES = 5
 _SEED = 11
 """Seed of the prompts, other than that of the bench."""

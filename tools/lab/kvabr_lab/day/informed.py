@@ -115,7 +115,7 @@ class Informed(Kvabr):
         return totals
 
     def _coming(self, number: int, usual: Choice, shift: float, now: float) -> Iterator[Arrival]:
-        """Yield one future's next requests; those of the actual day arrive as if this one went to its usual place."""
+        """Yield one future's next requests; the actual day's arrive as if the current one went to its usual place."""
         if REQUESTS not in self._knows:
             coming = (arrival for arrival in self._others[number] if arrival[0] > now)
             yield from (arrival for arrival, _ in zip(coming, range(self._ahead), strict=False))

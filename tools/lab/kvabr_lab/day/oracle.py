@@ -117,7 +117,7 @@ def _sweep(
 
 
 def _gain(day: Day, choices: Sequence[Choice], first: Choice, horizon: int, base: Mapping[int, float]) -> float:
-    """Return the gain, over those also in ``base``, of the next requests if the first is placed as given.
+    """Return the seconds that the next requests, if in ``base``, save with ``first`` as the first one's place.
 
     Stop when the change has no further effect.
     """

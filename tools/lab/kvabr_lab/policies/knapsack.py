@@ -68,7 +68,7 @@ class RobustMpc(Policy):
         self._ranked: list[tuple[float, int, int, str]] = []
         """Available layers: saving per byte, order, group and layer; the best is last."""
         self._ranked_for = 0
-        """Number of further decisions for which they are valid, see `View.keeps`."""
+        """Number of further decisions for which `_ranked` is valid, see `View.keeps`."""
 
     def decide(self, view: View) -> Decision:
         """Request layers that are due, then the next group, then further layers."""
