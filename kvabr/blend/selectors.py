@@ -35,8 +35,8 @@ class QuestionValueSelector(Selector):
 class QuestionPeaksSelector(Selector):
     """Selects runs of tokens around attention peaks (over heads and question tokens), weighted by values' norms.
 
-    Only a few heads look up facts, and a sum over all heads hides them. A fact often has several tokens, such as a
-    number, and not only the one with the peak.
+    Only a few heads look up facts, and a sum over all heads hides them. A fact, such as a number, often has several
+    tokens.
 
     Errors concentrate at the beginning of a passage, where tokens were computed with little preceding text. The squared
     error falls from 14 times its mean at the first token to 5 times at the fifth, 2 at the twentieth and a third after

@@ -250,7 +250,7 @@ class BlockSlots:
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast, and clamp to FP16's range: a single infinity would ruin all attention."""
+    """Cast, and clamp to FP16's range."""
     if values.dtype is dtype or values.dtype.itemsize == 1:
         return values
     converted = values.to(dtype)

@@ -45,7 +45,7 @@ class PayloadLayout:
     def runs(self, max_tokens: int) -> Iterator[tuple[int, int]]:
         """Yield runs of units of equal size, as (first token, token after the last).
 
-        Runs have at most ``max_tokens`` tokens, but at least one unit. A shorter last unit is its own run.
+        Runs have at most ``max_tokens`` tokens, but at least one unit. A shorter last unit is a separate run.
         """
         step = max(1, max_tokens // self.unit_tokens) * self.unit_tokens
         whole = self.tokens - self.tokens % self.unit_tokens

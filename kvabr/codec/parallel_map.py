@@ -24,7 +24,7 @@ def parallel_map(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> It
     """Yield the results of ``work`` in order; take items from the iterable in this thread, on demand.
 
     If torch has several threads, two calls of ``work`` run at once, each with half of these threads. The calling thread
-    is limited to half as well, since waiting threads spin.
+    is limited to half as well.
     """
     threads = torch.get_num_threads()
     if threads < _AT_ONCE:

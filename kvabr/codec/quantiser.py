@@ -66,9 +66,7 @@ calibration's.
 """
 _FLOOR = 1e-3
 _PRIOR_SYMBOLS = 8.0
-"""Weight, in symbols, of the prior that a class refines like the average of all rows; few classes have seen every index
-below.
-"""
+"""Weight, in symbols, of the prior that a class refines like the average of all rows."""
 _MAX_STRAY_SHARE = 1e-5
 """Fraction of a refinement's symbols that have no table entry, since float32 rounding puts them outside the interval.
 """

@@ -3,7 +3,7 @@
 A channel's values are similar at neighbouring tokens only before rotation, so the AC codec works on unrotated keys.
 Encoder and decoders use the tables of this file, which are equal on every machine. NumPy's powers, cosines and sines
 vary with vector length, and C libraries differ. Here all steps are additions and multiplications of doubles, or decimal
-arithmetic, as precise as any library.
+arithmetic.
 """
 
 from __future__ import annotations

@@ -299,8 +299,7 @@ class Transform:
     """Root mean square distance of keys from their mean, [layer]; only encoders use it."""
     threshold: float
     """A token is an outlier if its keys are farther from the mean than this multiple of the spread, in any layer. A
-    model uses a few tokens of every text as further sinks, with keys far from the mean in some layer. Payloads list
-    them.
+    model uses a few tokens of every text as further sinks, with keys far from the mean in some layer.
     """
     quiet: Quiet | None = None
 

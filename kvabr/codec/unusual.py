@@ -65,7 +65,7 @@ _MIN_TOKENS = 16
 _SAMPLED, _GLANCED = 2048, 256
 _MIN_FIRST_COPIES = 2.6
 """If `Likeness.copies` in the first rows, relative to the usual number in all, is below this, the other rows are not
-examined. It is lower than the limit for all rows: in few rows, more tokens are similar by chance.
+examined. In few rows, more tokens are similar by chance.
 """
 
 

@@ -293,9 +293,7 @@ _TYPES: dict[int, type[Message]] = {
     0x18: FetchOk, 0xD: TrackStatus, 0x6: PublishNamespace, 0x50: SubscribeNamespace, 0x51: SubscribeTracks,
     0x8: Namespace, 0x2: RequestUpdate, 0x7: RequestOk, 0x5: RequestErrorMessage, 0x22: PublishStateNotify,
 }  # fmt: skip
-"""Classes of messages by type. Answers to requests that this end never makes are not included: like unknown types, they
-are invalid.
-"""
+"""Classes of messages by type; all other types are invalid."""
 _TYPE_OF = {cls: kind for kind, cls in _TYPES.items()}
 
 
@@ -375,7 +373,6 @@ def _check_sendable(message: Message) -> None:
 
 
 def _name_bytes(message: Message) -> int:
-    """Return the total size of namespace and track name, bytes (draft 18, section 2.4.1)."""
     named = getattr(message, "redirect", None) or message
     return sum(map(len, getattr(named, "namespace", ()))) + len(getattr(named, "track", b""))
 

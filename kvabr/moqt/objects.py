@@ -34,7 +34,7 @@ DEFAULT_PRIORITY = 128
 FREE_OBJECTS = 1024
 MIN_MEAN_BYTES = 64
 """Minimum mean payload bytes of the objects of a request after the first `FREE_OBJECTS`, as a peer could send empty
-objects forever. A stream without objects counts as an empty object. This limit is set by kvabr.
+objects forever. A stream without objects counts as an empty object.
 """
 
 
@@ -215,7 +215,6 @@ class ObjectParser:
             self._budget.spend()
 
     def _read_of(self, common: SubgroupHeader, header: Reader) -> ObjectHeader:
-        """Parse an object header of a subgroup (draft 18, section 11.4.2)."""
         step = header.varint()
         number = step if self._last is None else self._last.object + step + 1
         if number > MAX_INTEGER:

@@ -37,8 +37,7 @@ from kvabr.moqt.wire import (
 )
 
 _NO_FILTER, _RELATIVE, _START, _TO_GROUP, _TO_OBJECT, _NEXT_OBJECT = range(6)
-"""Forms of a filter in draft 22. Each number is the number of following fields, except the last form, which has none.
-"""
+"""Forms of a filter in draft 22, by number of following fields; the last form has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,7 @@ class Parameters:
     fill: Parameters | None = None
     """For subscriptions: earlier objects to deliver on a stream like that of a FETCH."""
     range_filters: tuple[tuple[Param, bytes], ...] = ()
-    """Range filters, which this end refuses, since it allows none (option MAX_FILTER_RANGES)."""
+    """Range filters, which this end refuses (option MAX_FILTER_RANGES)."""
     new_group: int | None = None
     namespace_prefix: tuple[bytes, ...] | None = None
     include_properties: int | None = None
@@ -377,7 +376,7 @@ class SetupOptions:
     """AUTHORITY; sent only by clients."""
     tokens: tuple[Token, ...] = ()
     max_auth_token_cache_size: int = 0
-    """Bytes for token aliases. This end has no cache for aliases, so it does not send the option."""
+    """Bytes for token aliases; 0 for this end, which has no cache for them."""
     implementation: bytes | None = None
     max_request_updates: int = 0
     """Number of unanswered REQUEST_UPDATEs allowed per request; 0: any number."""

@@ -36,7 +36,6 @@ MAX_PARTIAL_BYTES = 1 << 20
 class _OwnRequest(RequestState):
     message: m.Fetch | m.Subscribe = field(kw_only=False)
     parser: MessageParser = field(default_factory=MessageParser)
-    """Parser of the answers on the request's stream."""
     budget: ObjectBudget = field(default_factory=ObjectBudget)
     streams: set[int] = field(default_factory=set)
     """IDs of open streams of objects."""

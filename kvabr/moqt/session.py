@@ -32,7 +32,7 @@ _MAX_PARTIAL_BYTES = 1 << 20
 
 
 class MoqtSession:
-    """One session; see the module docstring for its use."""
+    """One session; see the module docstring."""
 
     def __init__(self, draft: Draft, *, client: bool, options: SetupOptions | None = None) -> None:
         self.draft, self.client = draft, client

@@ -58,8 +58,8 @@ class Draft:
 
     number: int
     sized: bool
-    """True if location filters and namespace prefixes begin with their length in bytes; otherwise filters begin with
-    the number of one of six forms.
+    """True if location filters and namespace prefixes begin with their length in bytes; False if filters begin with the
+    number of a form.
     """
 
     @property

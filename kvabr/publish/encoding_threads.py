@@ -20,7 +20,7 @@ import torch
 SHARE = 0.03
 """Maximum delay of a prefill by encoding, as a fraction of its time."""
 _NICENESS, _PATIENT_NICENESS = 10, 19
-"""Nice values of the two threads; the second is used on systems without idle priority."""
+"""Nice values of the two threads; the second is for systems without idle priority."""
 
 
 class EncodingBudget:

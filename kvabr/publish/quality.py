@@ -40,7 +40,7 @@ MAX_PASSES = 192
 MIN_UNITS = 16
 
 NOISE_FLOOR = 1e-4
-"""If a track's KL is below this, its groups are not measured one by one."""
+"""Groups of a track with a KL below this are not measured one by one."""
 
 _ATTRIBUTED = 64
 """Number of tokens scored for single groups: the first tokens have most of the loss."""

@@ -4,8 +4,8 @@ The loss on a single continuation can be wrong by a factor of 13, so several are
 to questions, generated from the exact cache. A question is itself a tail, as is the beginning of the continuation.
 Longer tails are the last tokens of the prompt, computed on the coded cache of a few tracks. For other tracks, the loss
 is assumed to fall as for the track with the most similar reduction by questions. Answers depend on other groups than
-the text's continuation, so one answer is also scored for single groups. The catalog stores the geometric mean of the
-losses over continuations, and the standard deviation of their logarithms.
+the text's continuation, so one answer is also scored for single groups. The catalog stores the losses' geometric mean
+over continuations, and the standard deviation of their logarithms.
 """
 
 from __future__ import annotations

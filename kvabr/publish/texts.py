@@ -16,7 +16,7 @@ _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
 SYLLABLES = ("ka", "lo", "mi", "ran", "to", "vel", "zu", "shi", "ber", "dan", "gor", "hul", "ith", "jo", "nex", "pra")
 _RECORDS = 600
 _FRONT = 4
-"""Number of tokens to allow for those that a model prepends."""
+"""Tokens to allow for those that a model prepends."""
 _MIN_CONTINUATION = 2
 _CHARACTERS_PER_TOKEN = 16
 """Characters per token, more than the average of any text."""

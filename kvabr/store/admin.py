@@ -30,9 +30,9 @@ class Holding:
     created_s: float
     """Time of publication by the store's clock, in seconds since 1970."""
     measured: bool
-    """True if losses were measured, which is expensive."""
+    """True if losses were measured."""
     objects: Mapping[str, int]
-    """Size in bytes of each of the asset's objects, by path relative to the location; assets may share objects."""
+    """Sizes in bytes of the asset's objects, by path relative to the location; assets may share objects."""
     tracks: Mapping[str, int]
 
     @property
@@ -200,7 +200,7 @@ def copy_assets(
 
 
 def _held(store: AssetStore, prompt: str) -> bool | None:
-    """Return True if the target's copy is damaged, False if it is not, None if there is no copy."""
+    """Return True for a damaged copy in the target, False for an intact one, None without a copy."""
     if not store.has(prompt):
         return None
     try:

@@ -32,7 +32,7 @@ from kvabr.types.passage import passage_chain
 LOADED_BYTES = 64 << 10
 """Frames smaller than this are read at once; larger frames are read piece by piece from an open file."""
 _POOLED_BYTES = 256 << 10
-"""Pieces larger than this are read into pooled memory, as allocating memory takes several times as long as reading."""
+"""Pieces larger than this are read into pooled memory: allocating memory takes longer than reading."""
 _ADVICE = "encode the asset again"
 
 
@@ -141,7 +141,7 @@ class Asset:
 
     @property
     def local(self) -> bool:
-        """True if `open_frame` does not block for long; otherwise a server reads frames in threads."""
+        """True if `open_frame` does not block for long."""
         return isinstance(self.store, LocalStore)
 
     @cached_property
@@ -178,7 +178,7 @@ class Asset:
         self.profile_bytes()
 
     def check_frames(self) -> None:
-        """Check the digests of all frames, which takes long; errors as for `frame`."""
+        """Check the digests of all frames; errors as for `frame`."""
         for track in self.catalog.published.values():
             for group in range(len(track.bytes)):
                 self.frame(group, track.name)
@@ -322,7 +322,7 @@ def version_in(store: LocalStore, prompt: str) -> AssetVersion | None:
 
 
 def is_damage(error: KvabrError) -> bool:
-    """Return True if an error of a check means damage; False if the asset is only unreadable at the moment."""
+    """Return True if the error of a check means damage, False if the asset is only unreadable."""
     if isinstance(error, VersionError):
         return False
     return not isinstance(error.__cause__, TransportError) or isinstance(error.__cause__, NotFoundError)

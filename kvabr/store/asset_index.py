@@ -58,7 +58,7 @@ class AssetView:
     profiles: dict[TrackNamespace, Asset] = field(default_factory=dict)
     prefixes: dict[TrackNamespace, dict[bytes, Shared]] = field(default_factory=dict)
     """By the lookup's namespace (the first group's digest) and a group's key: the asset with the most playable groups;
-    if several are equal, the newest. Passages are not included, as they are not prefixes.
+    if several are equal, the newest. Passages are not included.
     """
 
     models: dict[bytes, KVSpec] = field(default_factory=dict)

@@ -20,7 +20,7 @@ class AssetStore:
     """The assets of one store."""
 
     def __init__(self, store: Store, only: str | None = None) -> None:
-        """Wrap a store without making a request; ``only`` is the prompt digest of the only asset to use."""
+        """Wrap a store; ``only`` is the prompt digest of the only asset to use."""
         self.store, self.only = store, only
 
     @property

@@ -1,8 +1,7 @@
 """Publishes an asset: frames first, the catalog last. Existing objects are never written again.
 
-If several publishers write the same page, the first wins, and the others refer to the frames of this page, so catalogs
-and pages name the same frames. If a publisher ends before it writes its catalog, `kvabr store rm --unreferenced` or a
-lifecycle rule removes its objects.
+If several publishers write the same page, the first wins, and the others refer to its frames. If a publisher ends
+before it writes its catalog, `kvabr store rm --unreferenced` or a lifecycle rule removes its objects.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from kvabr.types.errors import AssetError, FormatError, NotFoundError, Transport
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 
 _MAX_PUTS, _MAX_PUT_BYTES = 32, 256 << 20
-"""Maximum number of concurrent writes, and their maximum bytes."""
+"""Maximum number and bytes of concurrent writes."""
 
 
 class AssetWriter:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @once
 def _loop_in(process: int) -> asyncio.AbstractEventLoop:
-    """Return the loop of a process. A forked child needs a new one, as it does not inherit threads."""
+    """Return the loop of a process; a forked child needs a new one."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"kvabr-requests-{process}", daemon=True).start()
     return loop

@@ -1,7 +1,7 @@
 """Memory for large buffers, in huge pages if available, and reused.
 
-The system clears each page of new memory at its first write. With 4 KiB pages this takes as long as hashing the data.
-With huge pages it takes a quarter of that, unless the system must first move other pages.
+The system clears each page of new memory at its first write. With 4 KiB pages this takes as long as hashing the data,
+with huge pages usually a quarter of that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TypeVar
 
 _HUGE_BYTES = 2 << 20
 _MIN_HUGE_BYTES = 4 << 20
-"""Memory smaller than this is not rounded up to whole huge pages, which would waste too much, bytes."""
+"""Minimum bytes to round up to whole huge pages."""
 _MIN_POOLED_BYTES = 256 << 10
-"""Memory smaller than this is not pooled, as the system's allocator reuses it, bytes."""
+"""Minimum bytes of pooled memory; the system's allocator reuses smaller memory."""
 _STEP_BYTES = 64 << 10
-"""Sizes of pooled memory are multiples of this, so that groups of similar size can reuse it, bytes."""
+"""Sizes of pooled memory are multiples of this, in bytes, to suit groups of similar size."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -124,7 +124,6 @@ class BufferPool:
 
 
 def _fresh(size: int, kind: type[_Map]) -> _Map:
-    """Allocate at least ``size`` bytes, in huge pages if large enough."""
     if size >= _MIN_HUGE_BYTES:
         # Systems align memory to huge pages only if its size is a multiple of them.
         size = _rounded(size, _HUGE_BYTES)
@@ -143,9 +142,7 @@ def _rounded(size: int, step: int) -> int:
 
 
 GROUPS = BufferPool(256 << 20)
-"""Pool for encoded groups from the network or a disk: as many as wait for decoders on a fast link, since allocating
-memory takes longer than all other work on a group.
-"""
+"""Pool for encoded groups from the network or a disk: as many as wait for decoders on a fast link."""
 CACHES = BufferPool(512 << 20)
 """Pool for caches that plays fill; an engine uses them after the play."""
 

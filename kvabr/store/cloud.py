@@ -1,7 +1,7 @@
 """A store in a bucket, or a read-only store through an HTTP cache, implemented with obstore.
 
 Requests raise subclasses of `TransportError` (`kvabr.store.failures`) after at most two retries. Reads wait up to 30
-seconds for the first byte and between two pieces; callers with less time cancel them.
+seconds for the first byte and between two pieces.
 """
 
 from __future__ import annotations

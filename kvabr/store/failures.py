@@ -170,7 +170,7 @@ class Failure:
 
 
 def strange(data: bytes | memoryview) -> str | None:
-    """Return why an answer is not a JSON object (it may be the page of a gateway); None if it is one."""
+    """Return why an answer is not a JSON object (perhaps a gateway's page); None if it is."""
     begin, end = bytes(data[:64]).lstrip(), bytes(data[-64:]).rstrip()
     if begin.startswith(b"\x1f\x8b"):
         return "it is compressed (gzip)"

@@ -23,7 +23,7 @@ MAX_SALT_BYTES = 4096
 
 PARTIAL = ".partial"
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
-"""Modes of private files and folders: a cache is as secret as its prompt."""
+"""Modes of private files and folders."""
 STALE_S = 3600.0
 """Seconds without a change after which a partial file of a killed process may be removed."""
 
@@ -189,7 +189,7 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
 
 
 class NameClaim:
-    """The exclusive right of one claimant, among all processes, to create a name. It ends with its process."""
+    """The exclusive right, among all processes, to create a name. It ends with its process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(f".{path.name}.claim{PARTIAL}")

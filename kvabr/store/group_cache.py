@@ -30,7 +30,7 @@ _MAX_UNWRITTEN_BYTES = 64 << 20
 """Maximum bytes that wait to be written to the lower tier; further groups stay in memory only."""
 _MAX_GROUP_BYTES = 1 << 30
 _READ_S, _WRITE_S = 5.0, 60.0
-"""Time limits of reads and writes of the lower tier, in seconds; after this, the group counts as absent."""
+"""Time limits of reads and writes of the lower tier, in seconds; then a group counts as absent."""
 _PAUSE_S = 5.0
 """Seconds without requests to the lower tier after a failed request."""
 _LOCK = ".kvabr.lock"
@@ -249,7 +249,7 @@ class GroupCache:
     async def put(self, digest: str, data: memoryview) -> bool:
         """Add a group, which the caller has checked and must not change afterwards; return True if it is new.
 
-        The group is in memory immediately, without a copy, and is written to the disk in the background.
+        It is in memory immediately, and is written to the disk in the background.
         """
         added = self.memory.add(digest, data.toreadonly())
         disk, size = self.disk, len(data)

@@ -235,7 +235,7 @@ class LocalStore(Store):
 
 
 async def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Run file operations in a thread, as an event loop must not wait for a disk; directly if the caller may."""
+    """Run file operations in a thread, or directly if the caller may wait for a disk."""
     if is_driven():
         return work(*args, **options)
     return await asyncio.to_thread(work, *args, **options)

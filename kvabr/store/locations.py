@@ -28,9 +28,7 @@ from kvabr.types.errors import MissingAssetError, UsageError
 Location = str | Path | Store
 """A folder, a URL with a scheme in `SCHEMES`, or a store."""
 KEY_FILE, PREVIOUS_KEY_FILE = "KVABR_STORE_KEY_FILE", "KVABR_STORE_PREVIOUS_KEY_FILE"
-"""Environment variables with the paths of two key files for encrypted stores: the current key, and the previous key for
-reading.
-"""
+"""Environment variables with key files of encrypted stores: the current key, and the previous one, for reading."""
 
 
 def _folder(location: str) -> Store:

@@ -11,13 +11,13 @@ from kvabr.types.naming import LOOKUP_RUN
 
 CATALOGS, PAGES, GROUPS, PROFILES, MODELS, LIVE = "a/", "i/", "g/", "p/", "m/", "l/"
 PRIVATE_PREFIX = "private/"
-"""Prefix of objects that only their owner may read, whatever the mode of the folder."""
+"""Prefix of objects that only their owner may read."""
 MAX_MODELS = 256
 PROBES = "probe/"
 """Prefix of objects that probe a store; they remain if kvabr may not delete them."""
 PAGE_GROUPS = LOOKUP_RUN
 PACK_BYTES = 4 << 20
-"""Maximum bytes of a pack: a good size for a GET request."""
+"""Maximum bytes of a pack."""
 
 
 class FramePlace(NamedTuple):

@@ -2,7 +2,7 @@
 
 Outgrown turns of conversations are removed first: assets that another asset continues. Then the least recently used
 assets are removed, by the access times of their catalogs. Assets of `kvabr encode` are never removed, as measuring them
-was expensive. If an engine computes a removed prompt again, it publishes it again.
+was expensive.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class _Known:
 
     used_s: float = 0.0
     objects: dict[str, int] = field(default_factory=dict)
-    """Size in bytes of each of its objects; empty for an asset that no engine published, so that it is never removed.
-    """
+    """Sizes in bytes of its objects; empty for an asset that no engine published, which is never removed."""
     keys: bytes = b""
     """Keys of its groups, concatenated. Empty if the cache can only be played as a whole, so that no other asset
     continues it.
@@ -53,7 +52,6 @@ class FolderQuota:
     """
 
     def __init__(self, store: LocalStore, max_bytes: int) -> None:
-        """Create a limit for a folder, which is first read in `make_room`."""
         self._store, self._max_bytes = store, max_bytes
         self._known: dict[str, _Known] = {}
         self._since_bytes: int | None = None

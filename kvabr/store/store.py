@@ -44,7 +44,7 @@ class Store(ABC):
     folder: Path | None = None
     """Folder of a store on this machine, else None; its files may be opened directly."""
     immediate: bool = False
-    """True if `blocked` runs requests in the calling thread, since they never wait for a network."""
+    """True if `blocked` runs requests in the calling thread."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"

@@ -64,7 +64,7 @@ class ClientMetrics(MetricSet):
         )
 
     def show_store(self, store: GroupCache) -> None:
-        """Copy the counters of a store into the metrics, by tier."""
+        """Copy the counters of a store, by tier."""
         seen = self._seen.setdefault(store, {})
         for name, tier in store.tiers.items():
             self.store_bytes.labels(name).set(tier.currsize)

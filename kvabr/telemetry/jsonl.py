@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 _RATE_FACTOR = 5
 _RECORDED = frozenset({"plan", "recompute"})
-"""Kinds of decisions to record; other decisions are recorded with the request that they cause."""
+"""Kinds of decisions to record; others are recorded with the request that they cause."""
 _MAX_REQUESTS = 4096
 
 

@@ -216,7 +216,7 @@ class ScrapeServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port that the server is bound to."""
+        """Bound host and port."""
         if self._server is None:
             return self._host, self._port
         host, port = self._server.socket.getsockname()[:2]

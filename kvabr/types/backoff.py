@@ -16,7 +16,6 @@ class Backoff:
     __slots__ = ("_first_s", "_max_s", "pause_s")
 
     def __init__(self, first_s: float, max_s: float) -> None:
-        """Create with the first pause of ``first_s`` seconds, and a maximum of ``max_s`` seconds."""
         self._first_s, self._max_s = first_s, max_s
         self.pause_s = 0.0
 

@@ -207,7 +207,7 @@ _ORDER = (
     *("loss_method", "mixes", "tracks"),
 )
 _ALWAYS = "source", "profile", "profile_bytes", "prefill", "loss_method", "mixes"
-"""Fields that are written even if they have their default value."""
+"""Fields that are written even at their default value."""
 RECOMPUTED = "recomputed"
 
 
@@ -222,9 +222,7 @@ class CommonFacts:
     """Cost of a prefill on the publisher's machine; replays use it by default."""
     loss_method: Annotated[str, Meta(max_length=1 << 15)] = field(default="", kw_only=True)
     estimated: bool = field(default=False, kw_only=True)
-    """True if the losses are estimated from another asset, as engines do. Such an asset costs only a prefill, so it may
-    be replaced.
-    """
+    """True if the losses are estimated from another asset, as engines do. Such an asset may be replaced."""
 
 
 @dataclass(frozen=True)
@@ -239,9 +237,7 @@ class Catalog(CommonFacts):
     tracks: Annotated[tuple[Track, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
     mixes: Annotated[tuple[Mix, ...], Meta(max_length=256)] = ()
     asked: tuple[Loss, ...] = ()
-    """Share of each group in the loss after questions about the text, for any track; empty if not measured, as with
-    several layer classes.
-    """
+    """Share of each group in the loss after questions about the text, for any track; empty if not measured."""
     source: Annotated[str, Meta(max_length=1 << 15)] = ""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
     """Tokens of the prompt before this asset; positive for an asset named by key or a placed passage (`at`)."""
@@ -252,7 +248,7 @@ class Catalog(CommonFacts):
     """Units of the catalog, if it does not have all units; None: all units."""
     sources: tuple[Catalog, ...] = field(default=(), metadata=IN_MEMORY)
     """Passages of a joined catalog (`kvabr.types.joined`). Its groups are the units in `chosen`, of any length, each
-    with a chunk; text between passages is also a unit.
+    with a chunk.
     """
     tail: int = field(default=0, metadata=IN_MEMORY)
     """Number of tokens that the engine computes after this catalog. The losses are those after these tokens."""
@@ -488,9 +484,9 @@ class Catalog(CommonFacts):
         """Return the catalog of the first ``groups`` groups of tokens (1 to all), to continue a prompt after them.
 
         It has the same published namespace, no measurements of the whole cache, and only the units needed
-        (`kvabr.types.units.needed`). `playable` returns the available prefixes. For engines that accept only whole
-        blocks, ``end`` is the token in the last group where the prompt continues (None: after the group). Raise
-        `UsageError` if there is no such prefix, or if this is a passage.
+        (`kvabr.types.units.needed`). For engines that accept only whole blocks, ``end`` is the token in the last group
+        where the prompt continues (None: after the group). Raise `UsageError` if there is no such prefix, or if this is
+        a passage.
         """
         size = self.spec.group_tokens
         if self.passage is not None:

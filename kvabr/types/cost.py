@@ -126,7 +126,7 @@ class PrefillCost:
     def in_steps(self, limit: int) -> PrefillCost:
         """Return the approximate total cost for an engine that computes at most ``limit`` tokens per call.
 
-        The original cost is that of one call. Fitting takes about 10 ms.
+        Fitting takes about 10 ms.
         """
         sizes = [1 << power for power in range(7, 17)]
         return PrefillCost.fit(

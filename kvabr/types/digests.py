@@ -82,7 +82,6 @@ def check_kind(kind: str) -> str:
 
 @cache
 def _hasher(kind: str) -> Callable[[Buffer], str]:
-    """Return a function that computes hex digits; for large buffers it releases the GIL."""
     if kind == SHA256:
         return _sha256
     try:

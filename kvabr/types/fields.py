@@ -42,8 +42,8 @@ class Shown:
     """Shows a field on the command line, as part of an `Annotated` type."""
 
     words: str = ""
-    """Flags and metavar, such as ``-d --deadline S``; for a positional argument only a metavar, such as ``URL``.
-    Default: ``--`` and the name.
+    """Flags and metavar, such as ``-d --deadline S``; for a positional argument only the metavar. Default: ``--`` and
+    the name.
     """
     doc: str = ""
     """Help text, for types that several classes use. Default: first sentence of the field's docstring."""

@@ -1,8 +1,7 @@
 """Detects use of an object in a forked child.
 
-A forked child inherits the object but not its threads: queued work is lost, waits never end, and writes to a shared
-socket reach the parent's peer. Objects with threads, sockets or files have a `HomeProcess` and raise `ForkedError` in a
-child; closing such an object in a child has no effect.
+A forked child inherits the object but not its threads. Objects with threads, sockets or files have a `HomeProcess` and
+raise `ForkedError` in a child; closing such an object in a child has no effect.
 """
 
 from __future__ import annotations

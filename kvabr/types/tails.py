@@ -105,9 +105,8 @@ def losses_with_tail(
     """Return the losses of the first ``groups`` groups on a track after a tail.
 
     The losses sum to the remaining share of the whole loss, distributed according to the groups' losses without a tail
-    and after questions (`spread_out`). Shifting the losses by the length of the question is worse: SmolLM2 lost 7 %
-    more with one or two of eight groups on a finer layer. In a shorter prefix, a group's loss depends on its distance
-    from the end; the last group gets the remainder, and the loss of the first group, an attention sink, is unchanged.
+    and after questions (`spread_out`). In a shorter prefix, a group's loss depends on its distance from the end; the
+    last group gets the remainder, and the loss of the first group, an attention sink, is unchanged.
 
     ``losses`` has the losses of all groups without a tail; they are returned unchanged if ``tails`` is empty. ``asked``
     is each group's share of the loss after questions, if measured.

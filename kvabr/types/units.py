@@ -40,7 +40,7 @@ class Span(NamedTuple):
     """A run of tokens of one layer class that a play needs."""
 
     first: int
-    """Position of the first token; for a snapshot, the number of tokens before it."""
+    """Position of the first token, see `Unit.first`."""
     tokens: int
     """Number of tokens, may be 0; for a snapshot, of rows."""
 

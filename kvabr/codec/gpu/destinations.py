@@ -50,7 +50,7 @@ class WriteTarget:
 
 @lru_cache(maxsize=256)
 def _grid(rows: int, by_row: int, columns: int, by_column: int) -> NDArray[np.int64]:
-    """Return the offsets of a matrix's elements in row-major order; the array is read-only and groups share it."""
+    """Return the offsets of a matrix's elements in row-major order."""
     return (np.arange(rows)[:, None] * by_row + np.arange(columns) * by_column).reshape(-1)
 
 

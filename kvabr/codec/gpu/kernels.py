@@ -103,7 +103,7 @@ def _any(marked, VOTES: tl.constexpr):
 def _advance(state, freq, place, active, lanes, words, word, word_end, VOTES: tl.constexpr):
     """Advance all lanes by one rANS step; return states, the words read, a mask of reading lanes, and the word count.
 
-    `_filled` later puts each word into the lower half of a state, so that other work hides the loads' latency.
+    `_filled` later puts each word into the lower half of a state.
     """
     state = tl.where(active, freq.to(tl.uint32) * (state >> 12) + place.to(tl.uint32), state)
     low = active & (state < 65536)

@@ -112,7 +112,6 @@ def lie_apart(payloads: Sequence[bytes | memoryview]) -> bool:
 
 
 def _is_pinned(payload: bytes | memoryview) -> bool:
-    """Return True for memory of `kvabr.store.buffers.PinnedMemory`."""
     under = getattr(payload, "obj", None)
     while (below := getattr(under, "base", getattr(under, "obj", None))) is not None:  # arrays, and views of memory
         under = below

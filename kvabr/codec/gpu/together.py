@@ -92,7 +92,7 @@ def trying(device: torch.device) -> Iterator[None]:
 
 
 def _yield_often(trying: int) -> None:
-    """Shorten the GIL's switch interval while kernels compile in Python, so that decoding threads get it sooner."""
+    """Shorten the GIL's switch interval while kernels compile, so that decoding threads get it sooner."""
     if trying and sys.getswitchinterval() > _SWITCH_S:
         _usual_s.append(sys.getswitchinterval())
         sys.setswitchinterval(_SWITCH_S)

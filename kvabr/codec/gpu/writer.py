@@ -55,8 +55,7 @@ class EncodeJob:
 def encode_many(jobs: Sequence[EncodeJob]) -> list[memoryview]:
     """Quantise and code groups on the current stream; results equal those of `coder.encode_rows`.
 
-    A program codes one stream of a group, row by row. The returned payloads share memory, so copy any that you keep.
-    Raise `FormatError` if an index is out of range.
+    The returned payloads share memory, so copy any that you keep. Raise `FormatError` if an index is out of range.
     """
     out: dict[int, memoryview] = {}
     batches: dict[Hashable, list[int]] = {}

@@ -125,9 +125,9 @@ def encode_rows(
 ) -> bytes:
     """Quantise the coefficients of one group, [row, token] float32, finite, and code the indices.
 
-    ``lower`` is the quantiser of the refined depth, if any; that depth's payload must be from the same rows. ``keep``,
-    [token], is False for tokens to code as indices of 0 at both depths. At most ``threads`` threads run (None: the
-    limit of `encoding_on`, else one per core). Other arguments are as for `encode_indices`.
+    ``lower`` is the quantiser of the refined depth, if any; its payload must be from the same rows. ``keep``, [token],
+    is False for tokens to code as indices of 0 at both depths. At most ``threads`` threads run (None: the limit of
+    `encoding_on`, else one per core). Other arguments are as for `encode_indices`.
     """
     path = active_path()
     rows, mask = check_rows(model, rows, lower, keep)
@@ -263,8 +263,8 @@ def mean_of(job: DecodeJob) -> NDArray[np.float32] | None:
 def decode(job: DecodeJob, threads: int | None = None) -> None:
     """Decode a base and its enhancements into a cache, without the GIL.
 
-    Decoding uses up to ``threads`` threads (None: this group's share of the cores), with equal results. It takes little
-    more memory than 128 tokens, or the group if smaller, in 16-bit numbers.
+    Decoding uses up to ``threads`` threads (None: this group's share of the cores). It takes little more memory than
+    128 tokens, or the group if smaller, in 16-bit numbers.
     """
     path = active_path()
     if len(job.models) > MAX_DEPTHS:

@@ -26,7 +26,7 @@ MAX_DELTA = 7
 MAX_NEAR = 8
 BUCKETS = 16
 _USUAL_ROWS = 2048
-"""Usual number of rows of 128 tokens in a stream, small enough for thousands of streams that a GPU decodes at once."""
+"""Usual number of rows of 128 tokens in a stream, small enough for a GPU."""
 _STREAM_BYTES = 8 + 4 * LANES
 _STREAM_SHARE = 0.0145
 """Maximum fraction of a group's expected bytes for the overhead of all additional streams."""
@@ -182,8 +182,7 @@ def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
 def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:
     """Convert histograms [..., symbol] of at most 2,048 symbols, the escape last, to frequency tables.
 
-    Tables are uint16 and sum to `TOTAL`. Symbols that occur, and the escape, have at least 1; others have 0. No symbol
-    has the whole total.
+    Tables are uint16 and sum to `TOTAL`. Symbols that occur, and the escape, have at least 1; others have 0.
     """
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, np.shape(counts)[-1])
     out = np.empty(flat.shape, dtype=np.uint16)
