@@ -113,8 +113,8 @@ def look(
         engine: computes the inputs.
         selector: lists its inputs.
         tokens: ids of the prompt, as many as the cache has.
-        passages: first position of each passage, and position after its last.
-        question: ids of the question, which follows the prompt.
+        passages: first and end position of each passage.
+        question: ids that follow the prompt.
         kv: the joined cache, [layer, K/V, head, token, dim], any float dtype; not modified.
         orders: the publishers' orders, one per passage; empty for none.
         exact: see `Selection.exact`.

@@ -251,7 +251,7 @@ class _Source:
 
 
 def _sensible(bare: torch.Tensor) -> torch.Tensor:
-    """Set corrupt tokens of a layer to zero, in place; encoders store such tokens separately."""
+    """Set corrupt tokens of a layer to zero, in place."""
     peak = torch.maximum(bare.amax(dim=(2, 4)), -bare.amin(dim=(2, 4)))  # [layer, K/V, token]; a copy takes longer
     usual = peak.nanmedian(dim=2, keepdim=True).values
     absurd = ~(peak <= FP16_MAX) | ((peak > _MAX_TOKEN_RATIO * usual) & (usual > 0))

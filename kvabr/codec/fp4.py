@@ -2,8 +2,7 @@
 
 A block of keys is 32 tokens of one channel, a block of values 32 channels of one token, as in `kvabr.codec.affine`. The
 scale is an unsigned float of 5 exponent and 3 fraction bits. Each block takes the best of nine scales, which map its
-largest element to between 6 and 3: a sixth less error than with 6 or 4, and 13 % less KL on SmolLM2. Scales that clip
-the largest element have less error, but more KL.
+largest element to between 6 and 3: a sixth less error than with 6 or 4, and 13 % less KL on SmolLM2.
 
     unit: scales of the keys, [layer, head, dim]; of the values, [layer, block]; codes, [layer, token, head, dim]
 

@@ -353,7 +353,6 @@ def _quiet(value: Any) -> Quiet:
 
 
 def _facts(data: bytes) -> dict[str, Any]:
-    """Return a profile's metadata; safetensors reads it only from files, not from bytes."""
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise FormatError("profile: truncated within its header")

@@ -89,7 +89,6 @@ def rope_first(rope: RopeSpec | None) -> int:
 
 @lru_cache(maxsize=64)
 def _frequencies(rope: RopeSpec) -> NDArray[np.float64]:
-    """Return each pair's rotation per token, in radians."""
     if rope.frequencies is not None:
         return np.array(rope.frequencies, dtype=np.float64)
     half = rope_shape(rope)[0] // 2

@@ -1,7 +1,6 @@
 """Frames of a typical cache, generated from a spec and a profile alone, to time decoders.
 
-AC's decoding time depends on live rows and symbols, so indices are drawn from the profile's tables. Other codecs take
-the same time for any numbers.
+AC's decoding time depends on live rows and symbols, so indices are drawn from the profile's tables.
 """
 
 from __future__ import annotations

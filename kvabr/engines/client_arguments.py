@@ -18,7 +18,7 @@ from kvabr.types.peer import TOKEN_VARIABLE, PeerOptions
 LOG = logging.getLogger("kvabr.engines")
 
 _MAX_WAITING = 1 << 16
-"""Maximum number of waiting plays; the engine limits its requests."""
+"""Maximum number of waiting plays."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,7 @@ from kvabr.engines.settings import EngineSettings
 from kvabr.types.catalog import Catalog, Track
 
 _MAX_PROMISED, _PROMISED_S = 1 << 16, 60.0
-"""Maximum number of promises to remember, and their lifetime in seconds: an engine repeats its request before it
-fetches.
-"""
+"""Maximum number of promises to remember, and their lifetime in seconds."""
 
 
 class PromisedPlace(NamedTuple):

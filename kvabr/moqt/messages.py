@@ -285,7 +285,7 @@ Request = Subscribe | TrackStatus | Publish | Fetch | PublishNamespace | Subscri
 
 
 MAX_MESSAGES = 1024
-"""Limit of messages per stream, set by kvabr. The shortest messages have 5 bytes and take about 40 us each."""
+"""Limit of messages per stream, set by kvabr. A message takes about 40 us."""
 MAX_MESSAGE_BYTES = 0xFFFF
 
 _TYPES: dict[int, type[Message]] = {

@@ -28,7 +28,7 @@ FETCH_HEADER = 0x05
 SETUP_STREAM = 0x2F00
 PADDING_STREAM = 0x132B3E28
 MAX_PROPERTIES_BYTES = 0xFFFF
-"""Maximum bytes of an object's properties; the draft sets no limit."""
+"""Maximum bytes of an object's properties."""
 _MAX_HEADER = MAX_PROPERTIES_BYTES + 64
 DEFAULT_PRIORITY = 128
 FREE_OBJECTS = 1024
@@ -58,7 +58,7 @@ class ObjectHeader:
     size: int
     properties: tuple[KeyValue, ...] = ()
     status: Status = Status.NORMAL
-    """Status of the object; always normal in a FETCH."""
+    """Always normal in a FETCH."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,7 @@ class PassageBase:
     """[layer, K/V, head, token, dim] float32, keys before rotation."""
     notes: PassageNotes
     before: torch.Tensor
-    """Exact cache of a neutral text, placed before the passage to measure losses: without attention sinks, a model's
-    output degenerates.
-    """
+    """Exact cache of a neutral text, placed before the passage to measure losses."""
 
     def at(self, position: int, spec: KVSpec) -> torch.Tensor:
         """Return the cache rotated to a position in a prompt, in the engine's element type."""

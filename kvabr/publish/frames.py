@@ -40,9 +40,7 @@ from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
 _TOKENS_PER_FINER, _MAX_FINER = 128, 4
-"""One in this many prompt tokens is stored with higher precision, at the prompt's end; and their maximum number, beyond
-which layers save more per byte.
-"""
+"""One in this many prompt tokens is stored with higher precision, at the prompt's end; and their maximum number."""
 _MAX_BATCH, _MAX_BATCH_ELEMENTS = 32, 1 << 28
 """Maximum groups per batch on a GPU, and maximum elements of a batch, at about 16 bytes each."""
 

@@ -224,7 +224,7 @@ class LiveProduction(Production):
 
     @property
     def _computed(self) -> bool:
-        """True if all tokens are computed; the engine may report the end later than the last tokens."""
+        """True if all tokens are computed, even if the engine has not reported the end."""
         return self._ended or self._pieces.tokens == self.tokens
 
     def patient(self) -> bool:

@@ -144,6 +144,6 @@ class TextModel(Protocol):
 
 
 def opened(model: TextModel, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Prepend `TextModel.opening` if missing. Without it, a model predicts worse and has other attention sinks."""
+    """Prepend `TextModel.opening` if it is missing."""
     opening = model.opening
     return tuple(tokens) if tuple(tokens[: len(opening)]) == opening else (*opening, *tokens)

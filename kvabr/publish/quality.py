@@ -35,7 +35,7 @@ Decoder = Callable[[int, str, torch.Tensor], None]
 """Decodes ``(group, track, out)`` into a tensor [layer, K/V, head, token, dim] of the group's tokens."""
 
 MAX_PASSES = 192
-"""Maximum forward passes to attribute losses to groups, beyond one per track: enough for four tracks of 48 groups."""
+"""Maximum forward passes to attribute losses to groups, beyond one per track."""
 
 MIN_UNITS = 16
 
@@ -45,7 +45,7 @@ NOISE_FLOOR = 1e-4
 _ATTRIBUTED = 64
 """Number of tokens scored for single groups: the first tokens have most of the loss."""
 _MIN_SHARE = 0.01
-"""Fraction of a loss that is spread evenly, since a single continuation may happen to ignore a group."""
+"""Fraction of a loss that is spread evenly."""
 
 
 @dataclass(frozen=True, slots=True)

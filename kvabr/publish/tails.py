@@ -39,7 +39,6 @@ ANSWER_TOKENS = 24
 _TRACKS = 3
 _SCORED = 48
 _ROUNDING = 1e-12
-"""Losses below this are treated as rounding errors."""
 
 
 def questions(model: TextModel, prompt: int = 0) -> list[tuple[int, ...]]:

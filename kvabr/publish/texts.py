@@ -92,7 +92,7 @@ def _licence() -> str | None:
 
 
 def check_length(encode: Callable[[str], Sequence[int]], text: str, tokens: int, continuation: int) -> None:
-    """Raise `UsageError` if a text is clearly too short for `cut_prompt`; needs no model."""
+    """Raise `UsageError` if a text is clearly too short for `cut_prompt`."""
     wanted = tokens + continuation
     if len(text) <= wanted * _CHARACTERS_PER_TOKEN and (found := len(encode(text))) + _FRONT < wanted:
         raise too_short(found, tokens, continuation)

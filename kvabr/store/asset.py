@@ -30,7 +30,7 @@ from kvabr.types.naming import chain, prefix_key
 from kvabr.types.passage import passage_chain
 
 LOADED_BYTES = 64 << 10
-"""Frames smaller than this are read at once; larger frames are read piece by piece from an open file."""
+"""Frames smaller than this are read at once, larger ones piece by piece from an open file."""
 _POOLED_BYTES = 256 << 10
 """Pieces larger than this are read into pooled memory: allocating memory takes longer than reading."""
 _ADVICE = "encode the asset again"

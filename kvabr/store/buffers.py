@@ -144,7 +144,7 @@ def _rounded(size: int, step: int) -> int:
 GROUPS = BufferPool(256 << 20)
 """Pool for encoded groups from the network or a disk: as many as wait for decoders on a fast link."""
 CACHES = BufferPool(512 << 20)
-"""Pool for caches that plays fill; an engine uses them after the play."""
+"""Pool for caches that plays fill."""
 
 
 def mapped(handle: int, size: int) -> memoryview:

@@ -14,7 +14,7 @@ PRIVATE_PREFIX = "private/"
 """Prefix of objects that only their owner may read."""
 MAX_MODELS = 256
 PROBES = "probe/"
-"""Prefix of objects that probe a store; they remain if kvabr may not delete them."""
+"""Prefix of objects that probe a store."""
 PAGE_GROUPS = LOOKUP_RUN
 PACK_BYTES = 4 << 20
 """Maximum bytes of a pack."""

@@ -24,7 +24,6 @@ class StoreTree:
     """A store, or a folder of stores, such as one for each tenant."""
 
     def __init__(self, location: Location) -> None:
-        """Open a path or URL; errors as for `open_store`."""
         self._top = open_store(location, must_exist=True)
         self.location = self._top.location
         self._known: dict[str, AssetStore] = {}

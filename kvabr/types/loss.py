@@ -115,8 +115,8 @@ def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> floa
     A group loses more if other groups are as coarse. Let W be the total loss of a track beyond that of the next finer
     track, and s the share of W in groups on this track or a coarser one. These groups lose W (`ALONE` s + (1 - `ALONE`)
     s^2) instead of W s. So a cache on one track loses the sum, an exact cache 0, and a lower loss in a group never
-    increases the promise. The loss that computed groups inherit is part of ``added`` and unchanged. If the units are
-    not all groups of one prompt, the sum is returned, as this case is not measured.
+    increases the promise. If the units are not all groups of one prompt, the sum is returned, as this case is not
+    measured.
 
     ``catalog`` has the losses that remain after any tail; for ``tracks`` see `predicted_loss`; ``added`` is a result of
     `predicted_loss` or `played_loss`.

@@ -46,7 +46,7 @@ EDGE_TRACK = "kvabr.edge"
 LIVE_PREFIX_TRACK = "live."
 """Prefix of the track name of a lookup among caches during prefill; the rest is as in `prefix_track`."""
 MAX_PREFIX_DIGESTS = 320
-"""Maximum digests in a lookup's name, which leaves 584 bytes for the model's name."""
+"""Maximum digests in a lookup's name."""
 LOOKUP_RUN = 16
 """Groups per page in a store. Lookups of long prompts name the last group of each page."""
 PROPERTY_GROUP_BYTES = 0x38

@@ -237,7 +237,7 @@ def _tables(model: CoderModel, device: torch.device) -> _Tables:
 
 
 def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int64]:
-    """Return the kernel's entry per symbol, flattened; a symbol with frequency 0 is escaped."""
+    """Return the kernel's entry per symbol, flattened."""
     wide = freqs.astype(np.int64)
     entries = (np.cumsum(wide, axis=2) - wide) | wide << 12
     last = np.broadcast_to(2 * model.radius.astype(np.intp)[:, None, None] + 1, (*freqs.shape[:2], 1))

@@ -2,7 +2,7 @@
 """Kernels to quantise and entropy encode, with the same bytes as `kvabr.codec.native.coder.encode_rows`.
 
 Importing this module needs Triton. The coder encodes the last symbol first. So each program writes words and escapes
-from the end of its own buffer, which has the maximum size, towards the start.
+from the end of its own buffer towards the start.
 """
 
 import triton

@@ -26,7 +26,7 @@ MAX_DELTA = 7
 MAX_NEAR = 8
 BUCKETS = 16
 _USUAL_ROWS = 2048
-"""Usual number of rows of 128 tokens in a stream, small enough for a GPU."""
+"""Usual number of rows of 128 tokens in a stream; a GPU decodes many streams at once."""
 _STREAM_BYTES = 8 + 4 * LANES
 _STREAM_SHARE = 0.0145
 """Maximum fraction of a group's expected bytes for the overhead of all additional streams."""

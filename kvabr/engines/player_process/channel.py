@@ -30,7 +30,7 @@ _MAX_FILES = 8
 _NO_BYTES = memoryview(b"")
 _MAX_CATALOG_BYTES = 16 << 20
 """Limit of cached catalogs per direction, in pickled bytes: two catalogs for a million tokens, or hundreds for 8,192. A
-larger catalog is cached alone. The objects in memory need two to three times as much.
+larger catalog is cached alone.
 """
 _BYTES, _PROFILE, _CATALOG = 0, 1, 2
 _CREDENTIALS = struct.Struct("=iii")

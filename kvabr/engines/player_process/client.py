@@ -58,7 +58,7 @@ _IDLE_S = 60
 """Seconds without engines after which a process that engines started ends."""
 _START_S, _NAP_S = 30.0, 0.05
 _ANSWER_S = 10.0
-"""Additional seconds to wait for an answer, in case the process hangs; calls have their own time limits."""
+"""Additional seconds to wait for an answer, in case the process hangs."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _started: list[subprocess.Popen[bytes]] = []
 """Started processes, kept here so that Python does not warn about processes that outlive this one."""

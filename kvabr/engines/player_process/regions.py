@@ -19,7 +19,7 @@ from kvabr.types.errors import FormatError
 
 _STEP_BYTES = 2 << 20
 _ALIGN = 64
-"""Alignment of groups in bytes: a cache line, so that groups do not share one."""
+"""Alignment of groups in bytes: a cache line."""
 _FIXED = 2 | 4
 """Linux' F_SEAL_SHRINK and F_SEAL_GROW. They prevent truncation of the file, which would crash a process that has
 mapped it.

@@ -142,7 +142,7 @@ def find_device(name: str) -> torch.device:
 
 
 def _compute_dtype(dtype: str | None, device: torch.device, own: str) -> torch.dtype:
-    """Return the element type of computation: float32 on a CPU, where 16-bit types are slow."""
+    """Return the element type of computation: float32 on a CPU."""
     if dtype is None:
         dtype = own if device.type != "cpu" and own in COMPUTE_DTYPES else "float32"
     made: torch.dtype = getattr(torch, dtype)

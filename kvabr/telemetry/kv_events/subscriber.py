@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 REPLAY_S = 10.0
-"""Time limit of a replay in seconds."""
 _MAX_WAITING = 128
 """Maximum number of queued batches, up to 8 MiB each; lost batches are requested again."""
 _RECONNECT_MS, _MAX_RECONNECT_MS = 100, 5000
