@@ -32,7 +32,7 @@ class Selection:
     peaks: torch.Tensor | None = None
     """Like ``attention``, but the maximum over heads and question tokens."""
     values: torch.Tensor | None = None
-    """[layer, token] float32, for the same layers: norm of each token's value over all heads."""
+    """[layer, token] float32, for the layers of ``attention``: norm of each token's value over all heads."""
     orders: tuple[bytes | None, ...] = ()
     """The publisher's order of every passage, one byte per token, 255 first; None without one."""
     deviation: torch.Tensor | None = None

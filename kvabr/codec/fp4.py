@@ -26,7 +26,7 @@ from kvabr.types.kv import KVSpec
 _EXPONENT = 0x7F800000
 _ONE = 0x3F800000
 _PLACES = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)
-"""Index of each level (0, 0.5, 1, 1.5, 2, 3, 4, 6) by twice its value."""
+"""Index of each level (0, 0.5, 1, 1.5, 2, 3, 4, 6), by twice the level."""
 _SCALES = 9
 _EXPONENT_OFFSET = (127 - 18) << 3
 """The smallest scale is 2^-18; 5 exponent bits reach beyond FP16's largest number."""

@@ -123,7 +123,7 @@ def join_codes(keys: torch.Tensor, values: torch.Tensor, bits: int) -> torch.Ten
 
 
 def split_codes(units: torch.Tensor, layers: int, sizes: tuple[int, int], bits: int) -> tuple[torch.Tensor, ...]:
-    """Undo `join_codes`: return codes of keys and of values, [unit, layer, code]; ``sizes`` are theirs per layer."""
+    """Undo `join_codes`; return the codes of keys and of values, [unit, layer, code]; ``sizes``: codes per layer."""
     codes = units.view(len(units), layers, -1)
     if bits == 4:
         halves = codes & 15, codes >> 4

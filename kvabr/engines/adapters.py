@@ -32,7 +32,7 @@ class Adapter:
     package: str
     module: str
     tested: tuple[str, str]
-    """First tested version, and first later version that is not tested."""
+    """First tested version, and the first untested version after it."""
     mode: EngineMode
     """``hole``: the engine can compute any group once all groups before it are complete; ``suffix``: it can only
     compute all groups after the first miss.

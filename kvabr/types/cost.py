@@ -34,8 +34,8 @@ _MAX_TIMING_ERROR = 0.1
 _FLOOR_PRICE = 3.0
 """Minimum gain in `_Fit._misfit` for accepting a floor."""
 _MAX_FLOOR_FACTOR, _SURPRISE_PRICE = 2.2, 8.0
-"""Maximum expected floor, as a multiple of the expected smallest call, and the minimum gain for a higher floor, which
-is more than a single wrong timing can cause.
+"""Maximum usual floor, as a multiple of the expected time of the smallest call; and the minimum gain for a higher
+floor, which a single wrong timing cannot reach.
 """
 _ROUNDS, _MAX_SPLITS, _SAME = 12, 8, 1e-4
 _MIN_S, _MAX_S, _RIDGE = 1e-12, 1e9, 1e-12

@@ -42,7 +42,7 @@ PREFIX_TRACK = "prefix."
 LIVE_TRACK = "kvabr.live"
 """Track with one group: the live catalog of a cache during prefill, see `kvabr.types.live`."""
 EDGE_TRACK = "kvabr.edge"
-"""Track with the edge messages of such a cache, one per group."""
+"""Track with the edge messages of a cache during prefill, one per group."""
 LIVE_PREFIX_TRACK = "live."
 """Prefix of the track name of a lookup among caches during prefill; the rest is as in `prefix_track`."""
 MAX_PREFIX_DIGESTS = 320
@@ -60,7 +60,7 @@ PROPERTY_RATE = 0x3A
 addresses reached. As it describes one connection, relays must not pass it on.
 """
 MAX_RATE_KBPS = 10**9
-"""Maximum of that rate; higher values are ignored."""
+"""Maximum rate in `PROPERTY_RATE`; higher values are ignored."""
 _KEY_BYTES = 8
 """Bytes per digest in a lookup's name. The client compares whole digests, so collisions are harmless."""
 _TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")

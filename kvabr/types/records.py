@@ -36,7 +36,7 @@ MAX_SKIPPED_BYTES = 32 << 10
 _VALUE_BYTES = 8
 """Minimum average bytes per value; tokens, sizes, losses, digests and track names are longer."""
 _BASE_VALUES, MAX_OBJECTS = 4096, 4096
-"""Number of values that may be smaller than that; maximum number of objects per text."""
+"""Number of values that may be smaller; maximum number of objects per text."""
 _SMALL_BYTES = 1 << 20
 MAX_FLOAT = sys.float_info.max
 

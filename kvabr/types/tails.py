@@ -34,7 +34,7 @@ class TailLoss(NamedTuple):
     share: Loss
     """Loss after the tail, divided by the loss without a tail (`Track.total_loss`)."""
     spread: Annotated[float, Meta(ge=0, le=20)] = 0.0
-    """Standard deviation of the logarithm of that loss over continuations; 0.0 if not measured."""
+    """Standard deviation, over continuations, of the logarithm of the loss after the tail; 0.0 if not measured."""
 
 
 Tails = Annotated[tuple[TailLoss, ...], Meta(max_length=16)]

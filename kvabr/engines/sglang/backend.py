@@ -33,7 +33,7 @@ from kvabr.types.errors import FormatError, UsageError
 
 _MAX_POSITION = 1 << 32
 _MIN_TOKENS = 256
-"""SGLang's default minimum of found tokens for it to fetch them."""
+"""SGLang's default minimum number of found tokens for a fetch."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class _Served:
     loss: float = 0.0
     """Expected loss of the request's own play, nats per generated token."""
     worst: float = 0.0
-    """Loss of that play for another request that shares no later tokens."""
+    """Loss of the play for another request that shares no later tokens."""
     before: float = 0.0
     """Loss of reused blocks before the load; within the limit."""
     begins: object = None

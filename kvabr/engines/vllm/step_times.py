@@ -31,7 +31,7 @@ class StepTimes:
     def __init__(
         self, model: str, spec: KVSpec, limit: int, folder: Path | None, submit: Callable[[Callable[[], None]], None]
     ) -> None:
-        """Start, for steps of at most ``limit`` tokens of ``model``; ``submit`` runs work in a thread."""
+        """Prepare to time steps of up to ``limit`` tokens of ``model``; ``submit`` runs work in a thread."""
         self._model, self._spec, self._limit, self._submit = model, spec, limit, submit
         self._costs = costs_at(None if folder is None else folder / COSTS_FILE)
         self._timings, self._key, self._on_gpu = PrefillTimings(guess(spec)), "", False

@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 SCHEMA = 1
 _MAX_LINE = 1 << 16
 _PATIENCE_S = 60.0
-"""Seconds to wait for the file, which another writer in the same folder may lock for seconds."""
+"""Seconds to wait for the file if another process has locked it."""
 
 Line = dict[str, Any]
 

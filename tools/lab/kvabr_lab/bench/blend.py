@@ -74,7 +74,7 @@ class Recipe:
 
 
 def recipes(selectors: Sequence[str], shares: Sequence[float], tracks: Sequence[str]) -> list[Recipe]:
-    """Return the recipes to compare: bases, selectors on the mean, other systems on their own caches, and tracks."""
+    """Return the recipes to compare: every base, selector, share and track, and other systems on their usual caches."""
     first = selectors[0]
     out = [Recipe(base) for base in ("alone", "neutral", "mean")]
     out += [Recipe("mean", selector, share) for selector in selectors for share in shares]

@@ -60,7 +60,7 @@ class Prefill:
     encoding_s: float = 0.0
     """Processor time of encoding until the last token, seconds."""
     idle_s: float = 0.0
-    """The part of it that was at idle priority, seconds."""
+    """The part of `encoding_s` at idle priority, seconds."""
 
     @property
     def ended_s(self) -> float:

@@ -37,8 +37,8 @@ class DayResult:
     shares: dict[str, float]
     note: str = ""
     elsewhere_s: float = 0.0
-    """Extra time of requests placed elsewhere than by the oracle, in seconds per request of the day. The rest of the
-    difference between the two means is extra waiting of other requests.
+    """Mean time, in seconds per request of the day, that requests lose by being placed elsewhere than by the oracle.
+    The other requests lose the rest of the difference from the oracle's mean by waiting.
     """
 
     def to_json(self) -> dict[str, Any]:

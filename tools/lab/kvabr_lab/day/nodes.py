@@ -87,7 +87,7 @@ class FleetOutcome:
     hints: int = 0
     """Number of hints that caused a prefetch."""
     vain: int = 0
-    """Number of these hints that prefetched no group used by a play of that node."""
+    """Number of hints that prefetched only groups that no play of the node used."""
 
 
 class _Link:

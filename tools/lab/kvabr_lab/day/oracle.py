@@ -117,9 +117,9 @@ def _sweep(
 
 
 def _gain(day: Day, choices: Sequence[Choice], first: Choice, horizon: int, base: Mapping[int, float]) -> float:
-    """Return the seconds that the next requests, if in ``base``, save with ``first`` as the first one's place.
+    """Return the total TTFT in seconds that the next requests save, compared to ``base``, with choice ``first``.
 
-    Stop when the change has no further effect.
+    Requests that are not in ``base`` are ignored. Stop when the choice has no further effect.
     """
     gain, alike = 0.0, 0
     for step in range(horizon + 1):

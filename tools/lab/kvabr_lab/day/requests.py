@@ -99,7 +99,7 @@ class DayRequest:
     are equal up to the end of that part.
     """
     answer: tuple[int, int]
-    """The answer in the same form; later prompts of the conversation contain it."""
+    """Number and tokens of the answer, which is a part of later prompts of the conversation."""
     luck: tuple[float, float]
     """Logarithm of local, and of remote, prefill time relative to the forecast, in standard deviations."""
     tokens: int

@@ -43,7 +43,7 @@ class SessionTurn:
     parts: tuple[tuple[int, int], ...]
     """Parts of the prompt, see `kvabr_lab.day.requests.DayRequest.parts`."""
     answer: tuple[int, int]
-    """The answer in the same form; the next prompt contains it."""
+    """Number and tokens of the answer, which is a part of the next prompt."""
     at_s: float | None = None
     """Arrival time in seconds; None: after another turn's answer."""
     after: int | None = None

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 Quic = Literal["aioquic", "qh3"]
 
 _BUSY, _STARVED = 0.85, 0.3
-"""A process, not the network, was the limit if it ran or waited for more than the first fraction of the time, or waited
-for more than the second: late acknowledgements look like a queue to the sender.
+"""Fractions of time above which a process, not the network, was the limit: running or waiting, and waiting alone. Late
+acknowledgements look like a queue to the sender.
 """
 _WARM_ROUND_TRIPS = 4
 """Number of round trips at the trace's mean rate until the window fills the link and its queue."""

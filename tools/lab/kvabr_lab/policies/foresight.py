@@ -29,7 +29,7 @@ Picks = npt.NDArray[np.intp]
 _BYTE_PRICES, _DECODE_STRIDE = 48, 64
 """Number of byte prices, and stride over the frontier's decode prices."""
 _COARSE_STRIDE = 3
-"""Stride over these prices for comparing divisions between network and engine."""
+"""Stride over decode prices for comparing divisions between network and engine."""
 _MAX_DIVISIONS = 33
 _MAX_EXHAUSTIVE = 4096
 """Maximum number of plans to compare exhaustively."""

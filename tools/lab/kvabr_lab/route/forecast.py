@@ -223,7 +223,7 @@ class Forecast:
     """Time at which the last group can be sent, seconds."""
     last_s: float = 0.0
     tail_s: float = 0.0
-    """Seconds from then until the first token."""
+    """Seconds from the arrival of the last group until the first token."""
     others_s: float = 0.0
     """Expected additional delay of other requests, compared with the place that delays them least."""
     bound_s: float = math.inf

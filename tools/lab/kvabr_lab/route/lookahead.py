@@ -35,7 +35,7 @@ class _Demand:
     last_s: float
     """Seconds on the link of the last group, which is computed last."""
     tail_s: float
-    """Seconds from then until the first token."""
+    """Seconds from the arrival of the last group until the first token."""
     fetch_s: float
     """Seconds of local prefill after fetching; infinity if there is nothing to fetch."""
     fetch_bytes: float
