@@ -1,4 +1,4 @@
-"""The built-in selectors, and the registry of all selectors; `kvabr_lab.selectors` has alternatives."""
+"""The built-in selectors, and the registry of all selectors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class QuestionPeaksSelector(Selector):
 
     Errors concentrate at the beginning of a passage, where tokens were computed with little preceding text. The squared
     error falls from 14 times its mean at the first token to 5 times at the fifth, 2 at the twentieth and a third after
-    the 128th (SmolLM2-135M, means over four contexts). So scores fall in the same way.
+    the 128th (SmolLM2-135M, means over four contexts). So scores fall likewise.
     """
 
     needs = frozenset({"peaks", "values"})

@@ -32,7 +32,7 @@ to the referenced index.
 _PRIOR_SYMBOLS = 3.0
 """Weight, in symbols, of the prior that references make no difference."""
 _TILE_STEP = 4
-"""One in this many tiles is counted: the few tables need little data, and counting is slow."""
+"""One in this many tiles is counted, as counting is slow."""
 _ROWS_AT_ONCE = 256
 _FARTHEST = 10_000
 """Limit of indices, so that multiplying by three does not overflow."""

@@ -183,7 +183,7 @@ Command = Write | Reset | Stop | Close
 
 
 _ID_WINDOW = 1 << 16
-"""Number of recent request IDs that are tracked individually; all older IDs count as used."""
+"""Number of recent request IDs tracked individually; older IDs count as used."""
 
 
 @dataclass(slots=True, eq=False)

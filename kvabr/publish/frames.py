@@ -42,7 +42,7 @@ _TIMED_GROUPS = 5
 _TOKENS_PER_FINER, _MAX_FINER = 128, 4
 """One in this many prompt tokens is stored with higher precision, at the prompt's end; and their maximum number."""
 _MAX_BATCH, _MAX_BATCH_ELEMENTS = 32, 1 << 28
-"""Maximum groups per batch on a GPU, and maximum elements of a batch, at about 16 bytes each."""
+"""Maximum groups per batch on a GPU, and maximum elements, at about 16 bytes each."""
 
 
 @dataclass(slots=True)

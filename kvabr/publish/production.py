@@ -248,7 +248,7 @@ class _Pieces:
 
     @property
     def device(self) -> torch.device:
-        """Device of the first piece; usually all pieces have the same device."""
+        """Device of the first piece."""
         return next((held[0][1].device for held in self._held if held), torch.device("cpu"))
 
     @property

@@ -44,7 +44,7 @@ LIVE_TRACK = "kvabr.live"
 EDGE_TRACK = "kvabr.edge"
 """Track with the edge messages of a cache during prefill, one per group."""
 LIVE_PREFIX_TRACK = "live."
-"""Prefix of the track name of a lookup among caches during prefill; the rest is as in `prefix_track`."""
+"""Prefix of a lookup's track name among caches during prefill; see `prefix_track`."""
 MAX_PREFIX_DIGESTS = 320
 """Maximum digests in a lookup's name."""
 LOOKUP_RUN = 16

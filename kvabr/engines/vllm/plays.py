@@ -41,7 +41,7 @@ class LoadRequest:
     deadline_s: float
     """Seconds until the deadline when the message is sent."""
     tokens: Sequence[int] = ()
-    """Ids of the tokens of its groups, if needed for lookups by other ranks or to record lossy plays."""
+    """Token ids of the found cache, if needed for lookups by other ranks or to record lossy plays."""
     salt: bytes = b""
     adapter: str | None = None
     engine_price: float = GPU_PRICE

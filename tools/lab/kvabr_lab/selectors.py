@@ -18,7 +18,7 @@ class HkvdSelector(Selector):
 
 
 class LegoLinkSelector(Selector):
-    """Selects the first tokens of passages, attention sinks when these were computed (EPIC, arXiv:2410.15332)."""
+    """Selects the first tokens of passages, which were attention sinks when computed (EPIC, arXiv:2410.15332)."""
 
     def scores(self, prompt: Selection) -> torch.Tensor:
         """Return a score that falls with the token's position in its passage."""
