@@ -303,7 +303,7 @@ class CloudStore(Store):
 
 
 def _call(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
-    """Call a function of obstore. Not a coroutine: an error would keep its frame, and so a store's connections."""
+    """Call a function of obstore. Not a coroutine, as errors would keep its frame, which refers to connections."""
     answer: Awaitable[Any] = getattr(load_obstore(), f"{what}_async")(*args, **options)
     return answer
 

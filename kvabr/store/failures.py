@@ -117,7 +117,7 @@ class Failure:
 
     @property
     def refused(self) -> bool:
-        """True if other credentials might be accepted; the answer to a HEAD request is only status 403."""
+        """True if other credentials might be accepted. To a HEAD request, stores answer only status 403."""
         return self.kind in ("rejected", "credentials") or (self.kind == "denied" and not self.code)
 
     @classmethod
